@@ -1,0 +1,46 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test serve check format migrate clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Make .venv, which holds the accrue command
+	@echo "Ready: $(BIN)/accrue --help"
+
+# torch goes first and by its exact version, so that pip takes the build that this machine is given.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happened
+	$(BIN)/accrue demo
+
+test: check ## Run every check and every test
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Mend formatting and what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+serve: $(STAMP) ## Run the service and a worker at http://127.0.0.1:8000
+	$(BIN)/accrue up
+
+migrate: $(STAMP) ## Bring the database to the newest revision
+	$(BIN)/accrue migrate
+
+clean: ## Remove .venv and caches; your data stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,123 @@
+"""Base models by name: built in, in the models folder, in the hub's cache, or on the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from app.errors import Unprocessable
+from app.planning import architectures
+from app.planning.architectures import UnknownArchitecture
+from app.schemas.architecture import BUILT_IN_MODEL, Architecture, ModelReference
+from app.settings import Settings
+
+_HUB_TIMEOUT_SECONDS = 5.0
+_LARGEST_CONFIG_BYTES = 2**20
+
+
+def find_for_training(name: str, settings: Settings) -> ModelReference:
+    """A model whose weights can be had.
+
+    Raises:
+        Unprocessable: unknown, not reachable, or of an architecture without a rule.
+    """
+    if name == BUILT_IN_MODEL:
+        return ModelReference(name=name, source="built_in", architecture=_architecture_of_built_in())
+    local = _local_config(name, settings)
+    if local is not None:
+        return ModelReference(name=name, source="local", architecture=_read(name, local))
+    config = _cached_config(name) or _hub_config(name, settings)
+    return ModelReference(name=name, source="hub", architecture=_read(name, config))
+
+
+def find_for_planning(name: str, settings: Settings) -> Architecture:
+    """A model's sizes; of a model in the catalogue they are known without its files.
+
+    Raises:
+        Unprocessable: as in `find_for_training`.
+    """
+    local = _local_config(name, settings)
+    if local is not None:
+        return _read(name, local)
+    return architectures.named(name) or find_for_training(name, settings).architecture
+
+
+def known(settings: Settings) -> list[str]:
+    """Names that need no hub: the built-in model and those of the models folder."""
+    folder = settings.models_dir
+    local = (
+        sorted(str(path.parent.relative_to(folder)) for path in _configs(folder))
+        if folder is not None and folder.is_dir()
+        else []
+    )
+    return [BUILT_IN_MODEL, *local]
+
+
+def _architecture_of_built_in() -> Architecture:
+    return architectures.from_config(architectures.TINY_GPT2)
+
+
+def _configs(folder: Path) -> list[Path]:
+    return [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]
+
+
+def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
+    if settings.models_dir is None:
+        return None
+    folder = (settings.models_dir / name).resolve()
+    if not folder.is_relative_to(settings.models_dir.resolve()) or not (folder / "config.json").is_file():
+        return None
+    return _parse(name, (folder / "config.json").read_bytes())
+
+
+def _cached_config(name: str) -> dict[str, Any] | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return _parse(name, Path(cached).read_bytes()) if isinstance(cached, str) else None
+
+
+def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
+    """Asks the hub once and briefly: a person is waiting."""
+    if settings.offline:
+        raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
+    from huggingface_hub import hf_hub_url
+
+    try:
+        answer = httpx.get(
+            hf_hub_url(name, "config.json"), follow_redirects=True, timeout=_HUB_TIMEOUT_SECONDS
+        )
+    except httpx.HTTPError:
+        raise _unknown(name, settings, "and the hub cannot be reached from here") from None
+    if answer.status_code != httpx.codes.OK:
+        raise _unknown(name, settings, f"and the hub answers {answer.status_code}")
+    return _parse(name, answer.content)
+
+
+def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
+    where = (
+        "in ACCRUE_MODELS_DIR" if settings.models_dir else "on this machine (ACCRUE_MODELS_DIR is not set)"
+    )
+    return Unprocessable(
+        f"The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, tokenizer) into "
+        f"ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}.",
+        field="model_name",
+    )
+
+
+def _parse(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(content[:_LARGEST_CONFIG_BYTES])
+    except ValueError:
+        raise Unprocessable(f"The config.json of {name} is not JSON.", field="model_name") from None
+    if not isinstance(config, dict):
+        raise Unprocessable(f"The config.json of {name} is no object.", field="model_name")
+    return config
+
+
+def _read(name: str, config: dict[str, Any]) -> Architecture:
+    try:
+        return architectures.from_config(config)
+    except UnknownArchitecture as error:
+        raise Unprocessable(f"The model {name} cannot be planned for: {error}.", field="model_name") from None

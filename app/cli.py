@@ -1,0 +1,225 @@
+"""The accrue command."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from app.client import Client, ServiceError
+from app.errors import AccrueError, BadSetting
+
+app = typer.Typer(
+    name="accrue",
+    help="Fine-tuning at the effective batch you want, on the GPU you have.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+errors = Console(stderr=True)
+
+Url = Annotated[str, typer.Option("--url", envvar="ACCRUE_URL", help="Address of the service")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main() -> None:
+    """Runs the command; an error is one line on standard error, and exit status 1."""
+    try:
+        app(standalone_mode=True)
+    except (AccrueError, ServiceError) as error:
+        errors.print(f"accrue: {error}", style="red", markup=False, highlight=False)
+        sys.exit(1)
+
+
+@app.command()
+def up() -> None:
+    """Run the service and a worker together; Ctrl-C ends both."""
+    from app.processes import up as run
+
+    sys.exit(run())
+
+
+@app.command()
+def serve() -> None:
+    """Run the service alone."""
+    import uvicorn
+
+    from app.logs import configure
+    from app.main import create_app
+    from app.security.local import require_loopback
+    from app.settings import get_settings
+
+    settings = get_settings()
+    require_loopback(settings.host)
+    configure(settings.log_level, settings.log_format)
+    uvicorn.run(
+        create_app(settings), host=settings.host, port=settings.port, log_config=None, access_log=False
+    )
+
+
+@app.command()
+def worker() -> None:
+    """Run a worker: it claims jobs and trains them."""
+    import runpy
+
+    runpy.run_module("workers", run_name="__main__")
+
+
+@app.command()
+def migrate() -> None:
+    """Bring the database to the newest revision."""
+    from app.database import migrate as run
+    from app.settings import get_settings
+
+    settings = get_settings()
+    settings.make_directories()
+    run(settings.url)
+    typer.echo("The database is at the newest revision.")
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file, or a text file")],
+    model: Annotated[str, typer.Option(help="Base model")] = "accrue/tiny-gpt2",
+    batch: Annotated[int | None, typer.Option(help="Effective batch: samples per optimizer step")] = None,
+    steps: Annotated[int | None, typer.Option(help="Accumulation steps; left out, they are planned")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
+    learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate")] = 5e-5,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check and plan, queue nothing")] = False,
+    watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Upload data and train on it.
+
+    A file that does not end in .jsonl is one text, split into samples of max_length tokens.
+    """
+    from app.terminal import follow, show_plan
+
+    with Client(url) as client:
+        dataset: dict[str, Any] = {"max_length": max_length}
+        if file.suffix == ".jsonl":
+            dataset["file_id"] = client.upload(file)["id"]
+        else:
+            dataset |= {"texts": [file.read_text()], "overlength": "split"}
+        training = {"epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate}
+        body = {
+            "model_name": model,
+            "dataset_config": _given(dataset),
+            "training_config": _given(training),
+            "target_effective_batch_size": batch,
+            "accumulation_steps": steps,
+            "dry_run": dry_run,
+        }
+        job = client.post("/gradient-accumulation/training/with-accumulation", _given(body))
+        if as_json:
+            typer.echo(json.dumps(job, indent=2))
+        else:
+            if not dry_run:
+                typer.echo(job["id"])
+            show_plan(job)
+        if watch_it and not dry_run:
+            sys.exit(follow(client, job["id"]))
+
+
+@app.command()
+def watch(
+    job_id: Annotated[str, typer.Argument(help="ftjob-…; the newest job if left out")] = "",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Follow a job: step, loss, tokens per second, time left. Exit status 0 if it succeeds."""
+    from app.terminal import follow
+
+    with Client(url) as client:
+        sys.exit(follow(client, job_id or _newest(client)))
+
+
+@app.command()
+def jobs(
+    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    status: Annotated[str | None, typer.Option(help="queued, running, paused, succeeded, …")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    from app.terminal import show_jobs
+
+    with Client(url) as client:
+        page = client.get(
+            "/gradient-accumulation/training", params=_given({"limit": limit, "status": status})
+        )
+    if as_json:
+        typer.echo(json.dumps(page, indent=2))
+    else:
+        show_jobs(page["data"])
+
+
+@app.command()
+def cancel(job_id: Annotated[str, typer.Argument(help="ftjob-…")], url: Url = DEFAULT_URL) -> None:
+    """Cancel a job."""
+    with Client(url) as client:
+        job = client.post(f"/gradient-accumulation/training/{job_id}/cancel", None)
+    typer.echo(f"{job['id']} is {job['requested'] or job['status']}{'led soon' if job['requested'] else ''}")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model's name: gpt2, accrue/tiny-gpt2, or a local one")],
+    batch: Annotated[int | None, typer.Option(help="Effective batch wanted")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model fits, and in which micro-batches and steps."""
+    from app.terminal import show_batch_size
+
+    body = {
+        "model_name": model,
+        "target_effective_batch_size": batch,
+        "gpus": gpu or None,
+        "max_length": max_length,
+        "gradient_checkpointing": checkpointing,
+    }
+    with Client(url) as client:
+        answer = client.post("/gradient-accumulation/calculate-batch-size", _given(body))
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        show_batch_size(answer)
+    if not answer["fits"]:
+        sys.exit(2)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything of the demo goes")] = Path("demo-data"),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 150,
+) -> None:
+    """Train a small model end to end, over HTTP, on the documentation of this Python."""
+    from app.demo import run
+
+    sys.exit(run(folder, steps))
+
+
+def _newest(client: Client) -> str:
+    data = client.get("/gradient-accumulation/training", params={"limit": 1})["data"]
+    if not data:
+        raise BadSetting("there is no job yet: accrue submit FILE")
+    return str(data[0]["id"])
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+if __name__ == "__main__":
+    main()

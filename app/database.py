@@ -1,0 +1,134 @@
+"""Engine, sessions and migrations. SQLite by default, PostgreSQL by URL."""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import Double
+
+ALEMBIC = Path(__file__).resolve().parent.parent / "alembic"
+
+
+class database_now(FunctionElement[float]):  # noqa: N801
+    """Unix seconds by the database's own clock: leases of several machines agree on it."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(database_now, "sqlite")
+def _sqlite_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(database_now, "postgresql")
+def _postgresql_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "extract(epoch from clock_timestamp())::double precision"
+
+
+class Database:
+    """One engine with two kinds of session: a writing one holds SQLite's write lock from its start."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.engine = _engine(url)
+        self._writing = self.engine.execution_options(accrue_writes=True)
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session for queries; nothing of it is committed."""
+        with Session(self.engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A session that is committed at its end, and rolled back if it raises."""
+        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _engine(url: str) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": 30})
+    event.listen(engine, "connect", _sqlite_pragmas)
+    event.listen(engine, "begin", _sqlite_begin)
+    return engine
+
+
+def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Any) -> None:
+    writes = connection.get_execution_options().get("accrue_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def migrate(url: str, revision: str = "head") -> None:
+    """Brings the database to a revision; processes that start together do it one after another."""
+    from alembic.config import Config
+
+    from alembic import command
+
+    config = Config()
+    config.set_main_option("script_location", str(ALEMBIC))
+    config.attributes["url"] = url
+    with _one_at_a_time(url):
+        command.upgrade(config, revision)
+        _only_for_its_owner(url)
+
+
+@contextmanager
+def _one_at_a_time(url: str) -> Iterator[None]:
+    """A lock beside a SQLite file; on PostgreSQL the migration takes an advisory lock itself."""
+    path = make_url(url).database
+    if not url.startswith("sqlite") or not path or path == ":memory:":
+        yield
+        return
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Path(f"{path}.migrating").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _only_for_its_owner(url: str) -> None:
+    path = make_url(url).database
+    if url.startswith("sqlite") and path and Path(path).exists():
+        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # noqa: PTH101
+
+
+def current_revision(database: Database) -> str | None:
+    """The revision that the database stands at; null: never migrated."""
+    from alembic.runtime.migration import MigrationContext
+
+    with database.engine.connect() as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def head_revision() -> str | None:
+    """The newest revision that this code has."""
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(ALEMBIC))
+    return ScriptDirectory.from_config(config).get_current_head()

@@ -1,0 +1,75 @@
+"""The errors that people see. Each carries its HTTP status, its code, and what to do.
+
+AccrueError
+├── BadSetting            the process cannot start
+├── InvalidRequest  400   a value that no schema can check
+│   └── Unprocessable 422 the same, for a named field
+├── NotFound        404
+├── Conflict        409   the state of a job does not allow it; a retry cannot heal it
+├── TooLarge        413
+├── Forbidden       403   a request from elsewhere than this machine
+└── Unavailable     503   this service cannot do it now
+"""
+
+from typing import ClassVar
+
+
+class AccrueError(Exception):
+    """Something a person can mend; the message says how."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    title: ClassVar[str] = "Internal error"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class BadSetting(AccrueError):
+    """A setting with which the process cannot start."""
+
+    code = "bad_setting"
+
+
+class InvalidRequest(AccrueError):
+    status = 400
+    code = "invalid_request"
+    title = "Invalid request"
+
+
+class Unprocessable(InvalidRequest):
+    status = 422
+    code = "invalid_value"
+    title = "Unprocessable request"
+
+
+class NotFound(AccrueError):
+    status = 404
+    code = "not_found"
+    title = "Not found"
+
+
+class Conflict(AccrueError):
+    status = 409
+    code = "conflict"
+    title = "Conflict"
+
+
+class TooLarge(AccrueError):
+    status = 413
+    code = "too_large"
+    title = "Too large"
+
+
+class Forbidden(AccrueError):
+    status = 403
+    code = "forbidden"
+    title = "Forbidden"
+
+
+class Unavailable(AccrueError):
+    status = 503
+    code = "unavailable"
+    title = "Unavailable"

@@ -1,0 +1,152 @@
+"""Training files: streamed to disk, checked line by line, kept under their ids."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.database import database_now
+from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
+from app.ids import new_id
+from app.models import File, Job
+from app.schemas.examples import BadLine, DataFormat, parse_line
+from app.settings import Settings
+
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a training file holds."""
+
+    sha256: str
+    bytes: int
+    format: DataFormat
+    examples: int
+
+
+@contextmanager
+def incoming(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """A new file's id and path; if the block raises, nothing of it stays."""
+    file_id = new_id("file")
+    path = settings.files_dir / file_id
+    try:
+        yield file_id, path
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
+    """Copies an upload to its place and checks every line of it.
+
+    Raises:
+        TooLarge, InvalidRequest: too many bytes, or a line that is no example.
+    """
+    written = 0
+    with path.open("xb") as target:
+        path.chmod(0o600)
+        while block := source.read(_BLOCK):
+            written += len(block)
+            if written > settings.max_file_bytes:
+                raise TooLarge(
+                    f"The file is larger than {settings.max_file_bytes} bytes (ACCRUE_MAX_FILE_BYTES).",
+                    field="file",
+                )
+            target.write(block)
+    return check(path, settings, field="file")
+
+
+def store_texts(texts: Iterable[str], path: Path) -> Checked:
+    """Writes inline texts as a training file of format text."""
+    examples = 0
+    with path.open("xb") as target:
+        path.chmod(0o600)
+        for text in texts:
+            target.write(json.dumps({"text": text}).encode() + b"\n")
+            examples += 1
+    return Checked(_digest(path), path.stat().st_size, "text", examples)
+
+
+def check(path: Path, settings: Settings, field: str) -> Checked:
+    """Reads a training file once, a line at a time.
+
+    Raises:
+        InvalidRequest: no example at all, or a bad line; the message has its number.
+    """
+    form: DataFormat | None = None
+    examples = 0
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(settings.max_line_bytes + 1):
+            number += 1
+            if len(line) > settings.max_line_bytes:
+                raise InvalidRequest(
+                    f"Line {number} is longer than {settings.max_line_bytes} bytes "
+                    "(ACCRUE_MAX_LINE_BYTES): split it into several samples.",
+                    field=field,
+                )
+            if not line.strip():
+                continue
+            try:
+                form, _ = parse_line(line, form)
+            except BadLine as error:
+                raise InvalidRequest(f"Line {number}: {error}.", field=field) from None
+            examples += 1
+    if form is None:
+        raise InvalidRequest("The file has no example: give at least one JSON line.", field=field)
+    return Checked(_digest(path), path.stat().st_size, form, examples)
+
+
+def add(
+    session: Session, file_id: str, checked: Checked, *, filename: str, purpose: str, inline: bool = False
+) -> File:
+    """Records a stored file."""
+    file = File(
+        id=file_id,
+        created_at=session.scalar(select(database_now())),
+        filename=filename,
+        purpose=purpose,
+        bytes=checked.bytes,
+        sha256=checked.sha256,
+        format=checked.format,
+        examples=checked.examples,
+        inline=inline,
+    )
+    session.add(file)
+    session.flush()
+    return file
+
+
+def get(session: Session, file_id: str, field: str | None = None) -> File:
+    """Raises:
+    NotFound: no file has that id.
+    """
+    file = session.get(File, file_id)
+    if file is None:
+        raise NotFound(f"No file has the id {file_id}: upload it with POST /v1/files.", field=field)
+    return file
+
+
+def remove(session: Session, file_id: str) -> None:
+    """Forgets a file that no job needs any more; its content is the caller's to unlink after the commit.
+
+    Raises:
+        NotFound, Conflict: no such file, or jobs name it.
+    """
+    file = get(session, file_id)
+    job_id = session.scalar(select(Job.id).where(Job.file_id == file_id).limit(1))
+    if job_id is not None:
+        raise Conflict(f"The file {file_id} belongs to job {job_id}: delete that job first.")
+    session.delete(file)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,102 @@
+"""This machine's devices, through GPUtil; declared ones; and those that workers have recorded."""
+
+import math
+import os
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+from app.planning.devices import Device
+
+MIB = 2**20
+_FRESH_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class SeenGpu:
+    """A GPU as nvidia-smi shows it now; bytes, a share of 1, degrees Celsius."""
+
+    id: int
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int
+    load: float | None
+    temperature_celsius: float | None
+
+    @property
+    def device(self) -> Device:
+        return Device(self.id, self.name, self.memory_total_bytes, "cuda")
+
+
+class _Gauge:
+    """nvidia-smi takes a while: one look serves everybody for a moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked_at = -math.inf
+        self._seen: list[SeenGpu] = []
+
+    def look(self) -> list[SeenGpu]:
+        with self._lock:
+            if time.monotonic() - self._looked_at > _FRESH_SECONDS:
+                self._seen = _ask()
+                self._looked_at = time.monotonic()
+            return self._seen
+
+
+_gauge = _Gauge()
+
+
+def seen() -> list[SeenGpu]:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; none without nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = _gauge.look()
+    if visible is None:
+        return gpus
+    allowed = {part.strip() for part in visible.split(",")}
+    return [gpu for gpu in gpus if str(gpu.id) in allowed]
+
+
+def this_cpu() -> Device:
+    """This machine's processor, with its whole memory."""
+    return Device("cpu", "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cpu")
+
+
+def cpu_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def for_planning(declared: list[Device]) -> list[Device]:
+    """The devices that plans are made for: declared ones, else those seen, else this machine's CPU."""
+    return declared or [gpu.device for gpu in seen()] or [this_cpu()]
+
+
+def _ask() -> list[SeenGpu]:
+    gpus = _gputil().getGPUs()
+    return [
+        SeenGpu(
+            id=gpu.id,
+            name=gpu.name,
+            memory_total_bytes=int(gpu.memoryTotal) * MIB,
+            memory_used_bytes=int(gpu.memoryUsed) * MIB,
+            load=_number(gpu.load),
+            temperature_celsius=_number(gpu.temperature),
+        )
+        for gpu in gpus
+    ]
+
+
+@lru_cache
+def _gputil():  # type: ignore[no-untyped-def]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GPUtil imports distutils
+        import GPUtil
+        import setuptools  # noqa: F401  # brings distutils where Python has none
+    return GPUtil
+
+
+def _number(value: float) -> float | None:
+    return None if value is None or math.isnan(value) else float(value)

@@ -1,0 +1,21 @@
+"""Ids that sort by the time of their creation."""
+
+import secrets
+import time
+from typing import Literal
+
+Kind = Literal["ftjob", "file", "ftevent", "worker", "accumulation"]
+
+
+def new_id(kind: Kind) -> str:
+    """`ftjob-…`: 14 hexadecimal digits of microseconds since 1970, then 48 random bits.
+
+    Configurations are `accumulation_…`, the rest has a hyphen (API.md).
+    """
+    separator = "_" if kind == "accumulation" else "-"
+    return f"{kind}{separator}{time.time_ns() // 1000:014x}{secrets.token_hex(6)}"
+
+
+def request_id() -> str:
+    """An id for one request."""
+    return f"req_{secrets.token_hex(8)}"

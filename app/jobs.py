@@ -1,0 +1,408 @@
+"""The one place where a job's state changes.
+
+    queued ──claim──► running ──► succeeded | failed | cancelled
+      ▲ │               │
+      │ └─► cancelled   ├─ release, rescue ──► queued   (an interruption is not a failure)
+      │ └─► paused ◄────┤ pause
+      └──── resume ─────┘
+
+Pausing and cancelling a running job are requests that its worker carries out. Everything that a worker
+writes about a job carries its fence (job, attempt, worker): where the job has moved on, nothing is
+written and `LostJob` is raised. The caller owns the transaction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import and_, case, delete, func, literal, or_, select, update
+from sqlalchemy.orm import Session
+
+from app.database import database_now
+from app.errors import Conflict, NotFound
+from app.ids import new_id
+from app.models import Attempt, File, Job, JobEvent, Worker
+from app.schemas.run import Failure, Level
+from app.schemas.spec import Plan, Spec
+from app.schemas.training import ENDED, JobStatus
+
+MAX_FAILURES = 3
+"""A job ends as failed with this many crashes since its last new checkpoint."""
+
+RETRY_AFTER_SECONDS = (2.0, 10.0)
+"""Wait before a crashed job is claimed again, by the number of failures so far."""
+
+
+class LostJob(Exception):
+    """The job has another attempt, another worker, or another state by now."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What a worker must show to write about a job."""
+
+    job_id: str
+    attempt: int
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job as it will be stored."""
+
+    spec: Spec
+    plan: Plan
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    config_id: str | None
+    user_id: int | str | None
+    metadata: dict[str, str]
+    priority: int
+    paused: bool
+
+
+def submit(session: Session, submission: Submission) -> Job:
+    """Stores a job; it exists once the caller's transaction is committed."""
+    job = Job(
+        id=new_id("ftjob"),
+        created_at=session.scalar(select(database_now())),
+        status="paused" if submission.paused else "queued",
+        requested=None,
+        priority=submission.priority,
+        not_before=0.0,
+        model_name=submission.spec.model.name,
+        user_id=submission.user_id,
+        labels=submission.metadata,
+        config_id=submission.config_id,
+        file_id=submission.spec.data.file_id,
+        config=submission.config,
+        training_config=submission.training_config,
+        spec=submission.spec.model_dump(mode="json"),
+        plan=submission.plan.model_dump(mode="json"),
+        attempt=0,
+        failures=0,
+        checkpoint_step=0,
+        progress={},
+    )
+    session.add(job)
+    session.flush()
+    tell(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
+         f"{submission.spec.effective_batch_size}.")  # fmt: skip
+    return job
+
+
+def claim(session: Session, worker_id: str, lease_seconds: float) -> Job | None:
+    """The next queued job, now running under this worker with a new attempt; null if there is none."""
+    next_id = (
+        select(Job.id)
+        .where(Job.status == "queued", Job.not_before <= database_now())
+        .order_by(Job.priority.desc(), Job.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
+    )
+    job = session.scalars(
+        update(Job)
+        .where(Job.id == next_id, Job.status == "queued")
+        .values(
+            status="running",
+            worker_id=worker_id,
+            attempt=Job.attempt + 1,
+            lease_until=database_now() + lease_seconds,
+            started_at=func.coalesce(Job.started_at, database_now()),
+        )
+        .returning(Job)
+        .execution_options(synchronize_session=False)
+    ).one_or_none()
+    if job is None:
+        return None
+    now = session.scalar(select(database_now()))
+    session.add(Attempt(job_id=job.id, attempt=job.attempt, worker_id=worker_id, claimed_at=now))
+    tell(session, job, "started", f"Attempt {job.attempt} started.", data={"attempt": job.attempt})
+    return job
+
+
+def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
+    """The worker's own plan, with the attempt and on the job."""
+    content = plan.model_dump(mode="json")
+    _write(session, fence, plan=content, device=device)
+    session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
+
+
+def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Literal["pause", "cancel"] | None:
+    """Renews the lease; gives what was requested of the job meanwhile.
+
+    Raises:
+        LostJob: the lease is gone.
+    """
+    row = session.execute(
+        update(Job)
+        .where(_held(fence))
+        .values(lease_until=database_now() + lease_seconds)
+        .returning(Job.requested)
+    ).one_or_none()
+    if row is None:
+        raise LostJob(fence.job_id)
+    requested: Literal["pause", "cancel"] | None = row[0]
+    return requested
+
+
+def note_progress(session: Session, fence: Fence, progress: dict[str, Any], checkpoint_step: int) -> None:
+    """What the trainer's log says so far. A checkpoint that moved on forgets the crashes before it."""
+    moved_on = literal(checkpoint_step) > Job.checkpoint_step
+    _write(
+        session,
+        fence,
+        progress=progress,
+        failures=case((moved_on, 0), else_=Job.failures),
+        checkpoint_step=case((moved_on, checkpoint_step), else_=Job.checkpoint_step),
+    )
+
+
+def succeed(session: Session, fence: Fence, result: dict[str, Any]) -> None:
+    """The model is on disk, and the job is done."""
+    _end(session, fence, "succeeded", "Training succeeded.", result=result)
+
+
+def fail(session: Session, fence: Fence, failure: Failure) -> None:
+    """The job cannot be trained, and would fail the same way again."""
+    _end(session, fence, "failed", failure.message, level="error", error=_error(failure))
+
+
+def crash(session: Session, fence: Fence, failure: Failure) -> None:
+    """The trainer died. The job is queued again, and fails after `MAX_FAILURES` such ends in a row."""
+    failures = session.scalar(select(Job.failures).where(_held(fence)))
+    if failures is None:
+        raise LostJob(fence.job_id)
+    if failures + 1 >= MAX_FAILURES:
+        last = Failure(
+            code=failure.code,
+            message=f"The trainer crashed {MAX_FAILURES} times without a new checkpoint: {failure.message}",
+            permanent=True,
+        )
+        fail(session, fence, last)
+        return
+    wait = RETRY_AFTER_SECONDS[min(failures, len(RETRY_AFTER_SECONDS) - 1)]
+    _leave(session, fence, f"crashed: {failure.message}", "warning", wait, failures + 1)
+
+
+def release(session: Session, fence: Fence, why: str) -> None:
+    """Gives a running job back: to the queue, or to the state that was requested of it."""
+    _leave(session, fence, why, "info", 0.0, Job.failures)
+
+
+def rescue(session: Session) -> list[str]:
+    """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts."""
+    lost = session.scalars(
+        select(Job)
+        .where(Job.status == "running", Job.lease_until < database_now())
+        .with_for_update(skip_locked=True)
+    ).all()
+    for job in lost:
+        assert job.worker_id is not None
+        fence = Fence(job.id, job.attempt, job.worker_id)
+        _leave(session, fence, "its worker was lost", "warning", 0.0, Job.failures)
+    return [job.id for job in lost]
+
+
+def cancel(session: Session, job_id: str) -> Job:
+    """Ends a waiting job at once; of a running one it is requested.
+
+    Raises:
+        NotFound, Conflict: no such job, or it has ended otherwise. Cancelling twice is fine.
+    """
+    job = get(session, job_id, lock=True)
+    if job.status in ENDED and job.status != "cancelled":
+        raise Conflict(f"Job {job_id} has {job.status}: there is nothing to cancel.")
+    if job.status == "running":
+        _request(session, job, "cancel")
+    elif job.status != "cancelled":
+        job.status = "cancelled"
+        job.finished_at = session.scalar(select(database_now()))
+        tell(session, job, "cancelled", "Job cancelled.")
+    return job
+
+
+def pause(session: Session, job_id: str) -> Job:
+    """Holds a waiting job back; a running one writes a checkpoint first."""
+    job = get(session, job_id, lock=True)
+    if job.status in ENDED:
+        raise Conflict(f"Job {job_id} has {job.status}: there is nothing to pause.")
+    if job.status == "running":
+        if job.requested == "cancel":
+            raise Conflict(f"Job {job_id} is being cancelled.")
+        _request(session, job, "pause")
+    elif job.status == "queued":
+        job.status = "paused"
+        tell(session, job, "paused", "Job paused.")
+    return job
+
+
+def resume(session: Session, job_id: str) -> Job:
+    """Puts a paused job back into the queue, or takes back a pause that was only requested."""
+    job = get(session, job_id, lock=True)
+    if job.status == "paused":
+        job.status = "queued"
+        tell(session, job, "queued", "Job resumed.")
+    elif job.status == "running" and job.requested == "pause":
+        job.requested = None
+    elif job.status in ENDED:
+        raise Conflict(f"Job {job_id} has {job.status}: submit it again to train anew.")
+    return job
+
+
+def remove(session: Session, job_id: str) -> tuple[str, str | None]:
+    """Deletes an ended job; gives its id and that of the file made of its inline texts, if any."""
+    job = get(session, job_id, lock=True)
+    if job.status not in ENDED:
+        raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
+    file = session.get_one(File, job.file_id)
+    session.delete(job)
+    session.flush()
+    if not file.inline:
+        return job_id, None
+    session.delete(file)
+    return job_id, file.id
+
+
+def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
+    """Raises:
+    NotFound: no job has that id.
+    """
+    job = session.get(Job, job_id, with_for_update=lock or None)
+    if job is None:
+        raise NotFound(f"No job has the id {job_id}.")
+    return job
+
+
+def tell(
+    session: Session,
+    job: Job,
+    kind: str,
+    message: str,
+    *,
+    level: Level = "info",
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Adds an event of the service's or the worker's own."""
+    session.add(
+        JobEvent(
+            id=new_id("ftevent"),
+            job_id=job.id,
+            attempt=job.attempt,
+            created_at=session.scalar(select(database_now())),
+            level=level,
+            type=kind,
+            message=message,
+            data=data or {},
+        )
+    )
+
+
+def beat_worker(session: Session, worker: Worker) -> None:
+    """Records that a worker lives, with its devices and jobs."""
+    now = session.scalar(select(database_now())) or 0.0
+    session.merge(
+        Worker(
+            id=worker.id,
+            hostname=worker.hostname,
+            started_at=worker.started_at or now,
+            heartbeat_at=now,
+            devices=worker.devices,
+            running=worker.running,
+        )
+    )
+
+
+def forget_workers(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:
+    """Removes workers that said goodbye, and those silent for longer than anybody would ask about."""
+    silent = Worker.heartbeat_at < database_now() - silent_seconds
+    session.execute(delete(Worker).where(or_(Worker.id.in_(worker_ids), silent)))
+
+
+def _held(fence: Fence) -> Any:
+    return and_(
+        Job.id == fence.job_id,
+        Job.attempt == fence.attempt,
+        Job.worker_id == fence.worker_id,
+        Job.status == "running",
+    )
+
+
+def _of_attempt(fence: Fence) -> Any:
+    return and_(Attempt.job_id == fence.job_id, Attempt.attempt == fence.attempt)
+
+
+def _write(session: Session, fence: Fence, **values: Any) -> None:
+    changed = session.execute(
+        update(Job)
+        .where(_held(fence))
+        .values(**values)
+        .returning(Job.id)
+        .execution_options(synchronize_session=False)
+    ).all()
+    if len(changed) != 1:
+        raise LostJob(fence.job_id)
+
+
+def _request(session: Session, job: Job, what: Literal["pause", "cancel"]) -> None:
+    if job.requested != what:
+        job.requested = what
+        tell(session, job, f"{what}_requested", f"To be {what}{'d' if what == 'pause' else 'led'}.")
+
+
+def _end(
+    session: Session,
+    fence: Fence,
+    status: JobStatus,
+    message: str,
+    level: Level = "info",
+    *,
+    result: dict[str, Any] | None = None,
+    error: dict[str, Any] | None = None,
+) -> None:
+    _write(
+        session,
+        fence,
+        status=status,
+        finished_at=database_now(),
+        lease_until=None,
+        requested=None,
+        result=result,
+        error=error,
+    )
+    _close_attempt(session, fence, status)
+    tell(session, get(session, fence.job_id), status, message, level=level)
+
+
+def _leave(
+    session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
+) -> None:
+    """Running to queued, or to what was requested meanwhile."""
+    requested = session.scalar(select(Job.requested).where(_held(fence)))
+    status: JobStatus = {"cancel": "cancelled", "pause": "paused"}.get(requested or "", "queued")  # type: ignore[assignment]
+    _write(
+        session,
+        fence,
+        status=status,
+        worker_id=None,
+        lease_until=None,
+        requested=None,
+        failures=failures,
+        not_before=database_now() + wait_seconds,
+        finished_at=database_now() if status == "cancelled" else None,
+    )
+    _close_attempt(session, fence, why)
+    job = get(session, fence.job_id)
+    session.refresh(job)
+    tell(session, job, status, f"Attempt {fence.attempt} ended: {why}. The job is {status}.", level=level)
+
+
+def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
+    session.execute(
+        update(Attempt).where(_of_attempt(fence)).values(ended_at=database_now(), outcome=outcome[:500])
+    )
+
+
+def _error(failure: Failure) -> dict[str, Any]:
+    return {"code": failure.code, "message": failure.message}

@@ -1,0 +1,115 @@
+"""What happens to every request: an id, a size limit, the look at where it comes from, one log line."""
+
+import re
+import time
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import Forbidden, TooLarge
+from app.ids import request_id
+from app.latency import LatencyGauge
+from app.problems import problem_response, unexpected
+from app.security.local import refusal
+from app.settings import Settings
+
+log = structlog.get_logger("accrue.service")
+
+_REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+_FORM_OVERHEAD = 2**16
+
+
+class _BodyTooLarge(Exception):
+    pass
+
+
+class EveryRequest:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, latency: LatencyGauge) -> None:
+        self.app = app
+        self.settings = settings
+        self.latency = latency
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        identifier = given if _REQUEST_ID.match(given) else request_id()
+        structlog.contextvars.bind_contextvars(request_id=identifier)
+        status = 500
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                MutableHeaders(scope=message)["x-request-id"] = identifier
+            await send(message)
+
+        limit = self._limit(headers)
+        try:
+            await self._answer(scope, _limited(receive, limit), send_with_id, headers, limit)
+        except _BodyTooLarge:
+            if not started:
+                await self._too_large(scope, receive, send_with_id, limit)
+        except Exception as error:
+            log.exception("unexpected error", path=scope["path"], exc_info=error)
+            if not started:
+                await unexpected(Request(scope))(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - began
+            self.latency.add(seconds)
+            log.info("request", method=scope["method"], path=scope["path"], status=status,
+                     milliseconds=round(1000 * seconds, 1))  # fmt: skip
+            structlog.contextvars.clear_contextvars()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers, limit: int) -> None:
+        refused = refusal(headers)
+        length = headers.get("content-length", "0")
+        if refused is not None:
+            response = problem_response(Request(scope), 403, Forbidden.code, Forbidden.title, refused)
+            await response(scope, receive, send)
+        elif length.isdigit() and int(length) > limit:
+            await self._too_large(scope, receive, send, limit)
+        else:
+            await self.app(scope, receive, send)
+
+    def _limit(self, headers: Headers) -> int:
+        """Bytes of the body: a file's for an upload, a document's for everything else."""
+        if headers.get("content-type", "").startswith("multipart/form-data"):
+            return self.settings.max_file_bytes + _FORM_OVERHEAD
+        return self.settings.max_body_bytes
+
+    async def _too_large(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
+        response = problem_response(
+            Request(scope),
+            TooLarge.status,
+            TooLarge.code,
+            TooLarge.title,
+            f"The body is larger than {limit} bytes: upload the data with POST /v1/files and name it by its "
+            "file_id, or raise ACCRUE_MAX_BODY_BYTES or ACCRUE_MAX_FILE_BYTES.",
+            param="body",
+            headers={"Connection": "close"},
+        )
+        await response(scope, receive, send)
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """Counts what arrives, for bodies that do not say how long they are."""
+    taken = 0
+
+    async def receive_limited() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > limit:
+            raise _BodyTooLarge
+        return message
+
+    return receive_limited

@@ -1,0 +1,173 @@
+"""The tables."""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, UniqueConstraint
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+Json = JSON().with_variant(JSONB(), "postgresql")
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {dict[str, Any]: Json, list[Any]: Json}  # noqa: RUF012
+
+
+class Configuration(Base):
+    """A stored accumulation configuration, with only the fields that were given."""
+
+    __tablename__ = "configurations"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    given: Mapped[dict[str, Any]]
+    num_gpus: Mapped[int]
+    effective_batch_size: Mapped[int | None]
+
+
+class File(Base):
+    """A training file; its content lies in the data folder under its id."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    filename: Mapped[str]
+    purpose: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str]
+    format: Mapped[str]
+    examples: Mapped[int]
+    inline: Mapped[bool]
+    """Made from a job's inline texts; goes with its job."""
+
+
+class Job(Base):
+    """One training job. Only app/jobs.py changes its state."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index(None, "status", "priority", "id"),
+        Index(None, "config_id"),
+        Index(None, "file_id"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    status: Mapped[str]
+    requested: Mapped[str | None]
+    """`pause` or `cancel`, asked for while a worker has the job."""
+    priority: Mapped[int]
+    not_before: Mapped[float]
+    """Not claimed earlier: the wait after a crash."""
+
+    model_name: Mapped[str]
+    user_id: Mapped[Any] = mapped_column(Json, nullable=True)
+    labels: Mapped[dict[str, Any]]
+    """The client's metadata."""
+    config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
+    file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
+    config: Mapped[dict[str, Any]]
+    training_config: Mapped[dict[str, Any]]
+    spec: Mapped[dict[str, Any]]
+    plan: Mapped[dict[str, Any]]
+
+    attempt: Mapped[int]
+    worker_id: Mapped[str | None]
+    lease_until: Mapped[float | None]
+    device: Mapped[str | None]
+    failures: Mapped[int]
+    """Crashes since the last checkpoint that moved on."""
+    checkpoint_step: Mapped[int]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+    progress: Mapped[dict[str, Any]]
+    result: Mapped[Any] = mapped_column(Json, nullable=True)
+    error: Mapped[Any] = mapped_column(Json, nullable=True)
+
+
+class Attempt(Base):
+    """One claim of a job by one worker, with the plan that it made."""
+
+    __tablename__ = "attempts"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    worker_id: Mapped[str]
+    claimed_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    plan: Mapped[Any] = mapped_column(Json, nullable=True)
+    outcome: Mapped[str | None]
+
+
+class StepMetric(Base):
+    """One optimizer step of a job; where two attempts made it, the later one's."""
+
+    __tablename__ = "step_metrics"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[int]
+    micro_step: Mapped[int]
+    batch_idx: Mapped[int]
+    epoch: Mapped[int]
+    samples: Mapped[int]
+    loss: Mapped[float]
+    loss_ema: Mapped[float]
+    gradient_accumulation_steps: Mapped[int]
+    effective_batch_size: Mapped[int]
+    physical_batch_size: Mapped[int]
+    learning_rate: Mapped[float]
+    grad_norm: Mapped[float]
+    tokens: Mapped[int]
+    input_tokens: Mapped[int]
+    padded_tokens: Mapped[int]
+    tokens_per_second: Mapped[float]
+    memory_gb: Mapped[float | None]
+    peak_gb: Mapped[float | None]
+    noise_scale: Mapped[float | None]
+    skipped: Mapped[int]
+    time: Mapped[float]
+    data_seconds: Mapped[float]
+    forward_backward_seconds: Mapped[float]
+    optimizer_seconds: Mapped[float]
+
+
+class JobEvent(Base):
+    """Something that happened to a job: told by the service, a worker, or its trainer."""
+
+    __tablename__ = "job_events"
+    __table_args__ = (UniqueConstraint("job_id", "line"), Index(None, "job_id", "id"))
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    line: Mapped[int | None] = mapped_column(BigInteger)
+    """Byte offset of the line in events.jsonl, where it came from there: read twice, stored once."""
+    attempt: Mapped[int]
+    created_at: Mapped[float]
+    level: Mapped[str]
+    type: Mapped[str]
+    message: Mapped[str]
+    data: Mapped[dict[str, Any]]
+
+
+class Worker(Base):
+    """A supervisor process, and what it saw of its machine at its last heartbeat."""
+
+    __tablename__ = "workers"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    hostname: Mapped[str]
+    started_at: Mapped[float]
+    heartbeat_at: Mapped[float]
+    devices: Mapped[list[Any]]
+    running: Mapped[list[Any]]

@@ -1,0 +1,1 @@
+"""Planning: pure functions of values. No session, no file, no clock."""

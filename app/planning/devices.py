@@ -1,0 +1,55 @@
+"""Devices to plan for: seen, declared by a phrase such as "24GB" or "A100-80GB", or this machine itself."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+
+_MEMORY_GB = {
+    "P100": 16, "V100": 16, "T4": 16, "A2": 16, "A10": 24, "A10G": 24, "A16": 16, "A30": 24, "A40": 48,
+    "A100": 40, "L4": 24, "L40": 48, "L40S": 48, "H100": 80, "H200": 141, "GH200": 96, "B200": 192,
+    "RTX2080TI": 11, "RTX3060": 12, "RTX3080": 10, "RTX3090": 24, "RTX4060TI": 16, "RTX4070": 12,
+    "RTX4080": 16, "RTX4090": 24, "RTX5090": 32, "RTXA4000": 16, "RTXA5000": 24, "RTXA6000": 48,
+}  # fmt: skip
+"""Memory by name, from the makers' data sheets, in the GB that they print (taken as GiB)."""
+
+_WITH_SIZE = re.compile(r"^(?:(?P<name>.*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device's whole memory, in bytes."""
+
+    id: int | str
+    name: str
+    memory_bytes: int
+    kind: Literal["cpu", "cuda"]
+
+
+def declared(phrase: str, device_id: int) -> Device:
+    """A device from a phrase.
+
+    Raises:
+        ValueError: neither a size nor a known name.
+    """
+    phrase = phrase.strip()
+    sized = _WITH_SIZE.match(phrase)
+    if sized and float(sized["size"]) > 0:
+        return Device(device_id, sized["name"] or phrase, int(float(sized["size"]) * GIB), "cuda")
+    gigabytes = _MEMORY_GB.get(re.sub(r"[-_ ]|NVIDIA|GEFORCE|TESLA", "", phrase.upper()))
+    if gigabytes is None:
+        raise ValueError(
+            f"{phrase!r} is no GPU that Accrue knows: say its memory, as in 24GB or A100-80GB, "
+            f"or one of {', '.join(sorted(_MEMORY_GB))}"
+        )
+    return Device(device_id, phrase, gigabytes * GIB, "cuda")
+
+
+def parse_declared(phrases: list[str]) -> list[Device]:
+    """Declared devices, numbered from 0.
+
+    Raises:
+        ValueError: one of the phrases is not understood.
+    """
+    return [declared(phrase, number) for number, phrase in enumerate(phrases)]

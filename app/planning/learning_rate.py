@@ -1,0 +1,34 @@
+"""Learning rates for a changed batch, and warmup by batch size."""
+
+from math import sqrt
+from typing import Literal
+
+Rule = Literal["sqrt", "linear", "inverse", "none"]
+
+WHY: dict[Rule, str] = {
+    "sqrt": "the square root of the batch's growth keeps the noise of an adaptive optimizer's update "
+    "(Krizhevsky 2014; Malladi et al. 2022)",
+    "linear": "with SGD, k times the batch takes k times the rate (Goyal et al. 2017)",
+    "inverse": "1/K is only right where the gradients of the micro-batches are summed; Accrue averages over "
+    "the whole window, so the rate needs no such division",
+    "none": "the rate stays as it is",
+}
+
+_WARMUP_BY_BATCH = ((512, 500), (2_048, 1_000), (8_192, 5_000), (32_768, 10_000))
+_WARMUP_BEYOND = 20_000
+
+
+def scale(rule: Rule, growth: float) -> float:
+    """The factor on the learning rate where the batch grows by `growth`."""
+    return {"sqrt": sqrt(growth), "linear": growth, "inverse": 1 / growth, "none": 1.0}[rule]
+
+
+def default_rule(optimizer: str) -> Rule:
+    """Linear for SGD, square root for adaptive optimizers."""
+    return "linear" if optimizer == "sgd" else "sqrt"
+
+
+def warmup_steps(effective_batch: int, steps_total: int | None = None) -> int:
+    """Warmup in updates by the size of the batch, never more than a tenth of a known run."""
+    by_batch = next((steps for size, steps in _WARMUP_BY_BATCH if effective_batch <= size), _WARMUP_BEYOND)
+    return min(by_batch, steps_total // 10) if steps_total is not None else by_batch

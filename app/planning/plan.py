@@ -1,0 +1,175 @@
+"""The plan of a job: how its spec runs on the devices at hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from app.planning.devices import Device
+from app.planning.memory import Method, Precision, largest_micro_batch, step_memory
+from app.planning.split import even, split_over
+from app.schemas.spec import Cut, FixedCount, FixedSize, Plan, PlannedDevice, Spec, TokenBudget
+
+CPU_TOKENS = 4096
+"""A CPU's throughput no longer grows with the micro-batch beyond a few thousand tokens."""
+
+_WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one device takes of a job, in rows of full length."""
+
+    device: Device
+    limit_bytes: int
+    largest: int
+    """The largest micro-batch predicted to fit; at least 1."""
+    fits: bool
+    """Whether even one row is predicted to fit."""
+
+
+def make_plan(
+    spec: Spec,
+    devices: Sequence[Device],
+    *,
+    predicted: bool,
+    threads: int | None = None,
+    samples_per_second: float | None = None,
+) -> Plan:
+    """Plans a spec for devices of one kind.
+
+    Args:
+        devices: at least one; all CPUs or all GPUs.
+        predicted: false where the plan is a worker's own, for the device that it has.
+        samples_per_second: measured before with this model on such a device, for the duration.
+    """
+    method = _method(spec, devices)
+    capacities = [_capacity(spec, method, device) for device in devices]
+    cut, sizes, adjusted = _cut(spec, capacities)
+    steps_total = spec.steps_for(spec.data.examples) if spec.data.overlength != "split" else None
+    return Plan(
+        predicted=predicted,
+        effective_batch_size=spec.effective_batch_size,
+        accumulation_steps=max(len(own) for own in sizes),
+        actual_batch_size_per_gpu=max(max(own, default=1) for own in sizes),
+        micro_batches=sum(len(own) for own in sizes),
+        devices=tuple(
+            _planned(spec, method, capacity, own, cut)
+            for capacity, own in zip(capacities, sizes, strict=True)
+        ),
+        steps_total=steps_total,
+        predicted_duration_seconds=_duration(spec, steps_total, samples_per_second),
+        source="formula",
+        warnings=(*adjusted, *_warnings(spec, capacities, predicted)),
+        precision=method.precision,
+        device=devices[0].kind,
+        threads=threads,
+        cut=cut,
+    )
+
+
+def precision_for(asked: Literal["auto", "bf16", "fp16", "no"], device: Device) -> Precision:
+    """bf16 on a GPU that has it, fp16 on one that hasn't, fp32 on a CPU; what was named goes first."""
+    if asked != "auto":
+        return "fp32" if asked == "no" else asked
+    if device.kind == "cpu":
+        return "fp32"
+    name = device.name.upper().replace(" ", "").replace("-", "")
+    return "fp16" if any(old in name for old in _WITHOUT_BF16) else "bf16"
+
+
+def _method(spec: Spec, devices: Sequence[Device]) -> Method:
+    return Method(
+        precision=precision_for(spec.precision, devices[0]),
+        optimizer=spec.optimizer.name,
+        gradient_checkpointing=spec.gradient_checkpointing,
+        attention=spec.attention,
+        device=devices[0].kind,
+    )
+
+
+def _capacity(spec: Spec, method: Method, device: Device) -> Capacity:
+    limit = spec.memory.budget(device.memory_bytes)
+    length = spec.data.max_length
+    largest = largest_micro_batch(spec.model.architecture, method, length, limit)
+    useful = max(1, CPU_TOKENS // length) if device.kind == "cpu" and _planned_freely(spec) else largest
+    return Capacity(device, limit, max(1, min(largest, useful)), largest > 0)
+
+
+def _planned_freely(spec: Spec) -> bool:
+    return spec.split.accumulation_steps is None and spec.split.micro_batch_size is None
+
+
+def _cut(spec: Spec, capacities: Sequence[Capacity]) -> tuple[Cut, list[list[int]], list[str]]:
+    """How windows are cut, the micro-batches that this gives at full length, and what had to be changed."""
+    split, batch = spec.split, spec.effective_batch_size
+    largest = [capacity.largest for capacity in capacities]
+    if _planned_freely(spec):
+        budget = min(largest) * spec.data.max_length
+        return TokenBudget(tokens=budget), split_over(batch, largest), []
+    asked = split.micro_batch_size or ceil(batch / ((split.accumulation_steps or 1) * split.devices))
+    allowed = min(largest) if spec.auto_adjust_batch_size else asked
+    rows = min(asked, allowed)
+    adjusted = (
+        [
+            f"micro-batches of {asked} are predicted not to fit: {rows} a micro-batch, and the "
+            "effective batch stays"
+        ]
+        if rows < asked
+        else []
+    )
+    sizes = split_over(batch, [rows] * len(capacities))
+    if split.accumulation_steps is not None and not adjusted and split.micro_batch_size is None:
+        count = min(batch, split.accumulation_steps * split.devices)
+        each = even(batch, count)
+        devices = len(capacities)
+        return FixedCount(micro_batches=count), [each[start::devices] for start in range(devices)], []
+    return FixedSize(samples=rows), sizes, adjusted
+
+
+def _planned(spec: Spec, method: Method, capacity: Capacity, sizes: list[int], cut: Cut) -> PlannedDevice:
+    rows = max(sizes, default=1)
+    peak = step_memory(spec.model.architecture, method, rows, spec.data.max_length).peak_process_bytes
+    return PlannedDevice(
+        gpu_id=capacity.device.id,
+        micro_batch_size=rows,
+        accumulation_steps=len(sizes),
+        token_budget=cut.tokens if isinstance(cut, TokenBudget) else None,
+        predicted_peak_bytes=peak,
+        memory_limit_bytes=capacity.limit_bytes,
+    )
+
+
+def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -> float | None:
+    if steps is None or not samples_per_second:
+        return None
+    samples = (
+        spec.data.examples * spec.epochs if spec.epochs is not None else steps * spec.effective_batch_size
+    )
+    return samples / samples_per_second
+
+
+def _warnings(spec: Spec, capacities: Sequence[Capacity], predicted: bool) -> list[str]:
+    warnings = []
+    tight = [str(capacity.device.id) for capacity in capacities if not capacity.fits]
+    if tight:
+        warnings.append(
+            f"by formula not even one sample of {spec.data.max_length} tokens fits device "
+            f"{', '.join(tight)}: lower max_length, switch gradient_checkpointing on, or take more memory"
+        )
+    if spec.data.examples < spec.effective_batch_size:
+        warnings.append(
+            f"the data has {spec.data.examples} samples, fewer than the effective batch of "
+            f"{spec.effective_batch_size}: one step an epoch, over all of them"
+        )
+    if spec.clip_mode == "each_micro_batch":
+        warnings.append(
+            "clip_mode each_micro_batch clips the running sum after every micro-batch: the result depends "
+            "on the split"
+        )
+    if predicted and spec.split.devices > 1:
+        warnings.append(
+            f"the trainer uses one device: the effective batch reckoned for {spec.split.devices} is kept by "
+            "accumulating more"
+        )
+    return warnings

@@ -1,0 +1,134 @@
+"""From the numbers a person gave to an effective batch, and from an effective batch to micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from app.schemas.accumulation import MAX_ACCUMULATION_STEPS
+
+DEFAULT_MICRO_BATCH = 8
+"""Samples per micro-batch where only the number of steps was given (API.md)."""
+
+
+class ConflictingBatch(ValueError):
+    """The given numbers exclude each other; `field` is the one to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person gave of the three numbers, and on how many devices."""
+
+    target: int | None
+    steps: int | None
+    micro_batch: int | None
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The effective batch, in samples, and what is fixed of the micro-batches (null: planned)."""
+
+    effective_batch_size: int
+    steps: int | None
+    micro_batch: int | None
+
+
+def resolve(asked: Asked, recommended: int) -> Resolved:
+    """The table of API.md: which effective batch, and which split, three optional numbers mean.
+
+    Args:
+        recommended: the effective batch where no number was given.
+
+    Raises:
+        ConflictingBatch: all three were given and do not agree.
+    """
+    target, steps, micro = asked.target, asked.steps, asked.micro_batch
+    if target and steps and micro:
+        needed = ceil(target / (micro * asked.devices))
+        if steps != needed:
+            raise ConflictingBatch(
+                "accumulation_steps",
+                f"target_effective_batch_size {target} with micro_batch_size {micro} on {asked.devices} "
+                f"device{'s' * (asked.devices > 1)} takes {needed} accumulation steps, not {steps}: "
+                "leave one of the three out, or make them agree",
+            )
+    if target:
+        return Resolved(target, steps, micro)
+    if steps and micro:
+        return Resolved(steps * micro * asked.devices, steps, micro)
+    if steps:
+        return Resolved(steps * DEFAULT_MICRO_BATCH * asked.devices, steps, None)
+    if micro:
+        return Resolved(micro * asked.devices, 1, micro)
+    return Resolved(recommended, None, None)
+
+
+def without_accumulation(asked: Asked, recommended: int) -> Resolved:
+    """The same where accumulation is switched off: one micro-batch a device is the whole step.
+
+    Raises:
+        ConflictingBatch: more than one accumulation step is asked for, or follows from the others.
+    """
+    resolved = resolve(asked, asked.micro_batch or recommended)
+    per_device = ceil(resolved.effective_batch_size / asked.devices)
+    if (asked.steps or 1) > 1 or (asked.micro_batch or per_device) < per_device:
+        raise ConflictingBatch(
+            "use_gradient_accumulation",
+            "use_gradient_accumulation is false, but the numbers given need several micro-batches a step: "
+            f"set it to true, or leave {per_device} samples to one micro-batch",
+        )
+    return Resolved(resolved.effective_batch_size, 1, per_device)
+
+
+def even(samples: int, parts: int) -> list[int]:
+    """Samples over parts whose sizes differ by at most one, larger ones first; no part is empty.
+
+    >>> even(30, 4)
+    [8, 8, 7, 7]
+    """
+    parts = min(samples, parts)
+    if parts == 0:
+        return []
+    small, larger = divmod(samples, parts)
+    return [small + 1] * larger + [small] * (parts - larger)
+
+
+def split_over(target: int, capacities: Sequence[int]) -> list[list[int]]:
+    """The micro-batches of each device: as few steps as the capacities allow, evened out.
+
+    Args:
+        target: samples of one optimizer step.
+        capacities: the largest micro-batch of each device, in samples, each at least 1.
+
+    Returns:
+        For each device its micro-batch sizes; they sum to the target over all devices.
+    """
+    steps = ceil(target / sum(capacities))
+    shares = _shares(target, [steps * capacity for capacity in capacities])
+    return [even(share, ceil(share / capacity)) for share, capacity in zip(shares, capacities, strict=True)]
+
+
+def _shares(target: int, limits: Sequence[int]) -> list[int]:
+    """Integers in proportion to the limits, none above its own, that sum to the target."""
+    total = sum(limits)
+    shares = [target * limit // total for limit in limits]
+    by_remainder = sorted(range(len(limits)), key=lambda i: -(target * limits[i] % total))
+    for i in by_remainder[: target - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def check_steps(steps: int, micro_batch: int) -> None:
+    """Raises:
+    ConflictingBatch: more steps than anybody means.
+    """
+    if steps > MAX_ACCUMULATION_STEPS:
+        raise ConflictingBatch(
+            "target_effective_batch_size",
+            f"with micro-batches of {micro_batch} this takes {steps} accumulation steps, more than "
+            f"{MAX_ACCUMULATION_STEPS}: lower the effective batch, or raise the micro-batch",
+        )

@@ -1,0 +1,137 @@
+"""The one error body: a problem document (RFC 9457) that the openai client understands too."""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+
+from app.errors import AccrueError, Conflict, Unavailable
+
+log = structlog.get_logger("accrue.service")
+
+
+class FieldProblem(BaseModel):
+    field: str
+    message: str
+
+
+class OpenAIError(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Problem(BaseModel):
+    """Every error of every route."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    errors: list[FieldProblem] = []
+    error: OpenAIError
+
+
+def problem_response(
+    request: Request,
+    status: int,
+    code: str,
+    title: str,
+    detail: str,
+    *,
+    errors: Sequence[FieldProblem] = (),
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """The error body, for a route or a middleware."""
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    body = Problem(
+        type=f"https://accrue.invalid/problems/{code}",
+        title=title,
+        status=status,
+        detail=detail,
+        instance=request.url.path,
+        errors=list(errors),
+        error=OpenAIError(message=detail, type=kind, param=param, code=code),
+    )
+    return JSONResponse(
+        body.model_dump(), status, media_type="application/problem+json", headers=dict(headers or {})
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Maps every error that can leave a route to the one body."""
+    app.add_exception_handler(AccrueError, _known)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(OperationalError, _database_away)
+
+
+def _known(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, AccrueError)
+    fields = [FieldProblem(field=error.field, message=error.message)] if error.field else []
+    headers = {"x-should-retry": "false"} if isinstance(error, Conflict) else {}
+    return problem_response(
+        request, error.status, error.code, error.title, error.message,
+        errors=fields, param=error.field, headers=headers,
+    )  # fmt: skip
+
+
+def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    fields = [_field(item) for item in error.errors()]
+    detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5]) + "."
+    first = fields[0].field if fields else None
+    return problem_response(
+        request, 422, "invalid_value", "Unprocessable request", detail, errors=fields, param=first
+    )
+
+
+def _field(item: Mapping[str, Any]) -> FieldProblem:
+    """One of pydantic's complaints, by the field's path as the client wrote it."""
+    path = [str(part) for part in item["loc"] if part not in ("body", "query", "path")]
+    if item["type"] == "extra_forbidden":
+        return FieldProblem(
+            field=".".join(path),
+            message="is no field of this request: leave it out, or look for its name in /docs",
+        )
+    if item["type"] == "json_invalid":
+        return FieldProblem(field="body", message=f"is not valid JSON ({item['ctx']['error']})")
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return FieldProblem(field=".".join(path) or "body", message=message[:1].lower() + message[1:])
+
+
+def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    detail = {
+        404: f"There is nothing at {request.url.path}: see /docs for what there is.",
+        405: f"{request.method} is not allowed at {request.url.path}: see /docs.",
+    }.get(error.status_code, str(error.detail))
+    code = status.phrase.lower().replace(" ", "_")
+    return problem_response(request, status, code, status.phrase, detail, headers=error.headers)
+
+
+def _database_away(request: Request, error: Exception) -> JSONResponse:
+    log.error("the database did not answer", error=str(getattr(error, "orig", error)))
+    return problem_response(
+        request, 503, Unavailable.code, Unavailable.title,
+        "The database does not answer right now: try again in a moment.", headers={"Retry-After": "2"},
+    )  # fmt: skip
+
+
+def unexpected(request: Request) -> JSONResponse:
+    """The answer where our own code failed."""
+    return problem_response(
+        request, 500, "internal_error", "Internal error",
+        "Something went wrong that should not have; the service's log has it under this request's id.",
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""Service and worker as processes of their own, started and ended together."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from types import FrameType
+
+_END_SECONDS = 45.0
+"""Longer than a trainer's grace for its checkpoint."""
+
+
+def start(part: str, env: Mapping[str, str] | None = None, **kw: object) -> subprocess.Popen[bytes]:
+    """Starts `accrue serve` or `accrue worker`, out of reach of the terminal's Ctrl-C: we pass it on."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "app.cli", part], env=env, start_new_session=True, **kw  # type: ignore[call-overload, no-any-return]
+    )  # fmt: skip
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to each, and SIGKILL to what is still there after a while."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _END_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def up() -> int:
+    """Runs both until a signal comes or one of them ends; gives the exit status."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    processes = [start("serve"), start("worker")]
+    try:
+        while not stopped and all(process.poll() is None for process in processes):
+            time.sleep(0.2)
+    finally:
+        end(processes)
+    return 0 if stopped else max(abs(process.returncode or 1) for process in processes)

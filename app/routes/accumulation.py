@@ -1,0 +1,98 @@
+"""Accumulation configurations, stored under an id."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from sqlalchemy import select
+
+from app import jobs
+from app.database import database_now
+from app.errors import NotFound
+from app.ids import new_id
+from app.models import Configuration, Job
+from app.routes.dependencies import After, Limit, Reading, Writing
+from app.routes.pages import page
+from app.schemas.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
+from app.schemas.wire import Page
+from app.submission import resolve_batch
+
+router = APIRouter(tags=["configurations"])
+
+ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or ftjob-…")]
+
+
+@router.post("/config", status_code=201, summary="Store a configuration")
+def create(session: Writing, asked: ConfigurationRequest) -> ConfigurationAnswer:
+    """Checks the numbers against each other and keeps what was given under an id."""
+    numbers = (asked.target_effective_batch_size, asked.accumulation_steps, asked.micro_batch_size)
+    effective = (
+        resolve_batch(asked, asked.num_gpus, recommended=1).effective_batch_size if any(numbers) else None
+    )
+    given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
+    row = Configuration(
+        id=new_id("accumulation"),
+        created_at=session.scalar(select(database_now())),
+        given=given,
+        num_gpus=asked.num_gpus,
+        effective_batch_size=effective,
+    )
+    session.add(row)
+    session.flush()
+    return answer(row)
+
+
+@router.get("/config", summary="List configurations")
+def list_configurations(
+    session: Reading, limit: Limit = 20, after: After = None
+) -> Page[ConfigurationAnswer]:
+    return page(session, select(Configuration), Configuration.id, limit, after, answer)
+
+
+@router.get("/config/{config_id}", summary="A configuration, or a job's")
+def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
+    if config_id.startswith("ftjob-"):
+        return _of_job(jobs.get(session, config_id))
+    return answer(find(session, config_id))
+
+
+@router.delete("/config/{config_id}", status_code=204, summary="Delete a configuration")
+def delete(session: Writing, config_id: ConfigId) -> None:
+    """Jobs made with it keep what they were made with."""
+    session.delete(find(session, config_id))
+
+
+def find(session: Reading, config_id: str, field: str | None = None) -> Configuration:
+    """Raises:
+    NotFound: no configuration has that id.
+    """
+    row = session.get(Configuration, config_id)
+    if row is None:
+        raise NotFound(f"No configuration has the id {config_id}.", field=field)
+    return row
+
+
+def answer(row: Configuration) -> ConfigurationAnswer:
+    """A stored configuration with every default filled in."""
+    config = AccumulationConfig.model_validate(row.given)
+    warnings = []
+    if config.clip_mode == "each_micro_batch":
+        warnings.append("clip_mode each_micro_batch: the result depends on how the batch is split")
+    return ConfigurationAnswer(
+        config_id=row.id,
+        created_at=int(row.created_at),
+        config=config,
+        num_gpus=row.num_gpus,
+        effective_batch_size=row.effective_batch_size,
+        warnings=warnings,
+    )
+
+
+def _of_job(job: Job) -> ConfigurationAnswer:
+    return ConfigurationAnswer(
+        config_id=job.id,
+        created_at=int(job.created_at),
+        config=AccumulationConfig.model_validate(job.config),
+        num_gpus=int(job.spec["split"]["devices"]),
+        effective_batch_size=int(job.spec["effective_batch_size"]),
+        warnings=list(job.plan["warnings"]),
+    )

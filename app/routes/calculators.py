@@ -1,0 +1,203 @@
+"""The calculators: nothing is stored, nothing is queued."""
+
+from math import ceil
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import ValidationError
+
+from app import base_models, gpus
+from app.errors import Unprocessable
+from app.planning import learning_rate
+from app.planning.batch_size import MIB, Question, RawQuestion, answer, answer_raw
+from app.planning.devices import GIB, Device, parse_declared
+from app.planning.learning_rate import Rule
+from app.planning.memory import OPTIMIZER_STATES, Method
+from app.planning.plan import precision_for
+from app.planning.split import split_over
+from app.routes.dependencies import CurrentSettings
+from app.routes.json_bodies import JsonWhateverTheHeader
+from app.routes.training import select_devices
+from app.schemas.accumulation import MAX_ACCUMULATION_STEPS
+from app.schemas.calculators import (
+    AccumulationStepsAnswer,
+    BatchSizeAnswer,
+    BatchSizeRequest,
+    EffectiveBatchAnswer,
+    LearningRateAnswer,
+)
+from app.schemas.spec import MemoryLimits
+from app.settings import Settings
+from app.submission import DEFAULT_MAX_LENGTH, DEFAULT_SAFETY_MARGIN
+
+router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
+
+Count = Annotated[int, Query(ge=1, le=1_000_000)]
+Steps = Annotated[int, Query(ge=1, le=MAX_ACCUMULATION_STEPS)]
+Gpus = Annotated[int, Query(ge=1, le=1024)]
+
+
+@router.post("/calculate-batch-size", summary="The micro-batch that fits, and the steps to a target")
+def calculate_batch_size(asked: BatchSizeRequest, settings: CurrentSettings) -> BatchSizeAnswer:
+    """From a model by name, or from raw figures in GiB and MiB."""
+    return _batch_size(asked, settings)
+
+
+@router.get("/calculate-batch-size", summary="The same, asked by query")
+def get_batch_size(
+    settings: CurrentSettings,
+    model_name: str,
+    target_batch_size: Annotated[int | None, Query()] = None,
+    gpu_ids: Annotated[list[int] | None, Query()] = None,
+    gpus: Annotated[list[str] | None, Query()] = None,
+    max_length: Annotated[int | None, Query()] = None,
+    optimizer: Annotated[str, Query()] = "adamw",
+    gradient_checkpointing: Annotated[bool, Query()] = False,
+    max_memory_usage: Annotated[float, Query()] = 0.9,
+) -> BatchSizeAnswer:
+    given = {name: value for name, value in locals().items() if name != "settings"}
+    try:
+        asked = BatchSizeRequest.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "query"
+        raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
+    return _batch_size(asked, settings)
+
+
+@router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")
+def effective_batch_size(
+    actual_batch_size: Count, accumulation_steps: Steps, num_gpus: Gpus = 1
+) -> EffectiveBatchAnswer:
+    effective = actual_batch_size * accumulation_steps * num_gpus
+    return EffectiveBatchAnswer(
+        actual_batch_size=actual_batch_size,
+        accumulation_steps=accumulation_steps,
+        num_gpus=num_gpus,
+        effective_batch_size=effective,
+        explanation=f"{actual_batch_size} samples × {accumulation_steps} accumulation steps × {num_gpus} "
+        f"device{'s' * (num_gpus > 1)} = {effective} samples per optimizer step.",
+    )
+
+
+@router.post("/calculate-accumulation-steps", summary="The steps to a target, met exactly")
+def accumulation_steps(
+    target_batch_size: Count, actual_batch_size: Count, num_gpus: Gpus = 1
+) -> AccumulationStepsAnswer:
+    steps = ceil(target_batch_size / (actual_batch_size * num_gpus))
+    if steps > MAX_ACCUMULATION_STEPS:
+        raise Unprocessable(
+            f"This takes {steps} accumulation steps, more than {MAX_ACCUMULATION_STEPS}: raise "
+            "actual_batch_size, or lower the target.",
+            field="actual_batch_size",
+        )
+    devices = split_over(target_batch_size, [actual_batch_size] * num_gpus)
+    even = len({size for own in devices for size in own}) == 1
+    return AccumulationStepsAnswer(
+        target_batch_size=target_batch_size,
+        actual_batch_size=actual_batch_size,
+        num_gpus=num_gpus,
+        accumulation_steps=steps,
+        effective_batch_size=sum(map(sum, devices)),
+        exact=True,
+        micro_batch_sizes=devices[0],
+        devices=devices,
+        explanation=f"{target_batch_size} samples in {steps} step{'s' * (steps > 1)} of at most "
+        f"{actual_batch_size} on {num_gpus} device{'s' * (num_gpus > 1)}"
+        + ("." if even else ", unevenly: the target is met exactly, and so is the gradient."),
+    )
+
+
+@router.post("/adjust-learning-rate", summary="A learning rate for the larger batch")
+def adjust_learning_rate(
+    base_lr: Annotated[float, Query(gt=0, le=100, allow_inf_nan=False)],
+    accumulation_steps: Steps,
+    num_gpus: Gpus = 1,
+    rule: Annotated[Rule | None, Query()] = None,
+    optimizer: Annotated[str, Query(max_length=40)] = "adamw",
+    actual_batch_size: Count = 8,
+) -> LearningRateAnswer:
+    """`rule` defaults to sqrt, and to linear where the optimizer is sgd."""
+    growth = accumulation_steps * num_gpus
+    chosen = rule or learning_rate.default_rule(optimizer)
+    scale = learning_rate.scale(chosen, growth)
+    warmup = learning_rate.warmup_steps(growth * actual_batch_size)
+    return LearningRateAnswer(
+        base_lr=base_lr,
+        accumulation_steps=accumulation_steps,
+        num_gpus=num_gpus,
+        adjusted_lr=base_lr * scale,
+        scale=scale,
+        rule=chosen,
+        all={name: base_lr * learning_rate.scale(name, growth) for name in learning_rate.WHY},
+        warmup_steps=warmup,
+        explanation=f"The batch grows {growth}-fold, so the rate is multiplied by {scale:g}: "
+        f"{learning_rate.WHY[chosen]}. Warm up over at most {warmup} steps, and at most a tenth of the run.",
+    )
+
+
+def _batch_size(asked: BatchSizeRequest, settings: Settings) -> BatchSizeAnswer:
+    limits = MemoryLimits(
+        max_memory_usage=asked.max_memory_usage,
+        memory_safety_margin=DEFAULT_SAFETY_MARGIN
+        if asked.memory_safety_margin is None
+        else asked.memory_safety_margin,
+    )
+    if asked.model_name is None:
+        return _from_figures(asked, limits)
+    architecture = base_models.find_for_planning(asked.model_name, settings)
+    devices, warnings = _devices(asked, settings)
+    sequence = asked.max_length or min(architecture.positions, DEFAULT_MAX_LENGTH)
+    if sequence > architecture.positions:
+        raise Unprocessable(
+            f"max_length {sequence} is longer than {asked.model_name}'s {architecture.positions} positions: "
+            "lower it, or choose a model with a longer context.",
+            field="max_length",
+        )
+    precision = asked.mixed_precision
+    method = Method(
+        precision=precision_for(
+            ("auto" if precision else "no") if isinstance(precision, bool) else precision, devices[0]
+        ),
+        optimizer=asked.optimizer,
+        gradient_checkpointing=asked.gradient_checkpointing,
+        attention="sdpa",
+        device=devices[0].kind,
+    )
+    question = Question(
+        asked.model_name, architecture, method, sequence, limits, devices, asked.target_effective_batch_size
+    )
+    return answer(question, warnings)
+
+
+def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:
+    assert asked.model_size_gb and asked.activation_memory_per_sample_mb and asked.available_memory_gb
+    return answer_raw(
+        RawQuestion(
+            weights_bytes=int(asked.model_size_gb * GIB),
+            activation_bytes_per_sample=max(1, int(asked.activation_memory_per_sample_mb * MIB)),
+            available_bytes=int(asked.available_memory_gb * GIB),
+            limits=limits,
+            optimizer_states=OPTIMIZER_STATES[asked.optimizer],
+            devices=len(asked.gpu_ids or asked.gpus or [0]),
+            target=asked.target_effective_batch_size,
+        )
+    )
+
+
+def _devices(asked: BatchSizeRequest, settings: Settings) -> tuple[list[Device], list[str]]:
+    """The devices that were named, or all there are; with the warning that this deserves."""
+    if asked.gpus is not None:
+        try:
+            return parse_declared(asked.gpus), []
+        except ValueError as error:
+            raise Unprocessable(f"gpus: {error}.", field="gpus") from None
+    there = gpus.for_planning(settings.declared_devices)
+    if asked.gpu_ids is not None:
+        return select_devices(asked.gpu_ids, there), []
+    if there[0].kind == "cpu":
+        return there, [
+            "no GPU is here and none is declared, so this is for the CPU and this machine's memory: say "
+            'gpus: ["24GB"], or set ACCRUE_GPUS=24GB'
+        ]
+    return there, []

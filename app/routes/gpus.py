@@ -1,0 +1,67 @@
+"""Devices and workers."""
+
+from fastapi import APIRouter
+from sqlalchemy import select
+
+from app import gpus
+from app.database import database_now
+from app.models import Job, Worker
+from app.planning.devices import GIB
+from app.routes.dependencies import CurrentSettings, Reading
+from app.routes.job_answer import WORKER_SILENT_SECONDS
+from app.schemas.statistics import DeclaredGpu, GpuInfo, GpusAnswer, WorkerAnswer
+from app.schemas.wire import Page
+
+router = APIRouter(tags=["devices"])
+
+
+@router.get("/gpus", summary="GPUs of this machine, and declared ones")
+def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
+    """What nvidia-smi shows through GPUtil, and which job holds which."""
+    held = dict(
+        session.execute(
+            select(Job.device, Job.id).where(Job.status == "running", Job.device.is_not(None))
+        ).all()
+    )
+    seen = gpus.seen()
+    return GpusAnswer(
+        available_gpus=[gpu.id for gpu in seen if f"cuda:{gpu.id}" not in held],
+        gpu_info=[
+            GpuInfo(
+                gpu_id=gpu.id,
+                name=gpu.name,
+                memory_total_bytes=gpu.memory_total_bytes,
+                memory_used_bytes=gpu.memory_used_bytes,
+                memory_total_gb=round(gpu.memory_total_bytes / GIB, 2),
+                memory_used_gb=round(gpu.memory_used_bytes / GIB, 2),
+                load=gpu.load,
+                temperature_celsius=gpu.temperature_celsius,
+                held_by=held.get(f"cuda:{gpu.id}"),
+            )
+            for gpu in seen
+        ],
+        declared=[
+            DeclaredGpu(gpu_id=int(device.id), name=device.name, memory_total_bytes=device.memory_bytes)
+            for device in settings.declared_devices
+        ],
+    )
+
+
+@router.get("/workers", summary="Workers, what they have and what they run")
+def list_workers(session: Reading) -> Page[WorkerAnswer]:
+    now = session.scalar(select(database_now())) or 0.0
+    rows = session.scalars(select(Worker).order_by(Worker.id.desc())).all()
+    data = [
+        WorkerAnswer(
+            id=row.id,
+            hostname=row.hostname,
+            started_at=int(row.started_at),
+            last_heartbeat_at=int(row.heartbeat_at),
+            alive=row.heartbeat_at > now - WORKER_SILENT_SECONDS,
+            devices=row.devices,
+            running=row.running,
+        )
+        for row in rows
+    ]
+    ids = [worker.id for worker in data]
+    return Page(data=data, has_more=False, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None)

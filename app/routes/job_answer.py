@@ -1,0 +1,156 @@
+"""A job's row as people see it."""
+
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app.database import database_now
+from app.models import Job, Worker
+from app.schemas.spec import Plan, Spec
+from app.schemas.training import (
+    AccumulationStatus,
+    DatasetAnswer,
+    DryRunAnswer,
+    ErrorAnswer,
+    JobAnswer,
+    Links,
+    Progress,
+    ResultAnswer,
+    Waiting,
+)
+
+WORKER_SILENT_SECONDS = 30.0
+PREFIX = "/gradient-accumulation"
+
+
+def job_answer(session: Session, job: Job) -> JobAnswer:
+    """Everything about a job, in API.md's shape."""
+    spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
+    progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
+    return JobAnswer(
+        id=job.id,
+        training_id=job.id,
+        status=job.status,
+        requested=job.requested,
+        created_at=int(job.created_at),
+        started_at=_whole(job.started_at),
+        finished_at=_whole(job.finished_at),
+        model_name=job.model_name,
+        user_id=job.user_id,
+        metadata=job.labels,
+        priority=job.priority,
+        attempt=job.attempt,
+        config=job.config,
+        training_config=job.training_config,
+        dataset=_dataset(spec),
+        device=job.device,
+        accumulation_status=_accumulation_status(job, spec, plan, progress),
+        plan=plan,
+        progress=progress,
+        result=_result(job),
+        error=ErrorAnswer.model_validate(job.error) if job.error else None,
+        waiting=_waiting(session, job),
+        links=_links(job),
+        effective_batch_size=spec.effective_batch_size,
+        accumulation_steps=plan.accumulation_steps,
+        actual_batch_size_per_gpu=plan.actual_batch_size_per_gpu,
+    )
+
+
+def dry_run_answer(
+    spec: Spec, plan: Plan, config: dict[str, Any], training_config: dict[str, Any]
+) -> DryRunAnswer:
+    """What a job would do, in the same words."""
+    return DryRunAnswer(
+        model_name=spec.model.name,
+        config=config,
+        training_config=training_config,
+        dataset=_dataset(spec),
+        plan=plan,
+        effective_batch_size=spec.effective_batch_size,
+        accumulation_steps=plan.accumulation_steps,
+        actual_batch_size_per_gpu=plan.actual_batch_size_per_gpu,
+    )
+
+
+def _dataset(spec: Spec) -> DatasetAnswer:
+    data = spec.data
+    return DatasetAnswer(
+        file_id=data.file_id,
+        format=data.format,
+        examples=data.examples,
+        max_length=data.max_length,
+        overlength=data.overlength,
+    )
+
+
+def _accumulation_status(job: Job, spec: Spec, plan: Plan, progress: Progress) -> AccumulationStatus:
+    return AccumulationStatus(
+        enabled=bool(job.config["use_gradient_accumulation"]),
+        steps=plan.accumulation_steps,
+        effective_batch_size=spec.effective_batch_size,
+        sync_gradients=True,
+        clip_before_accumulation=spec.clip_mode == "each_micro_batch",
+        accumulate_on_cpu=False,
+        accumulation_step=progress.accumulation_step,
+    )
+
+
+def _result(job: Job) -> ResultAnswer | None:
+    if not job.result:
+        return None
+    result = job.result
+    return ResultAnswer(
+        model_path=f"runs/{job.id}/model",
+        files=result["files"],
+        first_loss=result["first_loss"],
+        final_loss=result["final_loss"],
+        trained_tokens=result["trained_tokens"],
+        effective_batch_size=result["effective_batch_size"],
+    )
+
+
+def _waiting(session: Session, job: Job) -> Waiting | None:
+    if job.status != "queued":
+        return None
+    now = session.scalar(select(database_now())) or 0.0
+    ahead = session.scalar(
+        select(func.count())
+        .select_from(Job)
+        .where(
+            Job.status == "queued",
+            (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id)),
+        )
+    )
+    alive = session.scalars(select(Worker).where(Worker.heartbeat_at > now - WORKER_SILENT_SECONDS)).all()
+    slots = sum(len(worker.devices) - len(worker.running) for worker in alive)
+    later = job.not_before > now
+    reason = (
+        "no_worker" if not alive else "not_before" if later else "starting" if slots > 0 else "no_free_gpu"
+    )
+    return Waiting(
+        reason=reason,
+        queue_position=(ahead or 0) + 1,
+        predicted_start=int(job.not_before) + 1 if later else None,
+    )
+
+
+def _links(job: Job) -> Links:
+    own = f"{PREFIX}/training/{job.id}"
+    return Links(
+        self=own,
+        metrics=f"{own}/metrics",
+        log=f"{own}/log",
+        events=f"{own}/events",
+        stats=f"{PREFIX}/stats/{job.id}",
+        model=f"{own}/model" if job.status == "succeeded" else None,
+    )
+
+
+def _known(progress: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in progress.items() if value is not None}
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds)

@@ -1,0 +1,88 @@
+"""What a job's trainer measured: its series, its log, its model."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
+from sqlalchemy.orm import Session
+
+from app import jobs, stats
+from app.errors import Conflict, NotFound
+from app.routes.dependencies import CurrentDatabase, CurrentSettings, Reading
+from app.routes.training import JobId
+from app.run_files import model_dir, tar_of, tar_size
+from app.schemas.run import LogLine
+from app.schemas.statistics import Metrics
+
+router = APIRouter(prefix="/training", tags=["training"])
+
+COLUMNS = tuple(LogLine.model_fields)
+
+
+@router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
+def metrics(
+    session: Reading,
+    training_id: JobId,
+    from_step: Annotated[int, Query(ge=0)] = 0,
+    points: Annotated[
+        int | None, Query(ge=2, le=10_000, description="At most so many, evenly spread")
+    ] = None,
+    format: Annotated[Literal["json", "csv"], Query()] = "json",
+) -> Metrics | Response:
+    """A point per step, or fewer, evenly spread with the first and the last among them."""
+    jobs.get(session, training_id)
+    rows = stats.series(session, training_id, from_step, points)
+    if format == "csv":
+        return Response(
+            _csv(rows),
+            media_type="text/csv",
+            headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},
+        )
+    return Metrics(training_id=training_id, steps=stats.last_step(session, training_id), data=rows)
+
+
+@router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
+def log(database: CurrentDatabase, training_id: JobId) -> StreamingResponse:
+    with database.reading() as session:
+        jobs.get(session, training_id)
+    return StreamingResponse(_log_lines(database, training_id), media_type="application/jsonl")
+
+
+@router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
+def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> StreamingResponse:
+    job = jobs.get(session, training_id)
+    if job.status != "succeeded":
+        raise Conflict(f"Job {training_id} is {job.status}: it has no model yet." if job.status in
+                       ("queued", "running", "paused") else f"Job {training_id} has {job.status}: it left no model.")  # fmt: skip
+    folder = model_dir(settings, training_id)
+    if not folder.is_dir():
+        raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
+    return StreamingResponse(
+        tar_of(folder, training_id),
+        media_type="application/x-tar",
+        headers={
+            "Content-Length": str(tar_size(folder)),
+            "Content-Disposition": f'attachment; filename="{training_id}.tar"',
+        },
+    )
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _log_lines(database: CurrentDatabase, training_id: str) -> Iterator[str]:
+    with database.reading() as session:
+        yield from _lines(session, training_id)
+
+
+def _lines(session: Session, training_id: str) -> Iterator[str]:
+    for row in stats.each_step(session, training_id):
+        yield LogLine.model_validate(row).model_dump_json() + "\n"

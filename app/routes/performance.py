@@ -1,0 +1,131 @@
+"""Performance as measured, and what to do about it."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app import base_models, gpus, jobs, stats
+from app.errors import Unprocessable
+from app.models import Job
+from app.planning.architectures import CATALOGUE, from_config
+from app.planning.memory import Method, largest_micro_batch
+from app.planning.plan import precision_for
+from app.planning.recommendations import SIZES, Situation, recommend
+from app.routes.dependencies import CurrentSettings, Reading
+from app.schemas.architecture import Architecture
+from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
+from app.settings import Settings
+from app.submission import DEFAULT_MAX_LENGTH, DEFAULT_SAFETY_MARGIN
+
+router = APIRouter(prefix="/performance", tags=["performance"])
+
+_NEWEST = 20
+
+
+@router.get("/metrics", summary="GPUs, jobs and answers, as measured")
+def metrics(request: Request, session: Reading) -> PerformanceMetrics:
+    newest = session.scalars(select(Job).where(Job.attempt > 0).order_by(Job.id.desc()).limit(_NEWEST)).all()
+    return PerformanceMetrics(
+        gpus=[asdict(gpu) for gpu in gpus.seen()],
+        jobs=[stats.performance(session, job) for job in newest],
+        api_latency=request.app.state.latency.read(),
+    )
+
+
+@router.get("/recommendations", summary="What to choose, each with its evidence")
+def recommendations(
+    session: Reading,
+    settings: CurrentSettings,
+    model_size: Annotated[
+        str | None, Query(max_length=40, description="small, medium, large, xl, or a parameter count")
+    ] = None,
+    model_name: Annotated[str | None, Query(max_length=200)] = None,
+    training_id: Annotated[str | None, Query(max_length=100)] = None,
+    target_batch_size: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
+    optimizer: Annotated[str, Query(max_length=40)] = "adamw",
+) -> Recommendations:
+    """For a model, for a size of model, or for a job from its own figures."""
+    advice: list[str] = []
+    if training_id is not None:
+        job = jobs.get(session, training_id)
+        model_name = job.model_name
+        target_batch_size = target_batch_size or int(job.spec["effective_batch_size"])
+        architecture = Architecture.model_validate(job.spec["model"]["architecture"])
+        advice = _advice(session, job)
+    elif model_name is not None:
+        architecture = base_models.find_for_planning(model_name, settings)
+    else:
+        architecture = _of_size(model_size or "small")
+    situation = _situation(architecture, target_batch_size, optimizer, settings)
+    return Recommendations(
+        model_name=model_name,
+        model_size=model_size,
+        parameters=architecture.parameters,
+        **recommend(situation),
+        advice=advice,
+    )
+
+
+def _situation(
+    architecture: Architecture, target: int | None, optimizer: str, settings: Settings
+) -> Situation:
+    devices = gpus.for_planning(settings.declared_devices)
+    method = Method(
+        precision=precision_for("auto", devices[0]),
+        optimizer="sgd" if optimizer == "sgd" else "adamw",
+        gradient_checkpointing=False,
+        attention="sdpa",
+        device=devices[0].kind,
+    )
+    budget = int(min(0.9, 1 - DEFAULT_SAFETY_MARGIN) * min(device.memory_bytes for device in devices))
+    sequence = min(architecture.positions, DEFAULT_MAX_LENGTH)
+    return Situation(
+        architecture=architecture,
+        target=target,
+        micro_batch=largest_micro_batch(architecture, method, sequence, budget),
+        devices=len(devices),
+        device_kind=devices[0].kind,
+        optimizer=optimizer,
+    )
+
+
+def _of_size(size: str) -> Architecture:
+    """The GPT-2 of the catalogue nearest to a size, with that many parameters."""
+    try:
+        parameters = SIZES.get(size) or int(float(size))
+    except (ValueError, OverflowError):
+        parameters = 0
+    if not 0 < parameters <= 10**13:
+        raise Unprocessable(
+            f"model_size {size} is none of {', '.join(SIZES)}, nor a parameter count.", field="model_size"
+        )
+    nearest = min(
+        (from_config(config) for config in CATALOGUE.values()), key=lambda a: abs(a.parameters - parameters)
+    )
+    return nearest.model_copy(update={"parameters": parameters})
+
+
+def _advice(session: Session, job: Job) -> list[str]:
+    """Sentences from a job's own figures."""
+    measured: Statistics = stats.of_job(session, job).stats
+    if not measured.steps:
+        return [f"Job {job.id} has not made a step yet: ask again later."]
+    advice = []
+    if measured.padding_share is not None and measured.padding_share > 0.1:
+        advice.append(
+            f"{measured.padding_share:.0%} of the work went into padding: let the micro-batches be planned "
+            "(a token budget) instead of fixing their size."
+        )
+    per_step = measured.micro_steps / measured.steps
+    if per_step > 8:
+        advice.append(
+            f"{per_step:.0f} micro-batches a step: if memory allows, larger micro-batches keep the device busier."
+        )
+    if measured.skipped:
+        advice.append(
+            f"{measured.skipped} windows were not applied: see the job's events for the samples at fault."
+        )
+    return advice or ["Nothing stands out in this job's figures."]

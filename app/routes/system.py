@@ -1,0 +1,38 @@
+"""Whether the service is up, and whether it can do its work."""
+
+from fastapi import APIRouter, Response
+from sqlalchemy import func, select
+
+from app import __version__
+from app.database import current_revision, database_now, head_revision
+from app.models import Worker
+from app.routes.dependencies import CurrentDatabase
+from app.routes.job_answer import WORKER_SILENT_SECONDS
+from app.schemas.system import Health, Readiness
+
+router = APIRouter(tags=["system"])
+
+
+@router.get("/healthz", summary="The process is up")
+def healthz() -> Health:
+    return Health(status="ok", version=__version__)
+
+
+@router.get("/readyz", summary="The database answers and is migrated; workers seen",
+            responses={503: {"model": Readiness, "description": "Not ready"}})  # fmt: skip
+def readyz(database: CurrentDatabase, response: Response) -> Readiness:
+    """Without a worker the service is ready: jobs are taken and wait."""
+    migrated = current_revision(database) == head_revision()
+    with database.reading() as session:
+        workers = session.scalar(
+            select(func.count())
+            .select_from(Worker)
+            .where(Worker.heartbeat_at > database_now() - WORKER_SILENT_SECONDS)
+        )
+    response.status_code = 200 if migrated else 503
+    return Readiness(
+        status="ready" if migrated else "not_ready",
+        database="migrated" if migrated else "not migrated: run accrue migrate",
+        workers=workers or 0,
+        note=None if workers else "no worker was seen lately: jobs wait until one is started (accrue worker)",
+    )

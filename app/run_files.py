@@ -1,0 +1,46 @@
+"""The parts of a run directory that the service hands out, and their removal with the job."""
+
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.settings import Settings
+
+_BLOCK = 2**20
+
+
+def model_dir(settings: Settings, job_id: str) -> Path:
+    return settings.runs_dir / job_id / "model"
+
+
+def remove_run(settings: Settings, job_id: str) -> None:
+    """Deletes the run directory of a deleted job."""
+    shutil.rmtree(settings.runs_dir / job_id, ignore_errors=True)
+
+
+def tar_size(folder: Path) -> int:
+    """Bytes of `tar_of(folder)`."""
+    return sum(512 + _padded(file.stat().st_size) for file in _files(folder)) + 2 * 512
+
+
+def tar_of(folder: Path, name: str) -> Iterator[bytes]:
+    """The files of a folder as a tar, a block at a time, under `name/`."""
+    for file in _files(folder):
+        stat = file.stat()
+        entry = tarfile.TarInfo(f"{name}/{file.name}")
+        entry.size, entry.mtime, entry.mode = stat.st_size, int(stat.st_mtime), 0o644
+        yield entry.tobuf(tarfile.USTAR_FORMAT)
+        with file.open("rb") as content:
+            while block := content.read(_BLOCK):
+                yield block
+        yield b"\0" * (_padded(stat.st_size) - stat.st_size)
+    yield b"\0" * (2 * 512)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def _padded(size: int) -> int:
+    return -(-size // 512) * 512

@@ -1,0 +1,93 @@
+"""The accumulation configuration: how an effective batch is asked for."""
+
+from typing import Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from app.schemas.wire import Answer, Request
+
+MAX_ACCUMULATION_STEPS = 4096
+Precision = Literal["bf16", "fp16", "no"]
+ClipMode = Literal["after_accumulation", "each_micro_batch", "value"]
+LearningRateRule = Literal["sqrt", "linear", "none"]
+
+
+class AccumulationConfig(Request):
+    """Every field of it has a default; what is null is planned or recommended."""
+
+    use_gradient_accumulation: bool = Field(True, description="false: every micro-batch is a step")
+    accumulation_steps: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_ACCUMULATION_STEPS,
+        validation_alias=AliasChoices(
+            "accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"
+        ),
+        description="Micro-batches per step and device",
+    )
+    target_effective_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        validation_alias=AliasChoices(
+            "target_effective_batch_size", "target_batch_size", "effective_batch_size"
+        ),
+        description="Samples per optimizer step over all devices",
+    )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        validation_alias=AliasChoices("micro_batch_size", "batch_size"),
+        description="Samples per forward and device",
+    )
+    max_memory_usage: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that may be used")
+    memory_safety_margin: float | None = Field(
+        None, ge=0, lt=1, description="Share kept free; null: from measured residuals, 0.1 without any"
+    )
+    auto_adjust_batch_size: bool = Field(
+        True, description="Smaller micro-batches where memory asks for it; the effective batch stays"
+    )
+    sync_gradients: Literal[True] = Field(True, description="Gradients are reduced once per window, always")
+    gradient_scaling: bool = Field(True, description="Scale the learning rate from base_batch_size")
+    lr_scaling: LearningRateRule = "sqrt"
+    base_batch_size: int | None = Field(
+        None, ge=1, description="The batch that the learning rate was chosen for; null: no scaling"
+    )
+    mixed_precision: bool | Precision = Field(
+        True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")
+    )
+    gradient_clipping: float | None = Field(1.0, gt=0, description="By global norm; null: off")
+    clip_mode: ClipMode = "after_accumulation"
+    clip_gradients_before_accumulation: bool = Field(False, description="true means each_micro_batch")
+    accumulate_gradients_on_cpu: Literal[False] = False
+    accumulation_scheduler: Literal["constant"] = "constant"
+    accumulation_warmup_steps: Literal[0] = 0
+    log_accumulation: Literal[True] = True
+    log_memory_usage: bool = True
+    log_micro_losses: Literal[False] = False
+    log_gradients: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _old_name_of_the_clip_mode(self) -> "AccumulationConfig":
+        if self.clip_gradients_before_accumulation and self.clip_mode == "after_accumulation":
+            self.clip_mode = "each_micro_batch"
+        return self
+
+
+class ConfigurationRequest(AccumulationConfig):
+    """A configuration on its own, with the number of devices that it is meant for."""
+
+    num_gpus: int = Field(1, ge=1, le=1024)
+
+
+class ConfigurationAnswer(Answer):
+    config_id: str
+    object: Literal["accumulation.config"] = "accumulation.config"
+    created_at: int
+    config: AccumulationConfig
+    num_gpus: int
+    effective_batch_size: int | None = Field(
+        description="null where neither a target, nor steps, nor a micro-batch was given"
+    )
+    warnings: list[str]

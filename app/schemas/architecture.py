@@ -1,0 +1,36 @@
+"""The shape of a causal language model, as far as memory and limits depend on it."""
+
+from typing import Literal
+
+from app.schemas.wire import Frozen
+
+BUILT_IN_MODEL = "accrue/tiny-gpt2"
+
+
+class Architecture(Frozen):
+    """Sizes read from a model's config.json; counts of things, no units."""
+
+    family: str
+    """`model_type` of the config: gpt2, llama, opt, ..."""
+    layers: int
+    hidden_size: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Width of the feed-forward layer."""
+    vocabulary: int
+    positions: int
+    """The longest sequence the model can take, in tokens."""
+    gated: bool
+    """A feed-forward with a gate (SwiGLU, GeGLU): three matrices instead of two."""
+    parameters: int
+    """Trainable parameters, tied ones counted once."""
+
+
+class ModelReference(Frozen):
+    """A base model, and where its files are to be found."""
+
+    name: str
+    source: Literal["built_in", "local", "hub"]
+    architecture: Architecture

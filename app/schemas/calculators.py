@@ -1,0 +1,146 @@
+"""What the calculators take and give."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
+
+from app.schemas.accumulation import Precision
+from app.schemas.training import ModelName
+from app.schemas.wire import Answer, Request
+
+OptimizerForMemory = Literal["adamw", "sgd"]
+
+
+class BatchSizeRequest(Request):
+    """The largest micro-batch that fits, and the split of the target; from a model or raw figures."""
+
+    model_name: ModelName | None = None
+    model_size_gb: float | None = Field(None, gt=0, description="Weights, GiB")
+    activation_memory_per_sample_mb: float | None = Field(None, gt=0, description="MiB")
+    available_memory_gb: float | None = Field(None, gt=0, description="GiB")
+    target_effective_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        validation_alias=AliasChoices(
+            "target_effective_batch_size", "target_batch_size", "effective_batch_size"
+        ),
+    )
+    gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
+    gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(
+        None, min_length=1, max_length=1024, description='Declared devices: "24GB", "A100-80GB"'
+    )
+    max_length: int | None = Field(None, ge=2)
+    method: Literal["full"] = "full"
+    optimizer: OptimizerForMemory = "adamw"
+    mixed_precision: bool | Precision = True
+    gradient_checkpointing: bool = False
+    max_memory_usage: float = Field(0.9, gt=0, le=1)
+    memory_safety_margin: float | None = Field(None, ge=0, lt=1)
+    wait_seconds: float = Field(1.5, ge=0, le=30)
+
+    @model_validator(mode="after")
+    def _one_way_of_asking(self) -> "BatchSizeRequest":
+        raw = (self.model_size_gb, self.activation_memory_per_sample_mb, self.available_memory_gb)
+        if self.model_name is None and None in raw:
+            raise ValueError(
+                "give model_name, or all of model_size_gb, activation_memory_per_sample_mb and "
+                "available_memory_gb"
+            )
+        if self.model_name is not None and any(figure is not None for figure in raw):
+            raise ValueError("give model_name or raw figures, not both")
+        if self.gpu_ids is not None and self.gpus is not None:
+            raise ValueError("give gpu_ids or gpus, not both")
+        return self
+
+
+class DeviceSplit(Answer):
+    gpu_id: int | str
+    name: str
+    memory_bytes: int
+    memory_limit_bytes: int
+    max_micro_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    micro_batch_sizes: list[int]
+    samples: int
+
+
+class MemoryAnswer(Answer):
+    """Bytes of one steady-state training step at the micro-batch chosen."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    workspace_bytes: int
+    context_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_process_bytes: int
+
+
+class Alternative(Answer):
+    change: str
+    micro_batch_size: int
+    accumulation_steps: int
+    peak_process_bytes: int
+    predicted_samples_per_second: float | None = None
+
+
+class BatchSizeAnswer(Answer):
+    model_name: str | None
+    parameters: int | None
+    fits: bool
+    actual_batch_size_per_gpu: int
+    accumulation_steps: int
+    effective_batch_size: int
+    max_micro_batch_size: int
+    devices: list[DeviceSplit]
+    memory: MemoryAnswer
+    source: Literal["measured", "simulated", "formula"]
+    expected_error: float | None = Field(description="null: this source was not measured yet")
+    alternatives: list[Alternative]
+    explanation: str
+    warnings: list[str]
+
+
+class EffectiveBatchAnswer(Answer):
+    actual_batch_size: int
+    accumulation_steps: int
+    num_gpus: int
+    effective_batch_size: int
+    explanation: str
+
+
+class AccumulationStepsAnswer(Answer):
+    target_batch_size: int
+    actual_batch_size: int
+    num_gpus: int
+    accumulation_steps: int
+    effective_batch_size: int
+    exact: bool
+    micro_batch_sizes: list[int] = Field(description="Of one device; with several, of the first")
+    devices: list[list[int]]
+    explanation: str
+
+
+class LearningRateAnswer(Answer):
+    base_lr: float
+    accumulation_steps: int
+    num_gpus: int
+    adjusted_lr: float
+    scale: float
+    rule: Literal["sqrt", "linear", "inverse", "none"]
+    all: dict[str, float]
+    warmup_steps: int
+    explanation: str
+
+
+class Recommendation(Answer):
+    value: Any
+    why: str
+    evidence: Literal["measured", "simulated", "literature"]
+    confidence: Literal["low", "medium", "high"]
+    range: list[float] | None = None

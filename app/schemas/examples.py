@@ -1,0 +1,108 @@
+"""One line of training data: text, a prompt with its completion, or a chat.
+
+The service checks uploaded lines with these and the trainer reads them with the same, so what was
+accepted at the door is what is trained on.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+DataFormat = Literal["text", "prompt_completion", "messages"]
+
+
+class Line(BaseModel):
+    """Further keys on a line (ids, sources) are people's own business and are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TextExample(Line):
+    """Every token of the text counts for the loss."""
+
+    text: str = Field(min_length=1)
+
+
+class PromptCompletion(Line):
+    """Only the completion counts for the loss."""
+
+    prompt: str
+    completion: str = Field(min_length=1)
+
+
+class Message(Line):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+
+
+class Chat(Line):
+    """Only what the assistant says counts for the loss."""
+
+    messages: list[Message] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _has_something_to_learn(self) -> "Chat":
+        if not any(message.role == "assistant" for message in self.messages):
+            raise ValueError("no message has the role assistant, so there is nothing to learn")
+        return self
+
+
+Example = TextExample | PromptCompletion | Chat
+
+SHAPES: dict[DataFormat, type[Example]] = {
+    "text": TextExample,
+    "prompt_completion": PromptCompletion,
+    "messages": Chat,
+}
+"""The shape of each format, in the order in which a line is tried."""
+
+_KEYS: dict[DataFormat, set[str]] = {
+    "messages": {"messages"},
+    "prompt_completion": {"prompt", "completion"},
+    "text": {"text"},
+}
+
+
+class BadLine(ValueError):
+    """A line of a training file that cannot be used; the message says what is wrong with it."""
+
+
+def format_of(line: dict[str, Any]) -> DataFormat:
+    """The format whose keys the line has.
+
+    Raises:
+        BadLine: the keys are those of no format.
+    """
+    for name, keys in _KEYS.items():
+        if keys <= line.keys():
+            return name
+    raise BadLine(
+        'expected the keys "messages", or "prompt" and "completion", or "text"; '
+        f"found {', '.join(sorted(map(str, line))[:8]) or 'none'}"
+    )
+
+
+def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:
+    """One JSON line as an example, in the expected format or in the one that its keys tell.
+
+    Raises:
+        BadLine: not UTF-8, not JSON, not an object, of another format, or with a wrong value.
+    """
+    try:
+        value = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise BadLine(f"not valid JSON ({str(error)[:120]})") from None
+    if not isinstance(value, dict):
+        raise BadLine(f"expected a JSON object, found {type(value).__name__}")
+    name = expected if expected and _KEYS[expected] <= value.keys() else format_of(value)
+    if expected and name != expected:
+        raise BadLine(f"this is a {name} line, but the format is {expected}")
+    try:
+        return name, SHAPES[name].model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "line"
+        raise BadLine(f"{where}: {first['msg']}") from None

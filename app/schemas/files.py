@@ -1,0 +1,24 @@
+"""Uploaded files, in OpenAI's shape."""
+
+from typing import Literal
+
+from app.schemas.examples import DataFormat
+from app.schemas.wire import Answer
+
+
+class FileAnswer(Answer):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    format: DataFormat
+    examples: int
+
+
+class FileDeleted(Answer):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True

@@ -1,0 +1,78 @@
+"""What a trainer reports through its run directory: lines of its log, events, its end."""
+
+from typing import Any, Literal
+
+from app.schemas.wire import Frozen
+
+Level = Literal["info", "warning", "error"]
+
+
+class LogLine(Frozen):
+    """One optimizer step. Counters (`step`, `micro_step`, `skipped`) run over the whole job;
+    `samples`, `tokens`, `loss` and times are those of this step's window."""
+
+    attempt: int
+    step: int
+    """Weight updates so far."""
+    micro_step: int
+    """Micro-batches so far."""
+    batch_idx: int
+    """Index of the window in its epoch."""
+    epoch: int
+    samples: int
+    loss: float
+    """Sum of token losses over the window, divided by its target tokens."""
+    loss_ema: float
+    gradient_accumulation_steps: int
+    effective_batch_size: int
+    physical_batch_size: int
+    """Samples of the largest micro-batch."""
+    learning_rate: float
+    grad_norm: float
+    """Global norm of the whole window's gradient, before clipping."""
+    tokens: int
+    """Target tokens: those that the loss is averaged over."""
+    input_tokens: int
+    """Tokens of the samples, prompts included, padding not."""
+    padded_tokens: int
+    """Rows × longest row, summed over the micro-batches: what the device worked on."""
+    tokens_per_second: float
+    memory_gb: float | None
+    """Memory in use at the end of the window, GiB: the process's on CPU, allocated on a GPU."""
+    peak_gb: float | None
+    noise_scale: float | None
+    skipped: int
+    time: float
+    """Unix seconds."""
+    data_seconds: float
+    forward_backward_seconds: float
+    optimizer_seconds: float
+
+
+class EventLine(Frozen):
+    attempt: int
+    time: float
+    type: str
+    level: Level
+    message: str
+    data: dict[str, Any]
+
+
+class Outcome(Frozen):
+    """How a successful run ended."""
+
+    files: tuple[str, ...]
+    """Names in the model's directory."""
+    steps: int
+    first_loss: float | None
+    final_loss: float | None
+    trained_tokens: int
+    effective_batch_size: int
+
+
+class Failure(Frozen):
+    """Why a run ended without success; a permanent one would end the same way again."""
+
+    code: str
+    message: str
+    permanent: bool

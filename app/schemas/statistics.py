@@ -1,0 +1,143 @@
+"""Statistics, performance and devices on the wire."""
+
+from typing import Any, Literal
+
+from app.schemas.calculators import Recommendation
+from app.schemas.training import JobStatus
+from app.schemas.wire import Answer
+
+
+class Statistics(Answer):
+    """Figures measured by the trainer; null where nothing was measured."""
+
+    accumulation_steps: int | None
+    effective_batch_size: int | None
+    steps: int
+    micro_steps: int
+    skipped: int
+    samples: int
+    tokens: int
+    total_loss: float | None
+    first_loss: float | None
+    final_loss: float | None
+    loss_mean: float | None
+    loss_variance: float | None
+    avg_gradient_norm: float | None
+    avg_memory_usage_gb: float | None
+    peak_memory_gb: float | None
+    avg_accumulation_time: float | None
+    """Seconds of a window's forward and backward passes."""
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    padding_share: float | None
+    """1 - (tokens of the samples / padded tokens)."""
+    noise_scale: float | None
+    oom_recoveries: int
+    prediction_error: float | None
+
+
+class JobStatistics(Answer):
+    training_id: str
+    status: JobStatus
+    stats: Statistics
+
+
+class ConfigurationStatistics(Answer):
+    config_id: str
+    status: Literal["unused", "active", "ended"]
+    stats: Statistics
+    jobs: list[JobStatistics]
+
+
+class Totals(Answer):
+    jobs: int
+    by_status: dict[str, int]
+    by_model: dict[str, int]
+    by_user: dict[str, int]
+    by_day: dict[str, int]
+    steps: int
+    samples: int
+    tokens: int
+    skipped: int
+    configurations: int
+    files: int
+
+
+class Metrics(Answer):
+    training_id: str
+    steps: int
+    data: list[dict[str, Any]]
+
+
+class JobPerformance(Answer):
+    training_id: str
+    status: JobStatus
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    seconds: dict[str, float]
+    share: dict[str, float]
+    padding_share: float | None
+
+
+class Latency(Answer):
+    requests: int
+    p50_ms: float | None
+    p90_ms: float | None
+    p99_ms: float | None
+
+
+class PerformanceMetrics(Answer):
+    gpus: list[dict[str, Any]]
+    jobs: list[JobPerformance]
+    api_latency: Latency
+
+
+class Recommendations(Answer):
+    model_name: str | None
+    model_size: str | None
+    parameters: int
+    effective_batch_size: Recommendation
+    micro_batch_size: Recommendation
+    accumulation_steps: Recommendation
+    learning_rate: Recommendation
+    warmup_steps: Recommendation
+    optimizer: Recommendation
+    precision: Recommendation
+    gradient_checkpointing: Recommendation
+    gradient_clipping: Recommendation
+    advice: list[str]
+
+
+class GpuInfo(Answer):
+    gpu_id: int | str
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int | None
+    memory_total_gb: float
+    memory_used_gb: float | None
+    load: float | None
+    temperature_celsius: float | None
+    held_by: str | None
+
+
+class DeclaredGpu(Answer):
+    gpu_id: int
+    name: str
+    memory_total_bytes: int
+
+
+class GpusAnswer(Answer):
+    available_gpus: list[int | str]
+    gpu_info: list[GpuInfo]
+    declared: list[DeclaredGpu]
+
+
+class WorkerAnswer(Answer):
+    id: str
+    object: Literal["worker"] = "worker"
+    hostname: str
+    started_at: int
+    last_heartbeat_at: int
+    alive: bool
+    devices: list[dict[str, Any]]
+    running: list[str]

@@ -1,0 +1,251 @@
+"""Jobs on the wire: what is submitted, and what is told of a job."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
+
+from app.schemas.accumulation import AccumulationConfig
+from app.schemas.examples import DataFormat
+from app.schemas.spec import Attention, OptimizerName, Overlength, Plan, ScheduleName
+from app.schemas.wire import Answer, Request
+
+JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+ENDED: tuple[JobStatus, ...] = ("succeeded", "failed", "cancelled")
+
+ModelName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$", max_length=200),
+]
+"""A name or owner/name, never a path."""
+
+Metadata = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    Field(max_length=16),
+]
+
+
+class DatasetConfig(Request):
+    """Where the samples come from: exactly one of `texts` and `file_id`."""
+
+    texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
+        None, description="Inline samples; they are stored as a file"
+    )
+    file_id: str | None = Field(None, pattern=r"^file-[A-Za-z0-9]+$", description="An uploaded JSONL file")
+    format: DataFormat | None = Field(None, description="null: what the file's lines are")
+    max_length: int | None = Field(
+        None, ge=2, description="Tokens; null: the model's positions, at most 1024"
+    )
+    overlength: Overlength = "truncate"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DatasetConfig":
+        if (self.texts is None) == (self.file_id is None):
+            raise ValueError("give exactly one of texts and file_id")
+        if self.texts is not None and not self.texts:
+            raise ValueError("texts is empty: give at least one sample")
+        if self.texts is not None and self.format not in (None, "text"):
+            raise ValueError("texts are of format text; upload a JSONL file for other formats")
+        return self
+
+
+class OptimizerArguments(Request):
+    """Those of the optimizer chosen; the defaults are PyTorch's."""
+
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
+    eps: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+
+
+_ARGUMENTS_OF: dict[OptimizerName, set[str]] = {"adamw": {"betas", "eps"}, "sgd": {"momentum"}}
+
+
+class TrainingConfig(Request):
+    epochs: int | None = Field(None, ge=1, le=10_000, description="Default 3, where max_steps is not given")
+    max_steps: int | None = Field(
+        None, ge=1, le=100_000_000, validation_alias=AliasChoices("max_steps", "steps")
+    )
+    learning_rate: float = Field(5e-5, gt=0, le=100)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    optimizer: OptimizerName = "adamw"
+    optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)
+    lr_scheduler: ScheduleName = "linear"
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    warmup_shape: Literal["linear"] = "linear"
+    freeze: list[str] = Field(
+        default_factory=list,
+        max_length=100,
+        description="Patterns of parameter names, as in transformer.h.0.*",
+    )
+    method: Literal["full"] = "full"
+    gradient_checkpointing: bool = False
+    attention: Attention = "sdpa"
+    seed: int = Field(42, ge=0, lt=2**31)
+    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: 50")
+    timeout_seconds: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingConfig":
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("give epochs or max_steps, not both")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        surplus = self.optimizer_args.model_fields_set - _ARGUMENTS_OF[self.optimizer]
+        if surplus:
+            raise ValueError(
+                f"optimizer_args: {', '.join(sorted(surplus))} is not an argument of {self.optimizer}; "
+                f"it takes {', '.join(sorted(_ARGUMENTS_OF[self.optimizer]))}"
+            )
+        return self
+
+
+class TrainingRequest(AccumulationConfig):
+    """A job: the model, the data, the effective batch. Any field of a configuration, or its id."""
+
+    model_name: ModelName
+    dataset_config: DatasetConfig
+    training_config: TrainingConfig = Field(default_factory=TrainingConfig)
+    config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
+    num_gpus: int | None = Field(None, ge=1, le=1024)
+    gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
+    user_id: int | str | None = Field(None, description="A label to filter by")
+    metadata: Metadata = Field(default_factory=dict)
+    priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
+    auto_start: bool = Field(True, description="false: queued paused, until it is resumed")
+    dry_run: bool = Field(False, description="Check and plan, queue nothing")
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> "TrainingRequest":
+        if self.gpu_ids is not None and self.num_gpus not in (None, len(self.gpu_ids)):
+            raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")
+        if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
+            raise ValueError("gpu_ids names a GPU twice")
+        return self
+
+    def accumulation(self) -> AccumulationConfig:
+        """The part that a configuration holds, with only the fields that were given."""
+        given = self.model_fields_set & AccumulationConfig.model_fields.keys()
+        return AccumulationConfig.model_validate({name: getattr(self, name) for name in given})
+
+
+class ErrorAnswer(Answer):
+    code: str
+    message: str
+
+
+class DatasetAnswer(Answer):
+    file_id: str
+    format: DataFormat
+    examples: int
+    max_length: int
+    overlength: Overlength
+
+
+class AccumulationStatus(Answer):
+    enabled: bool
+    steps: int
+    effective_batch_size: int
+    sync_gradients: bool
+    clip_before_accumulation: bool
+    accumulate_on_cpu: bool
+    accumulation_step: int
+
+
+class Progress(Answer):
+    step: int = 0
+    steps_total: int | None = None
+    micro_step: int = 0
+    accumulation_step: int = 0
+    skipped: int = 0
+    epoch: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    loss: float | None = None
+    loss_ema: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    memory_peak_bytes: int | None = None
+    eta_seconds: float | None = None
+
+
+class ResultAnswer(Answer):
+    model_path: str = Field(description="Relative to the service's data folder")
+    files: list[str]
+    first_loss: float | None
+    final_loss: float | None
+    eval_loss: float | None = None
+    trained_tokens: int
+    equivalence_error: float | None = None
+    effective_batch_size: int
+
+
+class Waiting(Answer):
+    reason: Literal["no_worker", "no_free_gpu", "not_before", "starting"]
+    queue_position: int
+    predicted_start: int | None
+
+
+class Links(Answer):
+    self: str
+    metrics: str
+    log: str
+    events: str
+    stats: str
+    model: str | None
+
+
+class JobAnswer(Answer):
+    """A job as it stands."""
+
+    id: str
+    training_id: str
+    object: Literal["accumulation.training"] = "accumulation.training"
+    status: JobStatus
+    requested: Literal["pause", "cancel"] | None = Field(description="Asked for, not done yet")
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    model_name: str
+    user_id: int | str | None
+    metadata: dict[str, str]
+    priority: int
+    attempt: int
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    dataset: DatasetAnswer
+    device: str | None
+    accumulation_status: AccumulationStatus
+    plan: Plan
+    progress: Progress
+    result: ResultAnswer | None
+    error: ErrorAnswer | None
+    waiting: Waiting | None
+    links: Links
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+
+
+class DryRunAnswer(Answer):
+    """What a job would do: nothing was queued or stored."""
+
+    object: Literal["accumulation.dry_run"] = "accumulation.dry_run"
+    model_name: str
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    dataset: DatasetAnswer
+    plan: Plan
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+
+
+class EventAnswer(Answer):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warning", "error"]
+    type: str
+    message: str
+    data: dict[str, Any]

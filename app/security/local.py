@@ -1,0 +1,34 @@
+"""Open to this machine, and to nothing else: no web page can drive the service through a browser."""
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from app.errors import BadSetting
+from app.settings import LOOPBACK
+
+
+def require_loopback(host: str) -> None:
+    """Raises:
+    BadSetting: the address can be reached from elsewhere, and there are no keys to ask for.
+    """
+    if host not in LOOPBACK:
+        raise BadSetting(
+            f"ACCRUE_HOST is {host}: without API keys Accrue serves this machine only. Use 127.0.0.1, and "
+            "put a proxy that authenticates before it if others are to reach it."
+        )
+
+
+def refusal(headers: Headers) -> str | None:
+    """Why a request does not come from this machine's own user; null if it does.
+
+    A foreign Host means a name that was made to point here (DNS rebinding); a foreign Origin means a
+    page of another site.
+    """
+    host = urlsplit(f"//{headers.get('host', '')}").hostname
+    if host not in LOOPBACK:
+        return f"The Host {headers.get('host', '')!r} is not this machine: use http://127.0.0.1."
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
+        return f"Requests from the origin {origin} are not allowed."
+    return None

@@ -1,0 +1,91 @@
+"""Every setting of the service and the worker: ACCRUE_* variables, or lines of an .env file."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.errors import BadSetting
+from app.planning.devices import Device, parse_declared
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class Settings(BaseSettings):
+    """Defaults work on a laptop; `.env.example` lists them all."""
+
+    model_config = SettingsConfigDict(env_prefix="ACCRUE_", env_file=".env", extra="ignore")
+
+    host: str = Field("127.0.0.1", description="Address to bind to; only loopback in this release")
+    port: int = Field(8000, ge=0, le=65535)
+    data_dir: Path = Field(
+        Path("accrue-data"), description="Files, run directories, models made, the SQLite database"
+    )
+    database_url: str | None = Field(
+        None, description="SQLAlchemy URL; default: accrue.db in the data folder"
+    )
+    models_dir: Path | None = Field(None, description="Local base models: a folder's name is a model's name")
+    gpus: str = Field("", description="Declared devices for planning, separated by commas: 24GB,A100-80GB")
+    offline: bool = Field(False, description="Never ask the hub for a model")
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest JSON body")
+    max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
+    max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
+    lease_seconds: float = Field(
+        15.0, gt=0, description="A job whose worker is silent this long is taken over"
+    )
+    heartbeat_seconds: float = Field(3.0, gt=0)
+    poll_seconds: float = Field(0.5, gt=0, description="How often a worker looks for work and for news")
+    stop_grace_seconds: float = Field(
+        30.0, gt=0, description="A trainer's time to write a checkpoint and go, before it is killed"
+    )
+    cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU trainer; default: all cores")
+    log_level: str = "INFO"
+    log_format: str = Field("console", pattern="^(console|json)$")
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus_are_understood(cls, value: str) -> str:
+        parse_declared([phrase for phrase in value.split(",") if phrase.strip()])
+        return value
+
+    @property
+    def declared_devices(self) -> list[Device]:
+        """The devices of ACCRUE_GPUS, numbered from 0."""
+        return parse_declared([phrase for phrase in self.gpus.split(",") if phrase.strip()])
+
+    @property
+    def url(self) -> str:
+        """The database's URL."""
+        return self.database_url or f"sqlite:///{(self.data_dir / 'accrue.db').absolute()}"
+
+    @property
+    def files_dir(self) -> Path:
+        return self.data_dir.absolute() / "files"
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.data_dir.absolute() / "runs"
+
+    @property
+    def made_models_dir(self) -> Path:
+        return self.data_dir.absolute() / "models"
+
+    def make_directories(self) -> None:
+        """Creates the data folder, readable by its owner only."""
+        for folder in (self.data_dir, self.files_dir, self.runs_dir, self.made_models_dir):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@lru_cache
+def get_settings() -> Settings:
+    """The process's settings, read once.
+
+    Raises:
+        BadSetting: a variable has a value that makes no sense; the message names it.
+    """
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise BadSetting(f"ACCRUE_{'_'.join(map(str, first['loc'])).upper()}: {first['msg']}") from None

@@ -1,0 +1,236 @@
+"""The read side: figures out of the rows that workers wrote."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import Session
+
+from app.models import Configuration, File, Job, JobEvent, StepMetric
+from app.schemas.run import LogLine
+from app.schemas.statistics import (
+    ConfigurationStatistics,
+    JobPerformance,
+    JobStatistics,
+    Statistics,
+    Totals,
+)
+from app.schemas.training import ENDED
+
+_COLUMNS = [getattr(StepMetric, name) for name in LogLine.model_fields]
+_SECONDS = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
+_PAGE = 1000
+
+
+def last_step(session: Session, job_id: str) -> int:
+    """The last step of which there is a row; 0 where there is none."""
+    return session.scalar(select(func.max(StepMetric.step)).where(StepMetric.job_id == job_id)) or 0
+
+
+def series(session: Session, job_id: str, from_step: int, points: int | None) -> list[dict[str, Any]]:
+    """A job's log lines from a step on; with `points`, at most so many, evenly spread."""
+    query = select(*_COLUMNS).where(StepMetric.job_id == job_id, StepMetric.step >= from_step)
+    if points is not None:
+        first, last = session.execute(
+            select(func.min(StepMetric.step), func.max(StepMetric.step)).where(
+                StepMetric.job_id == job_id, StepMetric.step >= from_step
+            )
+        ).one()
+        if first is not None and last - first >= points:
+            chosen = {first + round(i * (last - first) / (points - 1)) for i in range(points)}
+            query = query.where(StepMetric.step.in_(chosen))
+    return [dict(row._mapping) for row in session.execute(query.order_by(StepMetric.step))]
+
+
+def each_step(session: Session, job_id: str) -> Iterator[dict[str, Any]]:
+    """Every log line of a job, a page of rows in memory at a time."""
+    step = -1
+    while True:
+        rows = session.execute(
+            select(*_COLUMNS)
+            .where(StepMetric.job_id == job_id, StepMetric.step > step)
+            .order_by(StepMetric.step)
+            .limit(_PAGE)
+        ).all()
+        yield from (dict(row._mapping) for row in rows)
+        if len(rows) < _PAGE:
+            return
+        step = rows[-1].step
+
+
+def of_job(session: Session, job: Job) -> JobStatistics:
+    """A job's figures."""
+    return JobStatistics(
+        training_id=job.id, status=job.status, stats=_statistics(session, [job.id], job.spec, job.plan)
+    )
+
+
+def of_configuration(session: Session, configuration: Configuration) -> ConfigurationStatistics:
+    """The figures of a configuration's jobs, together and each."""
+    jobs = session.scalars(select(Job).where(Job.config_id == configuration.id).order_by(Job.id)).all()
+    active = any(job.status not in ENDED for job in jobs)
+    return ConfigurationStatistics(
+        config_id=configuration.id,
+        status="unused" if not jobs else "active" if active else "ended",
+        stats=_statistics(
+            session,
+            [job.id for job in jobs],
+            {"effective_batch_size": configuration.effective_batch_size},
+            {"accumulation_steps": configuration.given.get("accumulation_steps")},
+        ),
+        jobs=[of_job(session, job) for job in jobs],
+    )
+
+
+def totals(session: Session) -> Totals:
+    """Everything on this service, counted."""
+    steps, samples, tokens = session.execute(
+        select(func.count(), func.sum(StepMetric.samples), func.sum(StepMetric.tokens)).select_from(
+            StepMetric
+        )
+    ).one()
+    skipped = select(func.max(StepMetric.skipped).label("skipped")).group_by(StepMetric.job_id).subquery()
+    by_day: dict[str, int] = {}
+    for (created_at,) in session.execute(select(Job.created_at)):
+        day = _day(created_at)
+        by_day[day] = by_day.get(day, 0) + 1
+    return Totals(
+        jobs=_count(session, select(func.count()).select_from(Job)),
+        by_status=_grouped(session, Job.status),
+        by_model=_grouped(session, Job.model_name),
+        by_user=_grouped(session, Job.user_id),
+        by_day=by_day,
+        steps=steps,
+        samples=samples or 0,
+        tokens=tokens or 0,
+        skipped=_count(session, select(func.sum(skipped.c.skipped))),
+        configurations=_count(session, select(func.count()).select_from(Configuration)),
+        files=_count(session, select(func.count()).select_from(File)),
+    )
+
+
+def performance(session: Session, job: Job) -> JobPerformance:
+    """Where a job's time went: seconds and shares by part of the window."""
+    row = session.execute(
+        select(
+            func.sum(StepMetric.data_seconds),
+            func.sum(StepMetric.forward_backward_seconds),
+            func.sum(StepMetric.optimizer_seconds),
+            func.sum(StepMetric.input_tokens),
+            func.sum(StepMetric.padded_tokens),
+            func.sum(StepMetric.samples),
+        ).where(StepMetric.job_id == job.id)
+    ).one()
+    data, computing, optimizer, tokens, padded, samples = (value or 0 for value in row)
+    seconds = {"data": data, "forward_backward": computing, "optimizer": optimizer, "synchronisation": 0.0}
+    whole = sum(seconds.values())
+    return JobPerformance(
+        training_id=job.id,
+        status=job.status,
+        tokens_per_second=tokens / whole if whole else None,
+        samples_per_second=samples / whole if whole else None,
+        seconds=seconds,
+        share={name: value / whole for name, value in seconds.items()} if whole else {},
+        padding_share=1 - tokens / padded if padded else None,
+    )
+
+
+def _statistics(
+    session: Session, job_ids: list[str], spec: dict[str, Any], plan: dict[str, Any]
+) -> Statistics:
+    mean = func.avg(StepMetric.loss)
+    rows = (
+        select(
+            func.count().label("steps"),
+            func.sum(StepMetric.samples).label("samples"),
+            func.sum(StepMetric.tokens).label("tokens"),
+            func.sum(StepMetric.input_tokens).label("input_tokens"),
+            func.sum(StepMetric.padded_tokens).label("padded_tokens"),
+            func.sum(StepMetric.loss).label("total_loss"),
+            mean.label("loss_mean"),
+            (func.avg(StepMetric.loss * StepMetric.loss) - mean * mean).label("loss_variance"),
+            func.avg(StepMetric.grad_norm).label("grad_norm"),
+            func.avg(StepMetric.memory_gb).label("memory"),
+            func.max(StepMetric.peak_gb).label("peak"),
+            func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
+            func.sum(_SECONDS).label("seconds"),
+        )
+        .where(StepMetric.job_id.in_(job_ids))
+        .select_from(StepMetric)
+    )
+    figures = session.execute(rows).one()
+    counters = session.execute(
+        select(func.max(StepMetric.micro_step), func.max(StepMetric.skipped))
+        .where(StepMetric.job_id.in_(job_ids))
+        .group_by(StepMetric.job_id)
+    ).all()
+    return Statistics(
+        accumulation_steps=plan.get("accumulation_steps"),
+        effective_batch_size=spec.get("effective_batch_size"),
+        steps=figures.steps,
+        micro_steps=sum(micro for micro, _ in counters),
+        skipped=sum(skipped for _, skipped in counters),
+        samples=figures.samples or 0,
+        tokens=figures.tokens or 0,
+        total_loss=figures.total_loss,
+        first_loss=_loss_at(session, job_ids, func.min),
+        final_loss=_loss_at(session, job_ids, func.max),
+        loss_mean=figures.loss_mean,
+        loss_variance=None if figures.loss_variance is None else max(0.0, figures.loss_variance),
+        avg_gradient_norm=figures.grad_norm,
+        avg_memory_usage_gb=_two_decimals(figures.memory),
+        peak_memory_gb=_two_decimals(figures.peak),
+        avg_accumulation_time=figures.accumulation_time,
+        tokens_per_second=figures.input_tokens / figures.seconds if figures.seconds else None,
+        samples_per_second=figures.samples / figures.seconds if figures.seconds else None,
+        padding_share=1 - figures.input_tokens / figures.padded_tokens if figures.padded_tokens else None,
+        noise_scale=None,
+        oom_recoveries=_count(
+            session,
+            select(func.count())
+            .select_from(JobEvent)
+            .where(JobEvent.job_id.in_(job_ids), JobEvent.type == "out_of_memory"),
+        ),
+        prediction_error=_prediction_error(figures.peak, plan),
+    )
+
+
+def _prediction_error(peak_gb: float | None, plan: dict[str, Any]) -> float | None:
+    """(predicted - measured) / measured peak memory of the process, of one job's own plan."""
+    if not peak_gb or plan.get("predicted", True):
+        return None
+    measured = peak_gb * 2**30
+    return float((plan["devices"][0]["predicted_peak_bytes"] - measured) / measured)
+
+
+def _loss_at(session: Session, job_ids: list[str], which: Any) -> float | None:
+    """The loss of the first or the last step, averaged over the jobs."""
+    at = (
+        select(StepMetric.job_id, which(StepMetric.step).label("step"))
+        .where(StepMetric.job_id.in_(job_ids))
+        .group_by(StepMetric.job_id)
+        .subquery()
+    )
+    return session.scalar(
+        select(func.avg(StepMetric.loss)).join(
+            at, (at.c.job_id == StepMetric.job_id) & (at.c.step == StepMetric.step)
+        )
+    )
+
+
+def _grouped(session: Session, column: Any) -> dict[str, int]:
+    rows = session.execute(select(column, func.count()).select_from(Job).group_by(column)).all()
+    return {str(value) if value is not None else "": count for value, count in rows}
+
+
+def _count(session: Session, query: Select[Any]) -> int:
+    return session.scalar(query) or 0
+
+
+def _two_decimals(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()

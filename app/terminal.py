@@ -1,0 +1,137 @@
+"""What the command shows on a terminal: plans, lists, a job's progress."""
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from app.client import Client
+from app.planning.devices import GIB
+
+console = Console()
+
+_POLL_SECONDS = 0.5
+_ENDED = ("succeeded", "failed", "cancelled")
+
+
+def follow(client: Client, job_id: str) -> int:
+    """Shows a job's progress until it has ended; 0 if it succeeded."""
+    path = f"/gradient-accumulation/training/{job_id}"
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[steps]}"),
+        TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[speed]} tokens/s"),
+        TimeElapsedColumn(), TextColumn("ETA {task.fields[eta]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(job_id, total=None, steps="", loss="-", speed="-", eta="-")
+        while True:
+            job = client.get(path)
+            _show_progress(bar, task, job)
+            if job["status"] in _ENDED:
+                break
+            time.sleep(_POLL_SECONDS)
+    return _show_end(job)
+
+
+def show_plan(job: dict[str, Any]) -> None:
+    """The plan of a job or of a dry run."""
+    plan = job["plan"]
+    steps = plan["steps_total"] if plan["steps_total"] is not None else "as many as the tokens make"
+    console.print(
+        f"effective batch {job['effective_batch_size']} = {plan['micro_batches']} micro-batches of at most "
+        f"{plan['actual_batch_size_per_gpu']} (planned, by {plan['source']}); steps: {steps}; {plan['precision']}"
+        f" on {plan['device']}",
+        highlight=False,
+    )
+    for warning in plan["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def show_jobs(jobs: list[dict[str, Any]]) -> None:
+    """A table of jobs."""
+    table = Table("job", "status", "model", "step", "loss", "batch", "created", box=None)
+    for job in jobs:
+        progress = job["progress"]
+        state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
+        table.add_row(
+            job["id"], state, job["model_name"], f"{progress['step']}/{progress['steps_total'] or '?'}",
+            _number(progress["loss"]), str(job["effective_batch_size"]),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"])),
+        )  # fmt: skip
+    console.print(table if jobs else "No jobs yet: accrue submit FILE")
+
+
+def show_batch_size(answer: dict[str, Any]) -> None:
+    """The calculator's answer as tables."""
+    verdict = "fits" if answer["fits"] else "does not fit"
+    console.print(f"{answer['model_name']}: {verdict}. {answer['explanation']}", highlight=False)
+    devices = Table("device", "memory", "may be used", "largest", "micro-batches", box=None)
+    for device in answer["devices"]:
+        devices.add_row(
+            f"{device['gpu_id']} {device['name']}", _gb(device["memory_bytes"]), _gb(device["memory_limit_bytes"]),
+            str(device["max_micro_batch_size"]), _sizes(device["micro_batch_sizes"]),
+        )  # fmt: skip
+    console.print(devices)
+    memory = Table("memory by formula", "", box=None)
+    for name, size in answer["memory"].items():
+        memory.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(size))
+    console.print(memory)
+    if answer["alternatives"]:
+        others = Table("change", "micro-batch", "steps", "peak", box=None)
+        for other in answer["alternatives"]:
+            others.add_row(other["change"], str(other["micro_batch_size"]), str(other["accumulation_steps"]),
+                           _gb(other["peak_process_bytes"]))  # fmt: skip
+        console.print(others)
+    for warning in answer["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
+    progress, waiting = job["progress"], job["waiting"]
+    state = job["status"] + (f": {waiting['reason']}" if waiting else "")
+    bar.update(
+        task,
+        description=state,
+        total=progress["steps_total"],
+        completed=progress["step"],
+        steps=f"{progress['step']}/{progress['steps_total'] or '?'}",
+        loss=_number(progress["loss"]),
+        speed=f"{progress['tokens_per_second']:,.0f}" if progress["tokens_per_second"] else "-",
+        eta=_duration(progress["eta_seconds"]),
+    )
+
+
+def _show_end(job: dict[str, Any]) -> int:
+    if job["status"] == "succeeded":
+        result = job["result"]
+        console.print(
+            f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}, "
+            f"{result['trained_tokens']:,} tokens; model in {result['model_path']}",
+            highlight=False,
+        )
+        return 0
+    reason = job["error"]["message"] if job["error"] else "it was cancelled"
+    console.print(f"{job['status']}: {reason}", style="red", markup=False, highlight=False)
+    return 1
+
+
+def _sizes(sizes: list[int]) -> str:
+    """[8, 8, 7] as 2 × 8 + 1 × 7."""
+    return " + ".join(f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)) or "none"
+
+
+def _gb(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"

@@ -1,0 +1,163 @@
+"""From a run directory's lines to rows: read again from anywhere, stored once."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import Insert, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from app import jobs
+from app.ids import new_id
+from app.jobs import Fence
+from app.models import JobEvent, StepMetric
+from app.schemas.run import EventLine, LogLine
+from workers.run_directory import RunDirectory
+
+_READ_AT_ONCE = 4 * 2**20
+_GIB = 2**30
+
+
+@dataclass
+class Ingest:
+    """How far a worker has read the lines of one run."""
+
+    run: RunDirectory
+    fence: Fence
+    metrics_read: int = 0
+    events_read: int = 0
+    steps_total: int | None = None
+    checkpoint_step: int = 0
+
+    def read(self, session: Session) -> int:
+        """Stores what the trainer has written since the last call; gives the number of lines.
+
+        Raises:
+            jobs.LostJob: the job is no longer this worker's; nothing is stored.
+        """
+        events, events_read = _new_lines(self.run.events, self.events_read)
+        metrics, metrics_read = _new_lines(self.run.metrics, self.metrics_read)
+        if not events and not metrics:
+            return 0
+        self._store_events(session, events)
+        _store_metrics(session, self.fence.job_id, [line for _, raw in metrics if (line := _log_line(raw))])
+        jobs.note_progress(session, self.fence, self._progress(session), self.checkpoint_step)
+        self.events_read, self.metrics_read = events_read, metrics_read
+        return len(events) + len(metrics)
+
+    def _store_events(self, session: Session, lines: list[tuple[int, bytes]]) -> None:
+        for offset, raw in lines:
+            try:
+                event = EventLine.model_validate_json(raw)
+            except ValidationError:
+                continue  # torn by a kill
+            if event.type == "training":
+                self.steps_total = event.data.get("steps_total")
+            if event.type == "checkpoint":
+                self.checkpoint_step = max(self.checkpoint_step, int(event.data.get("step", 0)))
+            session.execute(_event_row(session, self.fence.job_id, offset, event))
+
+    def _progress(self, session: Session) -> dict[str, Any]:
+        last = session.scalars(
+            select(StepMetric)
+            .where(StepMetric.job_id == self.fence.job_id)
+            .order_by(StepMetric.step.desc())
+            .limit(1)
+        ).one_or_none()
+        if last is None:
+            return {"steps_total": self.steps_total}
+        samples, tokens, seconds = session.execute(
+            select(
+                func.sum(StepMetric.samples),
+                func.sum(StepMetric.tokens),
+                func.avg(
+                    StepMetric.data_seconds
+                    + StepMetric.forward_backward_seconds
+                    + StepMetric.optimizer_seconds
+                ),
+            ).where(StepMetric.job_id == self.fence.job_id)
+        ).one()
+        left = (self.steps_total or last.step) - last.step
+        return {
+            "step": last.step,
+            "steps_total": self.steps_total,
+            "micro_step": last.micro_step,
+            "accumulation_step": last.gradient_accumulation_steps,
+            "skipped": last.skipped,
+            "epoch": last.epoch,
+            "samples_seen": int(samples),
+            "tokens_seen": int(tokens),
+            "loss": last.loss,
+            "loss_ema": last.loss_ema,
+            "learning_rate": last.learning_rate,
+            "grad_norm": last.grad_norm,
+            "tokens_per_second": last.tokens_per_second,
+            "memory_peak_bytes": int(last.peak_gb * _GIB) if last.peak_gb is not None else None,
+            "eta_seconds": round(left * float(seconds), 1),
+        }
+
+
+def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
+    """The whole lines behind an offset, each with its own, and the offset behind the last of them."""
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = file.read(_READ_AT_ONCE)
+    end = content.rfind(b"\n") + 1
+    return list(_with_offsets(content[:end], offset)), offset + end
+
+
+def _with_offsets(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
+    for line in content.splitlines(keepends=True):
+        yield offset, line
+        offset += len(line)
+
+
+def _log_line(raw: bytes) -> LogLine | None:
+    try:
+        return LogLine.model_validate_json(raw)
+    except (ValidationError, json.JSONDecodeError):
+        return None  # torn by a kill; the step comes again from the checkpoint
+
+
+def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
+    """One row per step; where two attempts made it, the later one's stays."""
+    by_step: dict[int, LogLine] = {}
+    for line in lines:
+        if line.step not in by_step or line.attempt >= by_step[line.step].attempt:
+            by_step[line.step] = line
+    if not by_step:
+        return
+    insert = _insert(session)(StepMetric.__table__)
+    update = {name: insert.excluded[name] for name in LogLine.model_fields if name != "step"}
+    statement = insert.on_conflict_do_update(
+        index_elements=["job_id", "step"],
+        set_=update,
+        where=insert.excluded.attempt >= StepMetric.__table__.c.attempt,
+    )
+    session.execute(statement, [{"job_id": job_id, **line.model_dump()} for line in by_step.values()])
+
+
+def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:
+    insert = _insert(session)(JobEvent.__table__).values(
+        id=new_id("ftevent"),
+        job_id=job_id,
+        line=offset,
+        attempt=event.attempt,
+        created_at=event.time,
+        level=event.level,
+        type=event.type,
+        message=event.message,
+        data=event.data,
+    )
+    statement: Insert = insert.on_conflict_do_nothing(index_elements=["job_id", "line"])
+    return statement
+
+
+def _insert(session: Session) -> Any:
+    return (postgresql if session.get_bind().dialect.name == "postgresql" else sqlite).insert

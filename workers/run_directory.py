@@ -1,0 +1,158 @@
+"""The contract on disk between a supervisor and its trainer.
+
+    spec.json        the order: written by the supervisor before each attempt, read by the trainer
+    metrics.jsonl    a line per optimizer step          }
+    events.jsonl     a line per event                   } appended by the trainer, over all attempts
+    data/            the tokenised samples              }
+    checkpoints/     step-00000050/, ...                } written by the trainer
+    model/           the trained model                  }
+    outcome.json     how a successful run ended         }
+    failure.json     why an attempt failed, if it could say so
+    trainer.log      what the trainer printed
+    lock             held by the trainer while it lives
+
+Needs the standard library and pydantic.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from app.schemas.run import EventLine, Failure, Level, LogLine, Outcome
+from app.schemas.spec import Order
+
+INTERRUPTED = 75
+"""Exit status of a trainer that was told to stop and has written a checkpoint (EX_TEMPFAIL)."""
+
+LIFELINE_VARIABLE = "ACCRUE_LIFELINE_FD"
+"""A pipe that the supervisor holds open: its end of file ends the trainer."""
+
+
+class RunDirectoryInUse(Exception):
+    """Another trainer still holds the run directory."""
+
+
+class RunDirectory:
+    """The paths of one job's run, and the reading and writing of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.data = path / "data"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.log = path / "trainer.log"
+
+    def write_order(self, order: Order) -> None:
+        """Lays the directory for an attempt, and removes what an earlier one said of its end."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.path / "failure.json").unlink(missing_ok=True)
+        _write_whole(self.path / "spec.json", order)
+
+    def order(self) -> Order:
+        """Raises:
+        OSError, pydantic.ValidationError: there is none, or it is no order.
+        """
+        return Order.model_validate_json((self.path / "spec.json").read_bytes())
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        _write_whole(self.path / "outcome.json", outcome)
+
+    def outcome(self) -> Outcome | None:
+        path = self.path / "outcome.json"
+        return Outcome.model_validate_json(path.read_bytes()) if path.exists() else None
+
+    def write_failure(self, failure: Failure) -> None:
+        _write_whole(self.path / "failure.json", failure)
+
+    def failure(self) -> Failure | None:
+        path = self.path / "failure.json"
+        return Failure.model_validate_json(path.read_bytes()) if path.exists() else None
+
+    @contextmanager
+    def locked(self, wait_seconds: float = 30.0) -> Iterator[None]:
+        """Holds the directory for one trainer; the kernel lets go of it when the process ends.
+
+        Raises:
+            RunDirectoryInUse: another process still holds it after the wait.
+        """
+        deadline = time.monotonic() + wait_seconds
+        with (self.path / "lock").open("w") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise RunDirectoryInUse(f"{self.path.name} is held by another trainer") from None
+                    time.sleep(0.1)
+            yield
+
+
+class Reporter:
+    """Appends a trainer's lines; each reaches the kernel before the next is made."""
+
+    def __init__(self, run: RunDirectory, attempt: int) -> None:
+        self.attempt = attempt
+        self._metrics = _Appended(run.metrics)
+        self._events = _Appended(run.events)
+
+    def step(self, line: LogLine) -> None:
+        self._metrics.append(line)
+
+    def event(self, kind: str, message: str, level: Level = "info", **data: Any) -> None:
+        self._events.append(
+            EventLine(
+                attempt=self.attempt, time=time.time(), type=kind, level=level, message=message, data=data
+            )
+        )
+
+    def sync(self) -> None:
+        """Returns once every line so far is on the disk."""
+        self._metrics.sync()
+        self._events.sync()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+class _Appended:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        if self._file.tell() and not _ends_a_line(path):
+            self._file.write(b"\n")  # what a killed attempt left half written stays a line of its own
+
+    def append(self, line: BaseModel) -> None:
+        self._file.write(line.model_dump_json().encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _write_whole(path: Path, content: BaseModel) -> None:
+    """The file is either the old one or the whole new one, also after a power cut."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w") as file:
+        json.dump(content.model_dump(mode="json"), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

@@ -1,0 +1,1 @@
+"""The trainer: knows its run directory, and no database, address or credential."""

@@ -1,0 +1,83 @@
+"""`python -m workers.training RUN_DIR`: one attempt at one job, in this process.
+
+Exit status: 0 with outcome.json; 75 if told to stop (a checkpoint is written); 1 otherwise, with
+failure.json if the trainer could say why.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from app.schemas.run import Failure
+from workers.run_directory import INTERRUPTED, Reporter, RunDirectory, RunDirectoryInUse
+from workers.training.faults import CannotTrain, Interrupted
+from workers.training.lifeline import die_with_parent
+
+log = logging.getLogger("accrue.trainer")
+
+
+class StopSignal:
+    """True once SIGTERM or SIGINT has come; the run then ends at the next micro-batch."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def __call__(self) -> bool:
+        return self.received
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m workers.training", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="a run directory with a spec.json")
+    run = RunDirectory(parser.parse_args().run_dir.absolute())
+    die_with_parent()
+    stop = StopSignal()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        with run.locked():
+            return attempt(run, stop)
+    except RunDirectoryInUse as error:
+        log.error("%s", error)
+        return 1
+
+
+def attempt(run: RunDirectory, stop: StopSignal) -> int:
+    """Runs one attempt and leaves its end in the run directory. The one broad except of the trainer."""
+    order = run.order()
+    reporter = Reporter(run, order.attempt)
+    try:
+        from workers.training.fit import fit
+
+        run.write_outcome(fit(run, order, reporter, stop))
+    except Interrupted:
+        reporter.event("interrupted", "Told to stop: a checkpoint was written.")
+        return INTERRUPTED
+    except CannotTrain as error:
+        run.write_failure(Failure(code=error.code, message=str(error), permanent=True))
+        return 1
+    except Exception as error:
+        log.exception("the attempt failed")
+        run.write_failure(_crash(error))
+        return 1
+    finally:
+        reporter.close()
+    return 0
+
+
+def _crash(error: Exception) -> Failure:
+    """The kind of error and its first line; the whole is in trainer.log, which no answer shows."""
+    first = (str(error).strip().splitlines() or [""])[0][:300].replace(os.getcwd(), ".")
+    return Failure(code="trainer_crashed", message=f"{type(error).__name__}: {first}", permanent=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

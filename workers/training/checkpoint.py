@@ -1,0 +1,155 @@
+"""Checkpoints: written whole or not at all, verified before use, never overwritten.
+
+A checkpoint is a directory of safetensors and JSON, with the SHA-256 of each file in manifest.json.
+It is written beside its final name, synced, and renamed. The random state is not in it: every window
+seeds its own from (seed, epoch, position), so that a resume needs no generator's state.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+KEPT = 2
+"""Checkpoints that stay: the newest, and one to fall back to."""
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands, beside its tensors."""
+
+    step: int = 0
+    micro_step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    epoch: int = 0
+    consumed: int = 0
+    trained_tokens: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    loss_ema: float | None = None
+    loss_scale: float | None = None
+    loss_scale_good_windows: int = 0
+    token_budget: int | None = None
+    """Tokens per micro-batch learned by running out of memory."""
+
+
+class AllDamaged(Exception):
+    """There are checkpoints, and none of them is whole."""
+
+
+def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Writes the checkpoint of a step and returns once it is on the disk."""
+    target = folder / f"step-{state.step:08d}-{state.epoch:04d}-{state.consumed:08d}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{target.name}.{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    save_file(dict(_trained(model)), partial / "model.safetensors")
+    tensors, scalars = _flat(optimizer)
+    save_file(tensors, partial / "optimizer.safetensors")
+    (partial / "state.json").write_text(json.dumps({"state": asdict(state), "optimizer": scalars}))
+    manifest = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+    (partial / "manifest.json").write_text(json.dumps(manifest))
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
+    partial.rename(target)
+    _sync(folder)
+    _retire(folder)
+    return target
+
+
+def restore(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[TrainingState | None, list[str]]:
+    """Loads the newest whole checkpoint into model and optimizer.
+
+    Returns:
+        The state, null where there is no checkpoint yet, and the names of damaged ones passed over.
+
+    Raises:
+        AllDamaged: there are checkpoints, but not one can be trusted.
+    """
+    damaged: list[str] = []
+    for path in newest_first(folder):
+        if _is_whole(path):
+            return _load(path, model, optimizer), damaged
+        damaged.append(path.name)
+    if damaged:
+        raise AllDamaged(", ".join(damaged))
+    return None, []
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The finished checkpoints, newest first."""
+    return sorted(folder.glob("step-*"), reverse=True) if folder.exists() else []
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    content = json.loads((path / "state.json").read_text())
+    weights = load_file(path / "model.safetensors")
+    with torch.no_grad():
+        for name, parameter in _trained(model):
+            parameter.copy_(weights[name])
+    state: dict[int, dict[str, Any]] = {}
+    flat = {**load_file(path / "optimizer.safetensors"), **content["optimizer"]}
+    for key, value in flat.items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return TrainingState(**content["state"])
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _flat(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+    """The optimizer's state as `index.name`: tensors, and everything that is none."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, float | None] = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{name}"] = value.contiguous()
+            else:
+                scalars[f"{index}.{name}"] = value
+    return tensors, scalars
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        return bool(manifest) and all(_digest(path / name) == digest for name, digest in manifest.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _retire(folder: Path) -> None:
+    for path in newest_first(folder)[KEPT:]:
+        shutil.rmtree(path)
+    for partial in folder.glob(".step-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,246 @@
+"""Training data: read line by line, tokenised once into an Arrow file, read from there by memory map."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from app.schemas.examples import BadLine, Chat, Example, PromptCompletion, TextExample, parse_line
+from app.schemas.spec import DataSpec
+from workers.training.faults import CannotTrain
+
+Tokens = npt.NDArray[np.int32]
+Counts = npt.NDArray[np.bool_]
+Piece = tuple[str, bool]
+"""A stretch of text, and whether its tokens count for the loss."""
+
+_CHUNK = 1000
+_SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.bool_()))])
+
+
+@dataclass
+class Prepared:
+    """What was done to the data, in samples."""
+
+    samples: int = 0
+    tokens: int = 0
+    targets: int = 0
+    longest: int = 0
+    truncated: int = 0
+    split: int = 0
+    without_targets: int = 0
+
+
+class Samples:
+    """The tokenised samples: lengths in memory, tokens on disk.
+
+    `lengths` and `targets` are int64 of shape (samples,): tokens, and tokens that count for the loss.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._source = pa.memory_map(str(folder / "samples.arrow"))
+        reader = pa.ipc.open_file(self._source)
+        self._chunks = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0] + [len(chunk) for chunk in self._chunks])
+        sizes = np.load(folder / "sizes.npy")
+        self.lengths: npt.NDArray[np.int64] = sizes[0]
+        self.targets: npt.NDArray[np.int64] = sizes[1]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, sample: int) -> tuple[Tokens, Counts]:
+        """The tokens of a sample, and which of them count."""
+        chunk = int(np.searchsorted(self._starts, sample, side="right")) - 1
+        row = sample - int(self._starts[chunk])
+        tokens, counts = (self._chunks[chunk].column(name)[row].values for name in ("tokens", "counts"))
+        return tokens.to_numpy(), counts.to_numpy(zero_copy_only=False)
+
+    def close(self) -> None:
+        self._chunks = []
+        self._source.close()
+
+
+def prepare(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepared:
+    """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
+
+    Raises:
+        CannotTrain: a bad line, a line longer than allowed, or nothing in it that counts for a loss.
+    """
+    key = _key(spec, tokenizer)
+    done = folder / "prepared.json"
+    if done.exists():
+        stored = json.loads(done.read_text())
+        if stored.pop("key") == key:
+            return Prepared(**stored)
+    folder.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
+    prepared = _write(spec, source, tokenizer, folder)
+    if prepared.targets == 0:
+        raise CannotTrain(
+            "nothing_to_learn",
+            f"none of the {prepared.samples} samples has a token that counts for the loss within "
+            f"max_length {spec.max_length}: raise max_length, or look at the prompts' lengths",
+        )
+    done.write_text(json.dumps({"key": key, **asdict(prepared)}))
+    return prepared
+
+
+def _key(spec: DataSpec, tokenizer: Any) -> str:
+    content = (
+        spec.model_dump_json(),
+        tokenizer.get_vocab(),
+        tokenizer.get_chat_template() if tokenizer.chat_template else None,
+    )
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepared:
+    prepared = Prepared()
+    lengths: list[int] = []
+    targets: list[int] = []
+    tokeniser = Tokeniser(tokenizer)
+    examples = read_examples(spec, source)
+    with pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer:
+        while chunk := list(islice(examples, _CHUNK)):
+            rows = [
+                row
+                for number, tokens, counts in tokeniser.rows(chunk)
+                for row in fit_length(spec, number, tokens, counts, prepared)
+            ]
+            columns = [[tokens for tokens, _ in rows], [counts for _, counts in rows]]
+            writer.write_batch(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA))  # fmt: skip
+            lengths += [len(tokens) for tokens, _ in rows]
+            targets += [int(sum(counts[1:])) for _, counts in rows]
+    np.save(folder / "sizes.npy", np.array([lengths, targets], dtype=np.int64).reshape(2, -1))
+    prepared.samples, prepared.tokens, prepared.targets = len(lengths), sum(lengths), sum(targets)
+    prepared.longest = max(lengths, default=0)
+    prepared.without_targets = targets.count(0)
+    return prepared
+
+
+def read_examples(spec: DataSpec, source: Path) -> Iterator[tuple[int, Example]]:
+    """The examples of a JSONL file with their line numbers, from 1; blank lines are passed over.
+
+    Raises:
+        CannotTrain: a line that is no example of the format.
+    """
+    with source.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, parse_line(line, spec.format)[1]
+            except BadLine as error:
+                raise CannotTrain("bad_line", f"line {number} of the training file: {error}") from None
+
+
+class Tokeniser:
+    """Turns examples into tokens piece by piece, split where the loss begins or ends.
+
+    At inference a prompt is tokenised without knowing its completion, so it is here.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        bos = tokenizer.bos_token_id
+        self._start = [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
+        if tokenizer.eos_token_id is None:
+            raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
+        self._end = [int(tokenizer.eos_token_id)]
+
+    def rows(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[int], list[bool]]]:
+        """Line number, tokens, and which of these count, of each example."""
+        pieces = [self._pieces(number, example) for number, example in chunk]
+        texts = [text for example in pieces for text, _ in example]
+        encoded = iter(self._tokenizer(texts, add_special_tokens=False).input_ids)
+        for (number, example), own in zip(chunk, pieces, strict=True):
+            templated = isinstance(example, Chat)
+            tokens = [] if templated else list(self._start)
+            counts = [False] * len(tokens)
+            for _, counted in own:
+                piece = next(encoded)
+                tokens += piece
+                counts += [counted] * len(piece)
+            if not templated:
+                tokens += self._end
+                counts += [True]
+            yield number, tokens, counts
+
+    def _pieces(self, number: int, example: Example) -> list[Piece]:
+        match example:
+            case TextExample():
+                return [(example.text, True)]
+            case PromptCompletion():
+                return [(example.prompt, False), (example.completion, True)]
+            case Chat():
+                return self._turns(number, example)
+
+    def _turns(self, number: int, chat: Chat) -> list[Piece]:
+        """The chat as its template renders it; what follows an assistant's opening counts, to its end."""
+        messages = [message.model_dump() for message in chat.messages]
+        whole = self._render(messages)
+        pieces: list[Piece] = []
+        at = 0
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:index], add_generation_prompt=True)
+            upto = self._render(messages[: index + 1])
+            if not (whole.startswith(before) and whole.startswith(upto)):
+                raise CannotTrain(
+                    "chat_template",
+                    f"line {number} of the training file: the model's chat template renders a turn "
+                    "differently once others follow, so it cannot be told which tokens to learn; use "
+                    "prompt and completion instead",
+                )
+            pieces += [(whole[at : len(before)], False), (whole[len(before) : len(upto)], True)]
+            at = len(upto)
+        return [*pieces, (whole[at:], False)]
+
+    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        if not self._tokenizer.chat_template:
+            raise CannotTrain(
+                "no_chat_template",
+                "the model's tokenizer has no chat template: use prompt and completion, or text, or a "
+                "model made for chats",
+            )
+        if not messages:
+            return ""
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
+
+def fit_length(
+    spec: DataSpec, number: int, tokens: list[int], counts: list[bool], prepared: Prepared
+) -> list[tuple[list[int], list[bool]]]:
+    """The rows that an example gives: itself, its beginning, or its parts.
+
+    Raises:
+        CannotTrain: it is longer than `max_length` and the spec says that this is an error.
+    """
+    longest = spec.max_length
+    if len(tokens) <= longest:
+        return [(tokens, counts)]
+    if spec.overlength == "error":
+        raise CannotTrain(
+            "overlength",
+            f"line {number} of the training file has {len(tokens)} tokens, more than max_length {longest}: "
+            "raise max_length, or set overlength to truncate or split",
+        )
+    if spec.overlength == "truncate":
+        prepared.truncated += 1
+        return [(tokens[:longest], counts[:longest])]
+    prepared.split += 1
+    parts = range(0, len(tokens), longest)
+    return [(tokens[i : i + longest], counts[i : i + longest]) for i in parts if len(tokens) - i > 1]

@@ -1,0 +1,16 @@
+"""The ends of a run that a person can read: why it cannot go on."""
+
+
+class CannotTrain(Exception):
+    """The job as it stands cannot be trained, and would fail the same way again.
+
+    The message says what to do.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Interrupted(Exception):
+    """The trainer was told to stop; a checkpoint has been written."""

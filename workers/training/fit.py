@@ -1,0 +1,390 @@
+"""The run, top to bottom: load, resume, then window after window until the steps are made."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from app.schemas.run import LogLine, Outcome
+from app.schemas.spec import Cut, Order, TokenBudget
+from workers.run_directory import Reporter, RunDirectory
+from workers.training import checkpoint, memory
+from workers.training import model as models
+from workers.training.batches import (
+    Cursor,
+    Groups,
+    after,
+    collate,
+    cut_window,
+    epoch_order,
+    window_at,
+)
+from workers.training.checkpoint import TrainingState
+from workers.training.data import Samples, prepare
+from workers.training.faults import CannotTrain, Interrupted
+from workers.training.loss import loss_sum
+from workers.training.optimizer import make_optimizer, set_rate
+from workers.training.schedule import rate_factor, warmup_of
+from workers.training.window import Clipping, Closed, LossScale, Window
+
+EMA = 0.1
+"""Weight of the newest loss in the moving average."""
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""So many windows that cannot be applied, one after another, end the job."""
+
+FIRST_FP16_SCALE = 65536.0
+
+Stop = Callable[[], bool]
+
+
+class StopRequested(Exception):
+    """Between two micro-batches the trainer was told to stop; the window was abandoned."""
+
+
+@dataclass
+class Fit:
+    """A run in progress: everything that one window needs."""
+
+    order: Order
+    run: RunDirectory
+    reporter: Reporter
+    stop: Stop
+    device: torch.device
+    model: Any
+    optimizer: torch.optim.Optimizer
+    window: Window
+    loss_scale: LossScale | None
+    samples: Samples
+    pad_id: int
+    steps_total: int
+    state: TrainingState
+    cut: Cut
+    _order_of_epoch: tuple[int, npt.NDArray[np.int64]] = field(default=(-1, np.empty(0, np.int64)))
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.state.epoch, self.state.consumed)
+
+    @property
+    def finished(self) -> bool:
+        epochs = self.order.spec.epochs
+        return self.state.epoch >= epochs if epochs is not None else self.state.step >= self.steps_total
+
+    def next_window(self) -> npt.NDArray[np.int64]:
+        """The samples of the window at the cursor."""
+        epoch = self.state.epoch
+        if self._order_of_epoch[0] != epoch:
+            order = epoch_order(len(self.samples), self.order.spec.seed, epoch)
+            self._order_of_epoch = (epoch, order)
+        return window_at(self.cursor, self._order_of_epoch[1], self.order.spec.effective_batch_size)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A window that was worked through, applied or not. Seconds of wall time."""
+
+    closed: Closed
+    groups: Groups
+    padded_tokens: int
+    data_seconds: float
+    seconds: float
+
+
+def fit(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Outcome:
+    """Trains what the order says, from the last checkpoint if there is one, and saves the model.
+
+    Raises:
+        CannotTrain: the job cannot be trained as it stands.
+        Interrupted: told to stop; a checkpoint was written.
+    """
+    fit = start(run, order, reporter, stop)
+    began_at = fit.state.step
+    while not fit.finished:
+        try:
+            if stop():
+                raise StopRequested
+            advance(fit)
+        except StopRequested:
+            save_checkpoint(fit)
+            raise Interrupted from None
+        if fit.state.step % order.spec.save_every == 0 and fit.state.step > began_at:
+            save_checkpoint(fit)
+    save_checkpoint(fit)
+    files = models.save(fit.model, fit_tokenizer(order), run.model)
+    reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
+    fit.samples.close()
+    return Outcome(
+        files=files,
+        steps=fit.state.step,
+        first_loss=fit.state.first_loss,
+        final_loss=fit.state.loss,
+        trained_tokens=fit.state.trained_tokens,
+        effective_batch_size=order.spec.effective_batch_size,
+    )
+
+
+def start(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Fit:
+    """Loads model and data, and resumes from the newest checkpoint that is whole."""
+    spec, plan = order.spec, order.plan
+    device = models.device_of(plan)
+    model, tokenizer = models.load(order)
+    prepared = prepare(spec.data, Path(order.data_file), tokenizer, run.data)
+    samples = Samples(run.data)
+    model.to(device)
+    optimizer = make_optimizer(spec.optimizer, model.parameters())
+    state = _resume(run, model, optimizer, reporter)
+    scale = (
+        LossScale(state.loss_scale or FIRST_FP16_SCALE, good_windows=state.loss_scale_good_windows)
+        if plan.precision == "fp16"
+        else None
+    )
+    clipping = Clipping(spec.gradient_clipping, spec.clip_mode)
+    fit = Fit(
+        order=order,
+        run=run,
+        reporter=reporter,
+        stop=stop,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        window=Window(model.parameters(), optimizer, clipping, scale),
+        loss_scale=scale,
+        samples=samples,
+        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        steps_total=spec.steps_for(len(samples)),
+        state=state,
+        cut=TokenBudget(tokens=state.token_budget) if state.token_budget else plan.cut,
+    )
+    _tell_start(fit, prepared)
+    return fit
+
+
+def advance(fit: Fit) -> None:
+    """One window: trained, applied if it is finite, reported, and left behind."""
+    spec, state = fit.order.spec, fit.state
+    window = fit.next_window()
+    began = time.perf_counter()
+    targets = int(fit.samples.targets[window].sum())
+    rate = spec.optimizer.learning_rate * rate_factor(spec.schedule, state.step, fit.steps_total)
+    set_rate(fit.optimizer, rate)
+    trained = train_window(fit, window, targets) if targets else None
+    batch_idx, epoch = state.consumed // spec.effective_batch_size, state.epoch
+    following = after(fit.cursor, len(window), len(fit.samples))
+    state.epoch, state.consumed = following.epoch, following.consumed
+    state.micro_step += len(trained.groups) if trained else 0
+    if trained is None or not trained.closed.applied:
+        _skip(fit, window, trained, targets)
+        return
+    _count(state, trained.closed, targets)
+    seconds = time.perf_counter() - began
+    tokens = int(fit.samples.lengths[window].sum())
+    fit.reporter.step(
+        LogLine(
+            attempt=fit.order.attempt,
+            step=state.step,
+            micro_step=state.micro_step,
+            batch_idx=batch_idx,
+            epoch=epoch,
+            samples=len(window),
+            loss=trained.closed.loss,
+            loss_ema=state.loss_ema or 0.0,
+            gradient_accumulation_steps=len(trained.groups),
+            effective_batch_size=spec.effective_batch_size,
+            physical_batch_size=max(map(len, trained.groups)),
+            learning_rate=rate,
+            grad_norm=trained.closed.grad_norm,
+            tokens=targets,
+            input_tokens=tokens,
+            padded_tokens=trained.padded_tokens,
+            tokens_per_second=tokens / seconds,
+            memory_gb=memory.in_use_gb(fit.device) if spec.log_memory_usage else None,
+            peak_gb=memory.peak_gb(fit.device) if spec.log_memory_usage else None,
+            noise_scale=None,
+            skipped=state.skipped,
+            time=time.time(),
+            data_seconds=trained.data_seconds,
+            forward_backward_seconds=trained.seconds
+            - trained.data_seconds
+            - trained.closed.optimizer_seconds,
+            optimizer_seconds=trained.closed.optimizer_seconds,
+        )
+    )
+
+
+def train_window(fit: Fit, window: npt.NDArray[np.int64], targets: int) -> Trained:
+    """Forward and backward of every micro-batch, and one optimizer step if the sum is finite.
+
+    The window is replayed as a whole, from the same random state, after an fp16 overflow (at half the
+    loss scale) and after running out of memory (in smaller micro-batches).
+    """
+    lengths = fit.samples.lengths[window]
+    by_length = fit.order.spec.clip_mode != "each_micro_batch"
+    while True:
+        groups = cut_window(lengths, fit.cut, by_length=by_length)
+        began = time.perf_counter()
+        data_seconds, padded_tokens = 0.0, 0
+        seed_window(fit.order.spec.seed, fit.cursor)
+        fit.window.open(denominator=targets)
+        try:
+            for group in groups:
+                if fit.stop():
+                    fit.window.abandon()
+                    raise StopRequested
+                fetched = time.perf_counter()
+                batch = collate(fit.samples.read, window[group].tolist(), fit.pad_id)
+                padded_tokens += batch.input_ids.numel()
+                data_seconds += time.perf_counter() - fetched
+                with models.autocast(fit.order.plan):
+                    loss = loss_sum(fit.model, batch.to(fit.device))
+                fit.window.add(loss)
+            closed = fit.window.close()
+        except torch.OutOfMemoryError:
+            _shrink(fit, groups, lengths)
+            continue
+        if not closed.overflow:
+            return Trained(closed, groups, padded_tokens, data_seconds, time.perf_counter() - began)
+        fit.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
+
+
+def seed_window(seed: int, cursor: Cursor) -> None:
+    """Seeds dropout from the place in the data: a resume or a replay sees what the first run saw."""
+    mixed = np.random.SeedSequence([seed, cursor.epoch, cursor.consumed]).generate_state(1, np.uint64)
+    torch.manual_seed(int(mixed[0]) >> 1)
+
+
+def save_checkpoint(fit: Fit) -> None:
+    """Writes a checkpoint, and says so once it and the log before it are on the disk."""
+    if fit.loss_scale is not None:
+        fit.state.loss_scale = fit.loss_scale.value
+        fit.state.loss_scale_good_windows = fit.loss_scale.good_windows
+    fit.reporter.sync()
+    path = checkpoint.save(fit.run.checkpoints, fit.state, fit.model, fit.optimizer)
+    fit.reporter.event(
+        "checkpoint", f"Checkpoint at step {fit.state.step}.", step=fit.state.step, name=path.name
+    )
+
+
+def fit_tokenizer(order: Order) -> Any:
+    """The base model's tokenizer, to lie beside the trained weights."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(order.model_path, trust_remote_code=False)
+
+
+def _resume(
+    run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter
+) -> TrainingState:
+    try:
+        state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
+    except checkpoint.AllDamaged as error:
+        raise CannotTrain("checkpoints_damaged", f"every checkpoint is damaged: {error}") from None
+    for name in damaged:
+        reporter.event("checkpoint_damaged", f"Checkpoint {name} is damaged and was passed over.", "warning")
+    if state is None:
+        return TrainingState()
+    reporter.event("resumed", f"Resumed at step {state.step}.", step=state.step, epoch=state.epoch,
+                   samples=state.consumed)  # fmt: skip
+    return state
+
+
+def _tell_start(fit: Fit, prepared: Any) -> None:
+    spec, plan = fit.order.spec, fit.order.plan
+    done = [
+        f"{count} {what}"
+        for count, what in (
+            (prepared.truncated, f"cut to max_length {spec.data.max_length}"),
+            (prepared.split, "split into parts"),
+            (prepared.without_targets, "without a token that counts for the loss"),
+        )
+        if count
+    ]
+    fit.reporter.event(
+        "data",
+        f"{prepared.samples} samples, {prepared.tokens} tokens, the longest {prepared.longest}"
+        + (f"; {', '.join(done)}." if done else "."),
+        "warning" if done else "info",
+        **vars(prepared),
+    )
+    fit.reporter.event(
+        "training",
+        f"{fit.steps_total} steps of effective batch {spec.effective_batch_size} on {plan.device} in "
+        f"{plan.precision}; {spec.optimizer.name}, learning rate {spec.optimizer.learning_rate:g}, "
+        f"{warmup_of(spec.schedule, fit.steps_total)} warmup steps, {spec.schedule.name}; predicted memory "
+        f"{plan.devices[0].predicted_peak_bytes / memory.GIB:.2f} GiB.",
+        steps_total=fit.steps_total,
+        cut=fit.cut.model_dump(),
+        parameters=sum(p.numel() for p in fit.model.parameters()),
+        threads=plan.threads,
+    )
+
+
+def _count(state: TrainingState, closed: Closed, targets: int) -> None:
+    state.step += 1
+    state.skipped_in_a_row = 0
+    state.trained_tokens += targets
+    state.first_loss = closed.loss if state.first_loss is None else state.first_loss
+    state.loss = closed.loss
+    state.loss_ema = closed.loss if state.loss_ema is None else (1 - EMA) * state.loss_ema + EMA * closed.loss
+
+
+def _skip(fit: Fit, window: npt.NDArray[np.int64], trained: Trained | None, targets: int) -> None:
+    """Counts a window that made no step, names the samples at fault, and gives up after too many."""
+    fit.state.skipped += 1
+    fit.state.skipped_in_a_row += 1
+    if trained is None:
+        fit.reporter.event("skipped", "A window without a single target token made no step.", "warning",
+                           samples=window.tolist())  # fmt: skip
+    else:
+        at_fault = samples_at_fault(fit, window, targets)
+        fit.reporter.event(
+            "skipped",
+            f"A window was not applied: its loss or gradient is not finite; samples at fault: "
+            f"{', '.join(map(str, at_fault)) or 'none alone'}.",
+            "warning",
+            samples=at_fault,
+        )
+    if fit.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise CannotTrain(
+            "diverged",
+            f"{MAX_SKIPPED_IN_A_ROW} windows in a row could not be applied: lower the learning rate, "
+            "look at the samples named in the events, or train in bf16 or fp32",
+        )
+
+
+def samples_at_fault(fit: Fit, window: npt.NDArray[np.int64], targets: int) -> list[int]:
+    """The samples of the window whose loss or gradient is not finite on its own."""
+    faults = []
+    for sample in window.tolist():
+        if fit.samples.targets[sample] == 0:
+            continue
+        fit.window.open(denominator=targets)
+        with models.autocast(fit.order.plan):
+            batch = collate(fit.samples.read, [sample], fit.pad_id)
+            fit.window.add(loss_sum(fit.model, batch.to(fit.device)))
+        if not fit.window.finite():
+            faults.append(sample)
+    return faults
+
+
+def _shrink(fit: Fit, groups: Groups, lengths: npt.NDArray[np.int64]) -> None:
+    """Halves the token budget after running out of memory; the effective batch stays."""
+    fit.window.abandon()
+    torch.cuda.empty_cache()
+    widest = max(groups, key=lambda group: len(group) * int(lengths[group].max()))
+    tokens = len(widest) * int(lengths[widest].max())
+    if len(widest) == 1 or not fit.order.spec.auto_adjust_batch_size:
+        raise CannotTrain(
+            "out_of_memory",
+            f"out of memory at a micro-batch of {len(widest)} samples and {tokens} tokens: lower max_length, "
+            "set gradient_checkpointing, leave auto_adjust_batch_size on, or use a GPU with more memory",
+        ) from None
+    fit.state.token_budget = tokens // 2
+    fit.cut = TokenBudget(tokens=tokens // 2)
+    fit.reporter.event("out_of_memory", f"Out of memory at {tokens} tokens a micro-batch: the window is "
+                       f"replayed with at most {tokens // 2}.", "warning", token_budget=tokens // 2)  # fmt: skip
