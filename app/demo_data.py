@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from math import log
 from pathlib import Path
 
-_SKIPPED = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+_SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 _LONGEST = 4000
 
 Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

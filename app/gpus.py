@@ -8,9 +8,8 @@ import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
-from app.planning.devices import Device
+from app.planning.devices import MIB, Device
 
-MIB = 2**20
 _FRESH_SECONDS = 2.0
 
 

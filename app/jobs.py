@@ -143,7 +143,7 @@ def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Literal["
     ).one_or_none()
     if row is None:
         raise LostJob(fence.job_id)
-    requested: Literal["pause", "cancel"] | None = row[0]
+    requested: Literal["pause", "cancel"] | None = row.requested
     return requested
 
 
@@ -380,7 +380,7 @@ def _leave(
 ) -> None:
     """Running to queued, or to what was requested meanwhile."""
     requested = session.scalar(select(Job.requested).where(_held(fence)))
-    status: JobStatus = {"cancel": "cancelled", "pause": "paused"}.get(requested or "", "queued")  # type: ignore[assignment]
+    status = {"cancel": "cancelled", "pause": "paused"}.get(requested or "", "queued")
     _write(
         session,
         fence,

@@ -1,10 +1,14 @@
 """The tables."""
 
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from app.schemas.examples import DataFormat
+from app.schemas.run import Level
+from app.schemas.training import JobStatus
 
 Json = JSON().with_variant(JSONB(), "postgresql")
 
@@ -45,7 +49,7 @@ class File(Base):
     purpose: Mapped[str]
     bytes: Mapped[int] = mapped_column(BigInteger)
     sha256: Mapped[str]
-    format: Mapped[str]
+    format: Mapped[DataFormat] = mapped_column(String)
     examples: Mapped[int]
     inline: Mapped[bool]
     """Made from a job's inline texts; goes with its job."""
@@ -63,8 +67,8 @@ class Job(Base):
 
     id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]
-    status: Mapped[str]
-    requested: Mapped[str | None]
+    status: Mapped[JobStatus] = mapped_column(String)
+    requested: Mapped[Literal["pause", "cancel"] | None] = mapped_column(String)
     """`pause` or `cancel`, asked for while a worker has the job."""
     priority: Mapped[int]
     not_before: Mapped[float]
@@ -154,7 +158,7 @@ class JobEvent(Base):
     """Byte offset of the line in events.jsonl, where it came from there: read twice, stored once."""
     attempt: Mapped[int]
     created_at: Mapped[float]
-    level: Mapped[str]
+    level: Mapped[Level] = mapped_column(String)
     type: Mapped[str]
     message: Mapped[str]
     data: Mapped[dict[str, Any]]

@@ -6,16 +6,24 @@ import sys
 import time
 from collections.abc import Mapping
 from types import FrameType
+from typing import IO
 
 _END_SECONDS = 45.0
 """Longer than a trainer's grace for its checkpoint."""
 
 
-def start(part: str, env: Mapping[str, str] | None = None, **kw: object) -> subprocess.Popen[bytes]:
-    """Starts `accrue serve` or `accrue worker`, out of reach of the terminal's Ctrl-C: we pass it on."""
+def start(
+    part: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts `accrue serve` or `accrue worker`, out of reach of the terminal's Ctrl-C: we pass it on.
+
+    Args:
+        env: the environment; ours if null.
+        log: where its output goes; ours if null.
+    """
     return subprocess.Popen(
-        [sys.executable, "-m", "app.cli", part], env=env, start_new_session=True, **kw  # type: ignore[call-overload, no-any-return]
-    )  # fmt: skip
+        [sys.executable, "-m", "app.cli", part], env=env, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from app.client import Client
-from app.planning.devices import GIB
+from app.planning.devices import GIB, MIB
 
 console = Console()
 
@@ -39,10 +39,14 @@ def show_plan(job: dict[str, Any]) -> None:
     """The plan of a job or of a dry run."""
     plan = job["plan"]
     steps = plan["steps_total"] if plan["steps_total"] is not None else "as many as the tokens make"
+    cut = {
+        "token_budget": "micro-batches of at most {tokens} tokens",
+        "count": "{micro_batches} micro-batches",
+        "size": "micro-batches of at most {samples} samples",
+    }[plan["cut"]["rule"]].format(**plan["cut"])
     console.print(
-        f"effective batch {job['effective_batch_size']} = {plan['micro_batches']} micro-batches of at most "
-        f"{plan['actual_batch_size_per_gpu']} (planned, by {plan['source']}); steps: {steps}; {plan['precision']}"
-        f" on {plan['device']}",
+        f"plan (by {plan['source']}): effective batch {job['effective_batch_size']} in {cut}, no more than "
+        f"{plan['micro_batches']} a step; {steps} steps; {plan['precision']} on {plan['device']}",
         highlight=False,
     )
     for warning in plan["warnings"]:
@@ -70,9 +74,12 @@ def show_batch_size(answer: dict[str, Any]) -> None:
     devices = Table("device", "memory", "may be used", "largest", "micro-batches", box=None)
     for device in answer["devices"]:
         devices.add_row(
-            f"{device['gpu_id']} {device['name']}", _gb(device["memory_bytes"]), _gb(device["memory_limit_bytes"]),
-            str(device["max_micro_batch_size"]), _sizes(device["micro_batch_sizes"]),
-        )  # fmt: skip
+            f"{device['gpu_id']} {device['name']}",
+            _gb(device["memory_bytes"]),
+            _gb(device["memory_limit_bytes"]),
+            str(device["max_micro_batch_size"]),
+            _sizes(device["micro_batch_sizes"]),
+        )
     console.print(devices)
     memory = Table("memory by formula", "", box=None)
     for name, size in answer["memory"].items():
@@ -123,7 +130,7 @@ def _sizes(sizes: list[int]) -> str:
 
 
 def _gb(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
 def _number(value: float | None) -> str:

@@ -16,7 +16,6 @@ from app.schemas.calculators import (
 )
 from app.schemas.spec import MemoryLimits
 
-MIB = 2**20
 DEFAULT_TARGET = 32
 
 
@@ -184,12 +183,12 @@ def _explain(fits: bool, split: list[list[int]], question: Question, memory: Mem
     limit = min(question.limits.budget(device.memory_bytes) for device in question.devices) / GIB
     if not fits:
         return (
-            f"By formula one sample of {question.sequence} tokens takes {peak:.2f} GiB, and {limit:.2f} GiB may "
-            "be used: it does not fit. The alternatives are those changes that would make it fit."
+            f"By formula one sample of {question.sequence} tokens takes {peak:.2f} GiB, and {limit:.2f} GiB "
+            "may be used: it does not fit. The alternatives are those changes that would make it fit."
         )
     steps, total = max(map(len, split)), sum(map(sum, split))
     return (
         f"{total} samples a step on {len(split)} device{'s' * (len(split) > 1)}: {steps} micro-batch"
-        f"{'es' * (steps > 1)} of at most {max(max(own, default=0) for own in split)} on each, {peak:.2f} of the "
-        f"{limit:.2f} GiB that may be used, at {question.sequence} tokens a sample."
+        f"{'es' * (steps > 1)} of at most {max(max(own, default=0) for own in split)} on each, {peak:.2f} of "
+        f"the {limit:.2f} GiB that may be used, at {question.sequence} tokens a sample."
     )

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 _MEMORY_GB = {
     "P100": 16, "V100": 16, "T4": 16, "A2": 16, "A10": 24, "A10G": 24, "A16": 16, "A30": 24, "A40": 48,

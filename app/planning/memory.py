@@ -9,7 +9,7 @@ Bytes throughout. The terms:
 - logits: the forward's output, its copy in fp32, the log-probabilities and their gradient.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from app.schemas.architecture import Architecture
@@ -58,7 +58,8 @@ class Memory:
     @property
     def peak_allocated_bytes(self) -> int:
         """Live tensors; the workspace is the allocator's too."""
-        return sum(asdict(self).values()) - self.context_bytes
+        tensors = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes, self.activations_bytes)
+        return sum(tensors) + self.logits_bytes + self.workspace_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:

@@ -10,8 +10,8 @@ from app.planning.memory import Method, Precision, largest_micro_batch, step_mem
 from app.planning.split import even, split_over
 from app.schemas.spec import Cut, FixedCount, FixedSize, Plan, PlannedDevice, Spec, TokenBudget
 
-CPU_TOKENS = 4096
-"""A CPU's throughput no longer grows with the micro-batch beyond a few thousand tokens."""
+CPU_TOKENS = 1024
+"""A CPU's throughput no longer grows with the micro-batch beyond about a thousand tokens."""
 
 _WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
 

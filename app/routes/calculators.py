@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from app import base_models, gpus
 from app.errors import Unprocessable
 from app.planning import learning_rate
-from app.planning.batch_size import MIB, Question, RawQuestion, answer, answer_raw
-from app.planning.devices import GIB, Device, parse_declared
+from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
+from app.planning.devices import GIB, MIB, Device, parse_declared
 from app.planning.learning_rate import Rule
 from app.planning.memory import OPTIMIZER_STATES, Method
 from app.planning.plan import precision_for
@@ -171,12 +171,12 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings) -> BatchSizeAnswer:
 
 
 def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:
-    assert asked.model_size_gb and asked.activation_memory_per_sample_mb and asked.available_memory_gb
+    weights_gb, sample_mb, available_gb = asked.raw_figures
     return answer_raw(
         RawQuestion(
-            weights_bytes=int(asked.model_size_gb * GIB),
-            activation_bytes_per_sample=max(1, int(asked.activation_memory_per_sample_mb * MIB)),
-            available_bytes=int(asked.available_memory_gb * GIB),
+            weights_bytes=int(weights_gb * GIB),
+            activation_bytes_per_sample=max(1, int(sample_mb * MIB)),
+            available_bytes=int(available_gb * GIB),
             limits=limits,
             optimizer_states=OPTIMIZER_STATES[asked.optimizer],
             devices=len(asked.gpu_ids or asked.gpus or [0]),

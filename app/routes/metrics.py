@@ -16,6 +16,7 @@ from app.routes.training import JobId
 from app.run_files import model_dir, tar_of, tar_size
 from app.schemas.run import LogLine
 from app.schemas.statistics import Metrics
+from app.schemas.training import ENDED
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -55,8 +56,9 @@ def log(database: CurrentDatabase, training_id: JobId) -> StreamingResponse:
 def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> StreamingResponse:
     job = jobs.get(session, training_id)
     if job.status != "succeeded":
-        raise Conflict(f"Job {training_id} is {job.status}: it has no model yet." if job.status in
-                       ("queued", "running", "paused") else f"Job {training_id} has {job.status}: it left no model.")  # fmt: skip
+        ended = job.status in ENDED
+        what = f"has {job.status}: it left no model" if ended else f"is {job.status}: it has no model yet"
+        raise Conflict(f"Job {training_id} {what}.")
     folder = model_dir(settings, training_id)
     if not folder.is_dir():
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 def page(
     session: Session,
-    query: Select[tuple[Row]],
+    query: Select[Row],
     key: Any,
     limit: int,
     after: str | None,

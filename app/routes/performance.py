@@ -122,7 +122,7 @@ def _advice(session: Session, job: Job) -> list[str]:
     per_step = measured.micro_steps / measured.steps
     if per_step > 8:
         advice.append(
-            f"{per_step:.0f} micro-batches a step: if memory allows, larger micro-batches keep the device busier."
+            f"{per_step:.0f} micro-batches a step: if memory allows, larger ones keep the device busier."
         )
     if measured.skipped:
         advice.append(

@@ -32,8 +32,13 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/with-accumulation", status_code=202, responses=_ACCEPTED, summary="Train, with steps as given",
-             response_model=JobAnswer | DryRunAnswer)  # fmt: skip
+@router.post(
+    "/with-accumulation",
+    status_code=202,
+    responses=_ACCEPTED,
+    summary="Train, with steps as given",
+    response_model=JobAnswer | DryRunAnswer,
+)
 def with_accumulation(
     asked: TrainingRequest, response: Response, database: CurrentDatabase, settings: CurrentSettings
 ) -> JobAnswer | DryRunAnswer:
@@ -41,8 +46,13 @@ def with_accumulation(
     return _submit(asked, response, database, settings)
 
 
-@router.post("/large-batch", status_code=202, responses=_ACCEPTED, summary="Train a large batch, steps planned",
-             response_model=JobAnswer | DryRunAnswer)  # fmt: skip
+@router.post(
+    "/large-batch",
+    status_code=202,
+    responses=_ACCEPTED,
+    summary="Train a large batch, steps planned",
+    response_model=JobAnswer | DryRunAnswer,
+)
 def large_batch(
     asked: TrainingRequest, response: Response, database: CurrentDatabase, settings: CurrentSettings
 ) -> JobAnswer | DryRunAnswer:

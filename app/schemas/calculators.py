@@ -42,7 +42,7 @@ class BatchSizeRequest(Request):
     @model_validator(mode="after")
     def _one_way_of_asking(self) -> "BatchSizeRequest":
         raw = (self.model_size_gb, self.activation_memory_per_sample_mb, self.available_memory_gb)
-        if self.model_name is None and None in raw:
+        if self.model_name is None and any(figure is None for figure in raw):
             raise ValueError(
                 "give model_name, or all of model_size_gb, activation_memory_per_sample_mb and "
                 "available_memory_gb"
@@ -52,6 +52,19 @@ class BatchSizeRequest(Request):
         if self.gpu_ids is not None and self.gpus is not None:
             raise ValueError("give gpu_ids or gpus, not both")
         return self
+
+    @property
+    def raw_figures(self) -> tuple[float, float, float]:
+        """Weights in GiB, activations per sample in MiB, memory in GiB; only where there is no model."""
+        weights, sample, available = (
+            self.model_size_gb,
+            self.activation_memory_per_sample_mb,
+            self.available_memory_gb,
+        )
+        assert weights is not None
+        assert sample is not None
+        assert available is not None
+        return weights, sample, available
 
 
 class DeviceSplit(Answer):

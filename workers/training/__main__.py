@@ -6,7 +6,6 @@ failure.json if the trainer could say why.
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -75,7 +74,7 @@ def attempt(run: RunDirectory, stop: StopSignal) -> int:
 
 def _crash(error: Exception) -> Failure:
     """The kind of error and its first line; the whole is in trainer.log, which no answer shows."""
-    first = (str(error).strip().splitlines() or [""])[0][:300].replace(os.getcwd(), ".")
+    first = (str(error).strip().splitlines() or [""])[0][:300].replace(str(Path.cwd()), ".")
     return Failure(code="trainer_crashed", message=f"{type(error).__name__}: {first}", permanent=False)
 
 

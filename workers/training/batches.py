@@ -6,6 +6,7 @@ never changes a window's gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -126,7 +127,7 @@ def _evenly(rows: int, count: int) -> list[tuple[int, int]]:
     count = min(count, rows)
     small, larger = divmod(rows, count)
     edges = np.cumsum([0] + [small + 1] * larger + [small] * (count - larger)).tolist()
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def collate(

@@ -115,8 +115,7 @@ def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepar
                 for number, tokens, counts in tokeniser.rows(chunk)
                 for row in fit_length(spec, number, tokens, counts, prepared)
             ]
-            columns = [[tokens for tokens, _ in rows], [counts for _, counts in rows]]
-            writer.write_batch(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA))  # fmt: skip
+            writer.write_batch(_record(rows))
             lengths += [len(tokens) for tokens, _ in rows]
             targets += [int(sum(counts[1:])) for _, counts in rows]
     np.save(folder / "sizes.npy", np.array([lengths, targets], dtype=np.int64).reshape(2, -1))
@@ -124,6 +123,12 @@ def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepar
     prepared.longest = max(lengths, default=0)
     prepared.without_targets = targets.count(0)
     return prepared
+
+
+def _record(rows: list[tuple[list[int], list[bool]]]) -> pa.RecordBatch:
+    columns = ([tokens for tokens, _ in rows], [counts for _, counts in rows])
+    arrays = [pa.array(column, item.type) for column, item in zip(columns, _SCHEMA, strict=True)]
+    return pa.record_batch(arrays, schema=_SCHEMA)
 
 
 def read_examples(spec: DataSpec, source: Path) -> Iterator[tuple[int, Example]]:

@@ -386,5 +386,9 @@ def _shrink(fit: Fit, groups: Groups, lengths: npt.NDArray[np.int64]) -> None:
         ) from None
     fit.state.token_budget = tokens // 2
     fit.cut = TokenBudget(tokens=tokens // 2)
-    fit.reporter.event("out_of_memory", f"Out of memory at {tokens} tokens a micro-batch: the window is "
-                       f"replayed with at most {tokens // 2}.", "warning", token_budget=tokens // 2)  # fmt: skip
+    fit.reporter.event(
+        "out_of_memory",
+        f"Out of memory at {tokens} tokens a micro-batch: the window is replayed with at most {tokens // 2}.",
+        "warning",
+        token_budget=tokens // 2,
+    )

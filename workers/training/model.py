@@ -23,7 +23,9 @@ def load(order: Order) -> tuple[Any, Any]:
         CannotTrain: files that are missing, cannot be fetched, or hold no causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if order.spec.model.source == "built_in":
         ensure_tiny_gpt2(Path(order.model_path))
     try:
@@ -50,6 +52,8 @@ def _trainable(model: Any, spec: Spec) -> Any:
             "max_length",
             f"max_length {spec.data.max_length} is longer than {spec.model.name}'s {positions} positions",
         )
+    # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
+    model.warn_if_padding_and_no_attention_mask = lambda *_: None
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _freeze(model, spec.freeze)

@@ -11,7 +11,9 @@ SEED = 20_260_101
 END, PAD, TURN, TURN_END = "<|endoftext|>", "<|pad|>", "<|turn|>", "<|end|>"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 
@@ -38,6 +40,7 @@ def make_model() -> Any:
     config = GPT2Config(
         n_layer=2, n_embd=128, n_head=4, n_positions=1024, vocab_size=260,
         bos_token_id=256, eos_token_id=256, pad_token_id=257,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
