@@ -202,7 +202,7 @@ def plan(
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where everything of the demo goes")] = Path("demo-data"),
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 150,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
 ) -> None:
     """Train a small model end to end, over HTTP, on the documentation of this Python."""
     from app.demo import run

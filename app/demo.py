@@ -21,7 +21,7 @@ from app.terminal import follow, show_batch_size, show_plan
 
 EFFECTIVE_BATCH = 64
 MAX_LENGTH = 512
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 2e-3
 WARMUP_STEPS = 20
 _START_SECONDS = 60.0
 
@@ -130,7 +130,7 @@ def _report(client: Client, job_id: str, folder: Path, entropy: float) -> int:
     chart = loss_curve(series["data"], folder / "loss.png", title, entropy)
     first, final = job["result"]["first_loss"], job["result"]["final_loss"]
     console.print(
-        f"first loss {first:.3f}, final loss {final:.3f}: {final / first:.0%} of it; bytes alone {entropy:.3f}",
+        f"first loss {first:.3f}, final loss {final:.3f} ({final / first:.0%}); bytes alone {entropy:.3f}",
         f"model: {folder / 'data' / job['result']['model_path']}",
         f"loss curve: {chart}",
         sep="\n",

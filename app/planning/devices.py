@@ -14,7 +14,9 @@ _MEMORY_GB = {
 }  # fmt: skip
 """Memory by name, from the makers' data sheets, in the GB that they print (taken as GiB)."""
 
-_WITH_SIZE = re.compile(r"^(?:(?P<name>.*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE)
+_WITH_SIZE = re.compile(
+    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)

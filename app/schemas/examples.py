@@ -90,7 +90,7 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
         BadLine: not UTF-8, not JSON, not an object, of another format, or with a wrong value.
     """
     try:
-        value = json.loads(raw)
+        value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (json.JSONDecodeError, RecursionError) as error:

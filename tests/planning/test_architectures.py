@@ -1,0 +1,74 @@
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from app.planning.architectures import CATALOGUE, UnknownArchitecture, from_config, named
+
+
+def counted(config: PreTrainedConfig) -> int:
+    """Parameters by transformers' own construction, without memory for them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_catalogue_counts_equal_transformers(name: str) -> None:
+    fields = dict(CATALOGUE[name])
+    architecture = named(name)
+    assert architecture is not None
+    assert architecture.parameters == counted(AutoConfig.for_model(fields.pop("model_type"), **fields))
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 301, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_layer=2, n_embd=48, n_head=4, n_inner=100, vocab_size=77),
+        LlamaConfig(**SMALL, num_key_value_heads=2),
+        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        MistralConfig(**SMALL, num_key_value_heads=2, head_dim=32),
+        Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
+        Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=32),
+        OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99),
+        OPTConfig(
+            hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99,
+            word_embed_proj_dim=32, do_layer_norm_before=False,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_counts_from_a_config_equal_transformers(config: PreTrainedConfig) -> None:
+    assert from_config(config.to_dict()).parameters == counted(config)
+
+
+def test_short_names_are_the_hub_s() -> None:
+    assert named("gpt2") == named("openai-community/gpt2")
+    assert named("gpt2").parameters == 124_439_808  # type: ignore[union-attr]
+    assert named("no-such-model") is None
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "t5"}, {"model_type": "gpt2"}, {"model_type": "gpt2", "n_layer": "x"}]
+)
+def test_a_config_that_cannot_be_reckoned_with_says_so(config: dict[str, Any]) -> None:
+    with pytest.raises(UnknownArchitecture):
+        from_config(config)

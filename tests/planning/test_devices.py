@@ -1,0 +1,29 @@
+import pytest
+
+from app.planning.devices import GIB, declared, parse_declared
+
+
+@pytest.mark.parametrize(
+    ("phrase", "gigabytes"),
+    [
+        ("24GB", 24),
+        ("24 GiB", 24),
+        ("A100-80GB", 80),
+        ("A100", 40),
+        ("RTX 4090", 24),
+        ("NVIDIA T4", 16),
+        ("1.5gb", 1.5),
+    ],
+)  # fmt: skip
+def test_phrases_for_devices(phrase: str, gigabytes: float) -> None:
+    assert declared(phrase, 0).memory_bytes == int(gigabytes * GIB)
+
+
+def test_declared_devices_are_numbered() -> None:
+    assert [device.id for device in parse_declared(["24GB", "A100-80GB"])] == [0, 1]
+
+
+@pytest.mark.parametrize("phrase", ["", "GB", "0GB", "-4GB", "toaster", "24"])
+def test_what_is_no_device_is_refused(phrase: str) -> None:
+    with pytest.raises(ValueError, match="say its memory"):
+        declared(phrase, 0)

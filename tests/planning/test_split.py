@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.planning.split import (
+    Asked,
+    ConflictingBatch,
+    Resolved,
+    even,
+    resolve,
+    split_over,
+    without_accumulation,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "resolved"),
+    [
+        (Asked(64, None, None), Resolved(64, None, None)),
+        (Asked(64, 8, None), Resolved(64, 8, None)),
+        (Asked(64, None, 8, 2), Resolved(64, None, 8)),
+        (Asked(None, 4, 8, 2), Resolved(64, 4, 8)),
+        (Asked(None, 4, None, 2), Resolved(64, 4, None)),
+        (Asked(None, None, 8, 2), Resolved(16, 1, 8)),
+        (Asked(None, None, None), Resolved(32, None, None)),
+        (Asked(30, 4, 8), Resolved(30, 4, 8)),
+    ],
+)
+def test_the_three_numbers_resolve_as_documented(asked: Asked, resolved: Resolved) -> None:
+    assert resolve(asked, recommended=32) == resolved
+
+
+def test_three_numbers_that_disagree_are_refused_with_the_right_one() -> None:
+    with pytest.raises(ConflictingBatch, match="takes 4 accumulation steps, not 3"):
+        resolve(Asked(30, 3, 8), recommended=32)
+
+
+def test_without_accumulation_one_micro_batch_is_the_step() -> None:
+    assert without_accumulation(Asked(None, None, 8, 2), 32) == Resolved(16, 1, 8)
+    assert without_accumulation(Asked(None, None, None), 32) == Resolved(32, 1, 32)
+    with pytest.raises(ConflictingBatch, match="use_gradient_accumulation is false"):
+        without_accumulation(Asked(64, None, 8), 32)
+    with pytest.raises(ConflictingBatch, match="use_gradient_accumulation is false"):
+        without_accumulation(Asked(64, 8, None), 32)
+
+
+def test_known_splits() -> None:
+    assert split_over(30, [8]) == [[8, 8, 7, 7]]
+    assert [len(own) for own in split_over(256, [40])] == [7]
+    assert sum(map(sum, split_over(256, [40]))) == 256
+
+
+@given(
+    target=st.integers(1, 100_000),
+    capacities=st.lists(st.integers(1, 5000), min_size=1, max_size=16),
+)
+def test_a_split_is_exact_fits_and_has_the_fewest_steps(target: int, capacities: list[int]) -> None:
+    split = split_over(target, capacities)
+    assert sum(map(sum, split)) == target
+    assert all(size <= capacity for own, capacity in zip(split, capacities, strict=True) for size in own)
+    assert all(size >= 1 for own in split for size in own)
+    assert max(map(len, split)) == -(-target // sum(capacities))
+    assert all(max(own) - min(own) <= 1 for own in split if own)
+
+
+@given(samples=st.integers(0, 10_000), parts=st.integers(1, 500))
+def test_even_parts_differ_by_at_most_one(samples: int, parts: int) -> None:
+    sizes = even(samples, parts)
+    assert sum(sizes) == samples
+    assert len(sizes) == min(samples, parts)
+    assert sorted(sizes, reverse=True) == sizes
+    assert not sizes or max(sizes) - min(sizes) <= 1

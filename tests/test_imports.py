@@ -1,0 +1,83 @@
+"""Imports point one way: routes, then schemas, planning, jobs, stats, then models, database, settings."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted([*ROOT.glob("app/**/*.py"), *ROOT.glob("workers/**/*.py")])
+
+
+def imported(source: Path) -> set[str]:
+    """Every module that a source imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def within(names: set[str], *packages: str) -> set[str]:
+    return {name for name in names if any(name == p or name.startswith(f"{p}.") for p in packages)}
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if "app" in s.parts], ids=str)
+def test_the_service_imports_no_worker_and_no_torch(source: Path) -> None:
+    assert not within(imported(source), "workers", "torch", "transformers", "peft")
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("workers/training/**/*.py")), ids=str)
+def test_the_trainer_knows_only_schemas_and_its_run_directory(source: Path) -> None:
+    ours = within(imported(source), "app", "workers")
+    assert not ours - within(ours, "app.schemas", "workers.training", "workers.run_directory") - {"workers"}
+    assert not within(imported(source), "sqlalchemy", "fastapi", "structlog", "pydantic_settings")
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("app/schemas/*.py")), ids=str)
+def test_schemas_need_pydantic_alone(source: Path) -> None:
+    ours = within(imported(source), "app")
+    assert ours == within(ours, "app.schemas")
+    third_party = {name.split(".")[0] for name in imported(source)} - {"app"} - set(sys.stdlib_module_names)
+    assert third_party <= {"pydantic"}
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("app/planning/*.py")), ids=str)
+def test_planning_is_pure(source: Path) -> None:
+    names = imported(source)
+    assert within(names, "app") == within(names, "app.planning", "app.schemas")
+    assert not within(names, "os", "time", "pathlib", "sqlalchemy", "random")
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher"),
+    [
+        ("app/jobs.py", ("app.routes", "app.main")),
+        ("app/stats.py", ("app.routes", "app.main", "app.jobs")),
+        ("app/models.py", ("app.routes", "app.jobs", "app.stats", "app.planning", "app.database")),
+        ("app/database.py", ("app.routes", "app.jobs", "app.stats", "app.models")),
+    ],
+)
+def test_lower_layers_know_nothing_of_higher_ones(lower: str, higher: tuple[str, ...]) -> None:
+    assert not within(imported(ROOT / lower), *higher)
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("app.main", {"torch", "transformers", "pyarrow", "matplotlib", "workers"}),
+        ("app.cli", {"torch", "fastapi", "sqlalchemy"}),
+        ("workers.supervisor", {"torch", "transformers"}),
+        ("app.schemas.spec", {"torch", "sqlalchemy", "fastapi", "pydantic_settings"}),
+    ],
+)
+def test_what_a_module_loads(module: str, forbidden: set[str]) -> None:
+    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert not forbidden & set(loaded.stdout.split())

@@ -1,0 +1,99 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.schemas.spec import DataSpec
+from workers.training.data import Samples, prepare
+from workers.training.faults import CannotTrain
+from workers.training.tiny_gpt2 import make_tokenizer
+
+EOS = 256
+
+
+def spec(form: str = "text", **changes: Any) -> DataSpec:
+    fields = {"file_id": "file-1", "sha256": "0", "format": form, "examples": 1, "max_length": 1024,
+              "overlength": "truncate"}  # fmt: skip
+    return DataSpec.model_validate({**fields, **changes})
+
+
+def rows(tmp_path: Path, spec: DataSpec, *lines: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each sample as its text, and the text of those tokens that count."""
+    source = tmp_path / "data.jsonl"
+    source.write_text("\n\n".join(json.dumps(line) for line in lines))
+    tokenizer = make_tokenizer()
+    prepare(spec, source, tokenizer, tmp_path / "prepared")
+    samples = Samples(tmp_path / "prepared")
+    found = []
+    for sample in range(len(samples)):
+        tokens, counts = samples.read(sample)
+        assert len(tokens) == samples.lengths[sample]
+        assert int(counts[1:].sum()) == samples.targets[sample]
+        found.append((tokenizer.decode(tokens), tokenizer.decode(tokens[counts])))
+    samples.close()
+    return found
+
+
+def test_text_counts_whole_and_ends(tmp_path: Path) -> None:
+    assert rows(tmp_path, spec(), {"text": "héllo"}) == [("héllo<|endoftext|>", "héllo<|endoftext|>")]
+
+
+def test_only_the_completion_counts(tmp_path: Path) -> None:
+    found = rows(tmp_path, spec("prompt_completion"), {"prompt": "2+2=", "completion": "4"})
+    assert found == [("2+2=4<|endoftext|>", "4<|endoftext|>")]
+
+
+def test_only_what_the_assistant_says_counts(tmp_path: Path) -> None:
+    chat = [("system", "S"), ("user", "U"), ("assistant", "A1"), ("user", "V"), ("assistant", "A2")]
+    line = {"messages": [{"role": role, "content": content} for role, content in chat]}
+    [(whole, counted)] = rows(tmp_path, spec("messages"), line)
+    assert whole.startswith("<|turn|>system\nS<|end|>\n<|turn|>user\nU<|end|>\n<|turn|>assistant\nA1")
+    assert counted == "A1<|end|>\nA2<|end|>\n"
+
+
+def test_special_tokens_in_a_text_are_tokens(tmp_path: Path) -> None:
+    assert len(rows(tmp_path, spec(), {"text": "a"}, {"text": "b"}, {"text": "c"})) == 3
+
+
+def test_what_is_too_long_is_truncated_and_counted(tmp_path: Path) -> None:
+    found = rows(tmp_path, spec(max_length=4), {"text": "abcdefghij"}, {"text": "abc"})
+    assert [whole for whole, _ in found] == ["abcd", "abc<|endoftext|>"]
+
+
+def test_what_is_too_long_is_split_into_parts(tmp_path: Path) -> None:
+    found = rows(tmp_path, spec(max_length=4, overlength="split"), {"text": "abcdefghij"})
+    assert [whole for whole, _ in found] == ["abcd", "efgh", "ij<|endoftext|>"]
+
+
+def test_what_is_too_long_is_an_error_where_asked(tmp_path: Path) -> None:
+    with pytest.raises(CannotTrain, match="line 3 of the training file has 11 tokens"):
+        rows(tmp_path, spec(max_length=4, overlength="error"), {"text": "a"}, {"text": "abcdefghij"})
+
+
+def test_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CannotTrain, match="none of the 1 samples has a token that counts"):
+        rows(tmp_path, spec("prompt_completion", max_length=3), {"prompt": "abcdef", "completion": "x"})
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CannotTrain, match="line 3 of the training file"):
+        rows(tmp_path, spec(), {"text": "a"}, {"prompt": "b"})
+
+
+def test_a_template_is_needed_for_chats(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "assistant", "content": "a"}]}))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(CannotTrain, match="has no chat template"):
+        prepare(spec("messages"), source, tokenizer, tmp_path / "prepared")
+
+
+def test_a_second_attempt_reads_what_the_first_prepared(tmp_path: Path) -> None:
+    rows(tmp_path, spec(), {"text": "abc"})
+    (tmp_path / "data.jsonl").unlink()
+    prepared = prepare(spec(), tmp_path / "data.jsonl", make_tokenizer(), tmp_path / "prepared")
+    assert (prepared.samples, prepared.tokens) == (1, 4)
+    with pytest.raises(FileNotFoundError):
+        prepare(spec(max_length=2), tmp_path / "data.jsonl", make_tokenizer(), tmp_path / "prepared")
