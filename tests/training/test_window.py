@@ -97,28 +97,27 @@ def test_a_mean_of_means_would_fail_this(window64: Window64) -> None:
     assert relative(usual, whole_batch("gpt2", torch.float64, window64)) > 1e-3
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "optimizer"), [("gpt2", "AdamW"), ("llama", "AdamW"), ("opt", "SGD")])
 def test_ten_steps_end_in_the_same_weights_for_accumulation_1_4_and_16(
-    family: str, window64: Window64
+    family: str, optimizer: str, window64: Window64
 ) -> None:
     """The distance between the runs, as a share of the way that training went.
 
-    OPT's key biases stay as they are: softmax does not see them, so their gradient is zero but for
-    rounding, and Adam, which divides by the gradient's own size, would make full steps of that rounding.
+    OPT goes with SGD: a ReLU at its kink is switched by rounding, and Adam divides the gradient that
+    this makes by its own size, so that the last bit of an activation becomes a whole step of a weight.
     """
 
     def train(steps: int) -> tuple[Tensor, Tensor]:
         model = make_model(family)
-        trained = [p for name, p in model.named_parameters() if not name.endswith("k_proj.bias")]
-        initial = torch.cat([p.detach().flatten() for p in trained]).clone()
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
-        window = Window(trained, optimizer, Clipping(1.0))
+        initial = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+        chosen = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, fused=True)
+        window = Window(model.parameters(), chosen, Clipping(1.0))
         for _ in range(10):
             window.open(denominator=window64.targets)
             for group in cut_window(window64.lengths, FixedCount(micro_batches=steps)):
                 window.add(loss_sum(model, window64.batch(group)))
             assert window.close().applied
-        return initial, torch.cat([p.detach().flatten() for p in trained])
+        return initial, torch.cat([p.detach().flatten() for p in model.parameters()])
 
     initial, once = train(1)
     for steps in (4, 16):
@@ -192,9 +191,8 @@ def test_a_window_that_is_not_finite_leaves_everything_untouched(poison: float, 
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     assert not one_window(poison)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all(
-        torch.equal(moments[k], v) for s in optimizer.state.values() for k, v in s.items() if k == "step"
-    )
+    after = [v for s in optimizer.state.values() for v in s.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert one_window(1.0)
 

@@ -52,23 +52,21 @@ def main() -> int:
 def attempt(run: RunDirectory, stop: StopSignal) -> int:
     """Runs one attempt and leaves its end in the run directory. The one broad except of the trainer."""
     order = run.order()
-    reporter = Reporter(run, order.attempt)
-    try:
-        from workers.training.fit import fit
+    with Reporter(run, order.attempt) as reporter:
+        try:
+            from workers.training.fit import fit
 
-        run.write_outcome(fit(run, order, reporter, stop))
-    except Interrupted:
-        reporter.event("interrupted", "Told to stop: a checkpoint was written.")
-        return INTERRUPTED
-    except CannotTrain as error:
-        run.write_failure(Failure(code=error.code, message=str(error), permanent=True))
-        return 1
-    except Exception as error:
-        log.exception("the attempt failed")
-        run.write_failure(_crash(error))
-        return 1
-    finally:
-        reporter.close()
+            run.write_outcome(fit(run, order, reporter, stop))
+        except Interrupted:
+            reporter.event("interrupted", "Told to stop: a checkpoint was written.")
+            return INTERRUPTED
+        except CannotTrain as error:
+            run.write_failure(Failure(code=error.code, message=str(error), permanent=True))
+            return 1
+        except Exception as error:
+            log.exception("the attempt failed")
+            run.write_failure(_crash(error))
+            return 1
     return 0
 
 

@@ -55,7 +55,9 @@ def _trainable(model: Any, spec: Spec) -> Any:
     # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
     model.warn_if_padding_and_no_attention_mask = lambda *_: None
     if spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The name since transformers 5.2x; releases before it have only the older one.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     _freeze(model, spec.freeze)
     return model.train()
 

@@ -1,0 +1,241 @@
+"""The state machine, on a real database."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select, update
+
+from app import jobs
+from app.database import Database, database_now
+from app.errors import Conflict, NotFound
+from app.jobs import MAX_FAILURES, Fence, LostJob, Submission
+from app.models import Attempt, File, Job, JobEvent
+from app.schemas.run import Failure
+from tests.specs import cpu_plan, make_spec
+
+CRASH = Failure(code="trainer_killed", message="the trainer was ended by SIGKILL", permanent=False)
+
+
+def submitted(database: Database, **changes: Any) -> str:
+    spec = make_spec()
+    fields: dict[str, Any] = {
+        "spec": spec, "plan": cpu_plan(spec, predicted=True), "config": {}, "training_config": {},
+        "config_id": None, "user_id": None, "metadata": {}, "priority": 0, "paused": False,
+    }  # fmt: skip
+    with database.writing() as session:
+        if session.get(File, "file-1") is None:
+            session.add(
+                File(
+                    id="file-1", created_at=0.0, filename="f", purpose="fine-tune", bytes=1, sha256="0",
+                    format="text", examples=1, inline=True,
+                )
+            )  # fmt: skip
+            session.flush()
+        return jobs.submit(session, Submission(**{**fields, **changes})).id
+
+
+def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
+    with database.writing() as session:
+        job = jobs.claim(session, worker, lease)
+        return Fence(job.id, job.attempt, worker) if job else None
+
+
+def state(database: Database, job_id: str) -> Job:
+    with database.reading() as session:
+        return jobs.get(session, job_id)
+
+
+def on(database: Database, action: Any, *arguments: Any) -> Any:
+    with database.writing() as session:
+        return action(session, *arguments)
+
+
+def expire(database: Database, job_id: str) -> None:
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(lease_until=database_now() - 1))
+
+
+def test_a_job_is_claimed_once_with_a_new_attempt(database: Database) -> None:
+    job_id = submitted(database)
+    assert claimed(database) == Fence(job_id, 1, "worker-1")
+    assert claimed(database) is None
+    job = state(database, job_id)
+    assert (job.status, job.attempt, job.worker_id) == ("running", 1, "worker-1")
+    assert job.started_at is not None
+
+
+def test_higher_priority_goes_first_and_then_the_older(database: Database) -> None:
+    first, second = submitted(database), submitted(database)
+    urgent = submitted(database, priority=5)
+    order = [claimed(database) for _ in range(3)]
+    assert [fence.job_id for fence in order if fence] == [urgent, first, second]
+
+
+def test_fifty_claimers_at_once_claim_each_job_once(database: Database) -> None:
+    ids = {submitted(database) for _ in range(20)}
+    with ThreadPoolExecutor(16) as pool:
+        fences = list(pool.map(lambda n: claimed(database, f"worker-{n}"), range(50)))
+    got = [fence.job_id for fence in fences if fence]
+    assert len(got) == 20
+    assert set(got) == ids
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [Fence("ftjob-none", 1, "worker-1"), Fence("{id}", 2, "worker-1"), Fence("{id}", 1, "worker-2")],
+)
+def test_whoever_does_not_hold_the_job_writes_nothing(database: Database, stale: Fence) -> None:
+    job_id = submitted(database)
+    claimed(database)
+    fence = Fence(stale.job_id.format(id=job_id), stale.attempt, stale.worker_id)
+    for action in (
+        lambda s: jobs.heartbeat(s, fence, 15.0),
+        lambda s: jobs.note_progress(s, fence, {"step": 1}, 0),
+        lambda s: jobs.succeed(s, fence, {}),
+        lambda s: jobs.fail(s, fence, CRASH),
+        lambda s: jobs.crash(s, fence, CRASH),
+        lambda s: jobs.release(s, fence, "x"),
+        lambda s: jobs.store_plan(s, fence, cpu_plan(make_spec()), "cpu"),
+    ):
+        with pytest.raises(LostJob):
+            on(database, action)
+    assert state(database, job_id).status == "running"
+
+
+def test_a_lost_worker_s_job_is_taken_up_and_its_late_writes_are_refused(database: Database) -> None:
+    job_id = submitted(database)
+    lost = claimed(database)
+    assert lost is not None
+    assert on(database, jobs.rescue) == []
+    expire(database, job_id)
+    assert on(database, jobs.rescue) == [job_id]
+    again = claimed(database, "worker-2")
+    assert again == Fence(job_id, 2, "worker-2")
+    with pytest.raises(LostJob):
+        on(database, jobs.succeed, lost, {})
+    assert state(database, job_id).failures == 0
+
+
+def test_a_job_that_always_crashes_fails_and_the_queue_moves_on(database: Database) -> None:
+    job_id, other = submitted(database), submitted(database)
+    for _ in range(MAX_FAILURES):
+        with database.writing() as session:
+            session.execute(update(Job).where(Job.id == job_id).values(not_before=0.0))
+        fence = claimed(database)
+        assert fence is not None
+        assert fence.job_id == job_id
+        on(database, jobs.crash, fence, CRASH)
+    job = state(database, job_id)
+    assert job.status == "failed"
+    assert job.error["code"] == "trainer_killed"
+    assert "3 times without a new checkpoint" in job.error["message"]
+    following = claimed(database)
+    assert following is not None
+    assert following.job_id == other
+
+
+def test_a_crashed_job_waits_before_its_next_attempt(database: Database) -> None:
+    submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, jobs.crash, fence, CRASH)
+    assert claimed(database) is None
+
+
+def test_a_checkpoint_that_moved_on_forgets_earlier_crashes(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(failures=2))
+    on(database, jobs.note_progress, fence, {"step": 3}, 0)
+    assert state(database, job_id).failures == 2
+    on(database, jobs.note_progress, fence, {"step": 3}, 3)
+    assert state(database, job_id).failures == 0
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_on_request(database: Database) -> None:
+    waiting, running = submitted(database), submitted(database, priority=1)
+    fence = claimed(database)
+    assert fence is not None
+    assert on(database, jobs.cancel, waiting).status == "cancelled"
+    assert on(database, jobs.cancel, running).status == "running"
+    assert on(database, jobs.heartbeat, fence, 15.0) == "cancel"
+    on(database, jobs.release, fence, "cancelled")
+    assert state(database, running).status == "cancelled"
+    assert on(database, jobs.cancel, running).status == "cancelled"
+
+
+def test_a_running_job_is_paused_on_request_and_resumed(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, jobs.pause, job_id)
+    assert on(database, jobs.heartbeat, fence, 15.0) == "pause"
+    on(database, jobs.release, fence, "paused")
+    assert state(database, job_id).status == "paused"
+    assert claimed(database) is None
+    on(database, jobs.resume, job_id)
+    assert claimed(database) == Fence(job_id, 2, "worker-1")
+
+
+def test_a_request_survives_a_lost_worker(database: Database) -> None:
+    job_id = submitted(database)
+    claimed(database)
+    on(database, jobs.cancel, job_id)
+    expire(database, job_id)
+    on(database, jobs.rescue)
+    assert state(database, job_id).status == "cancelled"
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled"])
+def test_a_terminal_state_never_changes(database: Database, end: str) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    if end == "succeeded":
+        on(database, jobs.succeed, fence, {"files": []})
+    elif end == "failed":
+        on(database, jobs.fail, fence, CRASH)
+    else:
+        on(database, jobs.cancel, job_id)
+        on(database, jobs.release, fence, "cancelled")
+    for action in (jobs.pause, jobs.resume):
+        with pytest.raises(Conflict):
+            on(database, action, job_id)
+    if end != "cancelled":
+        with pytest.raises(Conflict):
+            on(database, jobs.cancel, job_id)
+    for late in (lambda s: jobs.succeed(s, fence, {}), lambda s: jobs.crash(s, fence, CRASH)):
+        with pytest.raises(LostJob):
+            on(database, late)
+    assert state(database, job_id).status == end
+    assert claimed(database) is None
+
+
+def test_only_ended_jobs_are_deleted_with_all_that_is_theirs(database: Database) -> None:
+    job_id = submitted(database)
+    with pytest.raises(Conflict):
+        on(database, jobs.remove, job_id)
+    on(database, jobs.cancel, job_id)
+    assert on(database, jobs.remove, job_id) == (job_id, "file-1")
+    with database.reading() as session:
+        for table in (Job, JobEvent, Attempt, File):
+            assert session.scalar(select(func.count()).select_from(table)) == 0
+        with pytest.raises(NotFound):
+            jobs.get(session, job_id)
+
+
+def test_every_change_of_state_is_told(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, jobs.release, fence, "the worker was shut down")
+    with database.reading() as session:
+        told = session.scalars(
+            select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
+        ).all()
+        outcome = session.scalar(select(Attempt.outcome))
+    assert told == ["submitted", "started", "queued"]
+    assert outcome == "the worker was shut down"

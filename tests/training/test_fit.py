@@ -1,0 +1,277 @@
+"""The trainer as a whole, in this process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.schemas.run import Outcome
+from app.schemas.spec import FixedCount, FixedSize, ScheduleSpec, TokenBudget
+from tests.specs import make_spec
+from tests.training.orders import events_of, lay_order, log_of, small_data, write_texts
+from workers.run_directory import Reporter, RunDirectory
+from workers.training import fit as training
+from workers.training.checkpoint import newest_first
+from workers.training.faults import CannotTrain, Interrupted
+
+
+def run_to_end(run: RunDirectory) -> Outcome:
+    order = run.order()
+    with Reporter(run, order.attempt) as reporter:
+        return training.fit(run, order, reporter, lambda: False)
+
+
+def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    return dict(load_file(run.model / "model.safetensors"))
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm())
+
+
+def test_a_run_trains_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=30))
+    outcome = run_to_end(run)
+    lines = log_of(run)
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert outcome.final_loss == lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert outcome.trained_tokens == sum(line["tokens"] for line in lines)
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    ids = tokenizer("abc", return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, 3, 260)
+    assert set(outcome.files) >= {"model.safetensors", "config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize(
+    "cut", [TokenBudget(tokens=200), FixedCount(micro_batches=16), FixedSize(samples=3)], ids=str
+)
+def test_the_plan_does_not_change_the_training(tmp_path: Path, cut: Any) -> None:
+    """Same spec, another cut: the same losses and weights, to rounding; samples, tokens and order equal."""
+    spec = make_spec(data=small_data(), max_steps=8)
+    whole = lay_order(tmp_path / "whole", spec, cut=FixedCount(micro_batches=1))
+    other = lay_order(tmp_path / "other", spec, cut=cut)
+    run_to_end(whole)
+    run_to_end(other)
+    for a, b in zip(log_of(whole), log_of(other), strict=True):
+        assert (a["samples"], a["tokens"], a["epoch"]) == (b["samples"], b["tokens"], b["epoch"])
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+    initial = dict(load_file(tmp_path / "tiny-gpt2" / "model.safetensors"))
+    assert distance(weights(whole), weights(other)) <= 1e-3 * distance(weights(whole), initial)
+
+
+def test_the_partial_window_is_a_step_of_its_own(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
+    run_to_end(run)
+    assert [(line["epoch"], line["samples"]) for line in log_of(run)] == [
+        (0, 16), (0, 16), (0, 8), (1, 16), (1, 16), (1, 8),
+    ]  # fmt: skip
+
+
+def test_the_rate_steps_with_updates(tmp_path: Path) -> None:
+    schedule = ScheduleSpec(name="linear", warmup_steps=2, warmup_ratio=0.0)
+    run = lay_order(
+        tmp_path / "run",
+        make_spec(data=small_data(), max_steps=4, schedule=schedule),
+        cut=FixedSize(samples=1),
+    )
+    run_to_end(run)
+    assert [line["learning_rate"] for line in log_of(run)] == pytest.approx([0.0, 5e-4, 1e-3, 5e-4])
+
+
+def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
+    """Tells the trainer to stop after so many looks at the stop sign."""
+    looks = 0
+
+    def stop() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > micro_batches
+
+    order = run.order()
+    with Reporter(run, order.attempt) as reporter, pytest.raises(Interrupted):
+        training.fit(run, order, reporter, stop)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 7, 8, 29])
+def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path: Path, looks: int) -> None:
+    spec = make_spec(data=small_data(), max_steps=None, epochs=4, save_every=100)
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=4))
+    run_to_end(plain)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=4))
+    interrupted_at(run, looks)
+    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=4))
+    run_to_end(run)
+    assert log_of(run) == log_of(plain)
+    assert all(torch.equal(a, weights(run)[name]) for name, a in weights(plain).items())
+    ends = [newest_first(each.checkpoints)[0] for each in (plain, run)]
+    moments = [load_file(end / "optimizer.safetensors") for end in ends]
+    assert moments[0].keys() == moments[1].keys()
+    assert all(torch.equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
+
+
+def test_a_resume_with_another_cut_skips_and_doubles_no_sample(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=None, epochs=2)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
+    interrupted_at(run, 6)
+    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=2))
+    run_to_end(run)
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    run_to_end(plain)
+    for a, b in zip(log_of(plain), log_of(run), strict=True):
+        assert (a["epoch"], a["samples"], a["tokens"]) == (b["epoch"], b["samples"], b["tokens"])
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+
+
+def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+
+    ensure_tiny_gpt2(tmp_path / "tiny-gpt2")
+    config = json.loads((tmp_path / "tiny-gpt2" / "config.json").read_text())
+    (tmp_path / "tiny-gpt2" / "config.json").write_text(
+        json.dumps({**config, "resid_pdrop": 0.2, "embd_pdrop": 0.2})
+    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2").config.resid_pdrop == 0.2
+    spec = make_spec(data=small_data(), max_steps=6)
+    plain, run = (lay_order(tmp_path / name, spec, cut=FixedSize(samples=4)) for name in ("plain", "run"))
+    run_to_end(plain)
+    interrupted_at(run, 13)
+    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=4))
+    run_to_end(run)
+    assert log_of(run) == log_of(plain)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, marker: int) -> None:
+    """The loss of a batch that holds the marker token is no number."""
+    honest = training.loss_sum
+
+    def poisoned(model: Any, batch: Any) -> torch.Tensor:
+        factor = float("nan") if bool((batch.input_ids == marker).any()) else 1.0
+        return honest(model, batch) * factor
+
+    monkeypatch.setattr(training, "loss_sum", poisoned)
+
+
+def test_a_sample_that_gives_no_number_is_named_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    write_texts(data)
+    lines = data.read_text().splitlines()
+    lines[17] = json.dumps({"text": "Q is the marker"})
+    data.write_text("\n".join(lines))
+    from workers.training.tiny_gpt2 import make_tokenizer
+
+    poison(monkeypatch, make_tokenizer()("Q").input_ids[0])
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=1))
+    outcome = run_to_end(run)
+    skipped = [event for event in events_of(run) if event["type"] == "skipped"]
+    assert [event["data"]["samples"] for event in skipped] == [[17]]
+    assert outcome.steps == 2
+    assert json.loads(run.metrics.read_text().splitlines()[-1])["skipped"] in (0, 1)
+
+
+def test_a_run_that_diverges_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = training.loss_sum
+    monkeypatch.setattr(training, "loss_sum", lambda model, batch: honest(model, batch) * float("nan"))
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=50))
+    with pytest.raises(CannotTrain, match="10 windows in a row could not be applied"):
+        run_to_end(run)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_running_out_of_memory_changes_the_plan_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    spec = make_spec(data=small_data(), max_steps=5)
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    run_to_end(plain)
+    honest, calls = training.loss_sum, 0
+
+    def failing(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise torch.OutOfMemoryError("injected")
+        return honest(model, batch)
+
+    monkeypatch.setattr(training, "loss_sum", failing)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
+    run_to_end(run)
+    assert [event["type"] for event in events_of(run)].count("out_of_memory") == 1
+    assert log_of(run)[-1]["micro_step"] > log_of(plain)[-1]["micro_step"]
+    for a, b in zip(log_of(plain), log_of(run), strict=True):
+        assert (a["samples"], a["tokens"]) == (b["samples"], b["tokens"])
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+
+
+def test_one_sample_that_does_not_fit_ends_the_job_with_the_remedies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(model: Any, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(training, "loss_sum", failing)
+    with pytest.raises(CannotTrain, match="gradient_checkpointing"):
+        run_to_end(lay_order(tmp_path / "run", make_spec(data=small_data())))
+
+
+def test_bf16_autocast_trains_like_fp32(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=20)
+    plain = lay_order(tmp_path / "plain", spec)
+    half = lay_order(tmp_path / "half", spec, precision="bf16")
+    run_to_end(plain)
+    run_to_end(half)
+    for a, b in zip(log_of(plain), log_of(half), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-2)
+    assert weights(half)["transformer.wte.weight"].dtype == torch.float32
+
+
+def test_frozen_parameters_stay(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), freeze=("transformer.h.0.*",)))
+    run_to_end(run)
+    initial, trained = load_file(tmp_path / "tiny-gpt2" / "model.safetensors"), weights(run)
+    moved = {name for name in initial if not torch.equal(initial[name], trained[name])}
+    assert moved
+    assert not any(name.startswith("transformer.h.0.") for name in moved)
+
+
+def test_gradient_checkpointing_trains_the_same(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=4)
+    plain = lay_order(tmp_path / "plain", spec)
+    saving = lay_order(tmp_path / "saving", spec.model_copy(update={"gradient_checkpointing": True}))
+    run_to_end(plain)
+    run_to_end(saving)
+    for a, b in zip(log_of(plain), log_of(saving), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("patterns", [("nothing.*",), ("*",)])
+def test_freezing_nothing_or_everything_is_refused(tmp_path: Path, patterns: tuple[str, ...]) -> None:
+    with pytest.raises(CannotTrain, match="freeze"):
+        run_to_end(lay_order(tmp_path / "run", make_spec(data=small_data(), freeze=patterns)))
+
+
+def test_damaged_checkpoints_are_told_and_where_all_are_the_job_ends(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=10, save_every=4)
+    run = lay_order(tmp_path / "run", spec)
+    run_to_end(run)
+    newest, older = newest_first(run.checkpoints)
+    (newest / "model.safetensors").write_bytes(b"")
+    run_to_end(run)
+    kinds = [event["type"] for event in events_of(run)]
+    assert "checkpoint_damaged" in kinds
+    assert "resumed" in kinds
+    for path in newest_first(run.checkpoints):
+        (path / "state.json").unlink()
+    with pytest.raises(CannotTrain, match="every checkpoint is damaged"):
+        run_to_end(run)
+    assert older.exists()
