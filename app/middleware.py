@@ -5,6 +5,7 @@ import time
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,10 +20,6 @@ log = structlog.get_logger("accrue.service")
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
-
-
-class _BodyTooLarge(Exception):
-    pass
 
 
 class EveryRequest:
@@ -55,9 +52,6 @@ class EveryRequest:
         limit = self._limit(headers)
         try:
             await self._answer(scope, _limited(receive, limit), send_with_id, headers, limit)
-        except _BodyTooLarge:
-            if not started:
-                await self._too_large(scope, receive, send_with_id, limit)
         except Exception as error:
             log.exception("unexpected error", path=scope["path"], exc_info=error)
             if not started:
@@ -76,7 +70,16 @@ class EveryRequest:
             response = problem_response(Request(scope), 403, Forbidden.code, Forbidden.title, refused)
             await response(scope, receive, send)
         elif length.isdigit() and int(length) > limit:
-            await self._too_large(scope, receive, send, limit)
+            response = problem_response(
+                Request(scope),
+                TooLarge.status,
+                TooLarge.code,
+                TooLarge.title,
+                _too_large(limit),
+                param="body",
+                headers={"Connection": "close"},
+            )
+            await response(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -86,18 +89,12 @@ class EveryRequest:
             return self.settings.max_file_bytes + _FORM_OVERHEAD
         return self.settings.max_body_bytes
 
-    async def _too_large(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
-        response = problem_response(
-            Request(scope),
-            TooLarge.status,
-            TooLarge.code,
-            TooLarge.title,
-            f"The body is larger than {limit} bytes: upload the data with POST /v1/files and name it by its "
-            "file_id, or raise ACCRUE_MAX_BODY_BYTES or ACCRUE_MAX_FILE_BYTES.",
-            param="body",
-            headers={"Connection": "close"},
-        )
-        await response(scope, receive, send)
+
+def _too_large(limit: int) -> str:
+    return (
+        f"The body is larger than {limit} bytes: upload the data with POST /v1/files and name it by its "
+        "file_id, or raise ACCRUE_MAX_BODY_BYTES or ACCRUE_MAX_FILE_BYTES."
+    )
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
@@ -109,7 +106,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         taken += len(message.get("body", b""))
         if taken > limit:
-            raise _BodyTooLarge
+            raise HTTPException(TooLarge.status, _too_large(limit))
         return message
 
     return receive_limited

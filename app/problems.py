@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
-from app.errors import AccrueError, Conflict, Unavailable
+from app.errors import AccrueError, Conflict, TooLarge, Unavailable
 
 log = structlog.get_logger("accrue.service")
 
@@ -117,7 +117,7 @@ def _http(request: Request, error: Exception) -> JSONResponse:
         404: f"There is nothing at {request.url.path}: see /docs for what there is.",
         405: f"{request.method} is not allowed at {request.url.path}: see /docs.",
     }.get(error.status_code, str(error.detail))
-    code = status.phrase.lower().replace(" ", "_")
+    code = TooLarge.code if status == TooLarge.status else status.phrase.lower().replace(" ", "_")
     return problem_response(request, status, code, status.phrase, detail, headers=error.headers)
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from app.database import Database, migrate
+from app.logs import configure
 from app.settings import Settings
+
+configure("INFO", "json")
 
 
 @pytest.fixture

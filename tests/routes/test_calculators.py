@@ -1,0 +1,140 @@
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+ROOT = "/gradient-accumulation"
+
+
+def test_effective_batch_size(client: TestClient) -> None:
+    path = f"{ROOT}/calculate-effective-batch-size?actual_batch_size=8&accumulation_steps=4"
+    assert client.post(path).json()["effective_batch_size"] == 32
+    assert client.post(f"{path}&num_gpus=3").json()["effective_batch_size"] == 96
+
+
+@pytest.mark.parametrize(
+    ("target", "micro", "gpus", "steps", "sizes"),
+    [
+        (32, 8, 1, 4, [8, 8, 8, 8]),
+        (30, 8, 1, 4, [8, 8, 7, 7]),
+        (64, 8, 2, 4, [8, 8, 8, 8]),
+        (1, 8, 1, 1, [1]),
+        (256, 40, 1, 7, [37, 37, 37, 37, 36, 36, 36]),
+    ],
+)
+def test_accumulation_steps_meet_the_target_exactly(
+    client: TestClient, target: int, micro: int, gpus: int, steps: int, sizes: list[int]
+) -> None:
+    query = f"target_batch_size={target}&actual_batch_size={micro}&num_gpus={gpus}"
+    body = client.post(f"{ROOT}/calculate-accumulation-steps?{query}").json()
+    assert (body["accumulation_steps"], body["effective_batch_size"], body["exact"]) == (steps, target, True)
+    assert body["micro_batch_sizes"] == sizes
+
+
+def test_learning_rates(client: TestClient) -> None:
+    path = f"{ROOT}/adjust-learning-rate?base_lr=0.001&accumulation_steps=4"
+    body = client.post(path).json()
+    assert (body["adjusted_lr"], body["scale"], body["rule"]) == (0.002, 2.0, "sqrt")
+    assert body["all"] == {"sqrt": 0.002, "linear": 0.004, "inverse": 0.00025, "none": 0.001}
+    assert client.post(f"{path}&optimizer=sgd").json()["rule"] == "linear"
+    assert "summed" in client.post(f"{path}&rule=inverse").json()["explanation"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "calculate-effective-batch-size?actual_batch_size=0&accumulation_steps=4",
+        "calculate-effective-batch-size?actual_batch_size=8",
+        "calculate-accumulation-steps?target_batch_size=-1&actual_batch_size=8",
+        "calculate-accumulation-steps?target_batch_size=1000000&actual_batch_size=1",
+        "adjust-learning-rate?base_lr=0&accumulation_steps=4",
+        "adjust-learning-rate?base_lr=nan&accumulation_steps=4",
+        "adjust-learning-rate?base_lr=0.1&accumulation_steps=4&rule=cubic",
+    ],
+)
+def test_numbers_that_make_no_sense(client: TestClient, path: str) -> None:
+    answer = client.post(f"{ROOT}/{path}")
+    assert answer.status_code == 422
+    assert answer.json()["errors"]
+
+
+def test_batch_size_by_model_on_declared_devices(client: TestClient) -> None:
+    body = {"model_name": "gpt2", "target_effective_batch_size": 64, "gpu_ids": [0, 1, 2, 3]}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert (answer["fits"], answer["effective_batch_size"], answer["source"]) == (True, 64, "formula")
+    assert answer["parameters"] == 124_439_808
+    assert len(answer["devices"]) == 4
+    assert sum(device["samples"] for device in answer["devices"]) == 64
+    memory = answer["memory"]
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+    assert memory["peak_allocated_bytes"] == sum(memory[f"{part}_bytes"] for part in parts)
+    assert memory["peak_process_bytes"] <= answer["devices"][0]["memory_limit_bytes"]
+    query = "model_name=gpt2&target_batch_size=64&gpu_ids=0&gpu_ids=1"
+    two = client.get(f"{ROOT}/calculate-batch-size?{query}").json()
+    assert [device["gpu_id"] for device in two["devices"]] == [0, 1]
+
+
+def test_a_form_s_content_type_is_read_as_json(client: TestClient) -> None:
+    answer = client.post(
+        f"{ROOT}/calculate-batch-size",
+        content=b'{"model_name": "gpt2", "gpus": ["24GB"]}',
+        headers={"content-type": "application/x-www-form-urlencoded"},
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def test_batch_size_from_raw_figures(client: TestClient) -> None:
+    """Forty samples fit: 256 wanted is 7 steps, never 240."""
+    figures = {"model_size_gb": 1, "activation_memory_per_sample_mb": 1024, "available_memory_gb": 50}
+    body = {
+        **figures,
+        "target_effective_batch_size": 256,
+        "max_memory_usage": 0.9,
+        "memory_safety_margin": 0.12,
+    }
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert answer["max_micro_batch_size"] == 40
+    assert (answer["accumulation_steps"], answer["effective_batch_size"]) == (7, 256)
+
+
+def test_what_does_not_fit_comes_with_what_would(client: TestClient) -> None:
+    body = {"model_name": "gpt2-xl", "gpus": ["26GB"], "max_length": 64}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert answer["fits"] is False
+    assert any(other["change"] == "optimizer sgd" for other in answer["alternatives"])
+    budget = answer["devices"][0]["memory_limit_bytes"]
+    assert all(other["peak_process_bytes"] <= budget for other in answer["alternatives"])
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"model_name": "gpt2", "gpu_ids": [7]}, "gpu_ids"),
+        ({"model_name": "gpt2", "gpus": ["toaster"]}, "gpus"),
+        ({"model_name": "gpt2", "max_length": 4096}, "max_length"),
+        ({"model_name": "no-such-model"}, "model_name"),
+        ({}, "body"),
+        ({"model_name": "gpt2", "model_size_gb": 1}, "body"),
+    ],
+)
+def test_questions_without_an_answer(client: TestClient, body: dict[str, Any], field: str) -> None:
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_local_config_is_enough_to_plan(client: TestClient, settings: Any) -> None:
+    import json
+
+    folder = settings.models_dir / "my-llama"
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "vocab_size": 301, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    answer = client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "my-llama", "gpus": ["24GB"]})
+    assert answer.json()["parameters"] == 180_288
+    (folder / "config.json").write_text('{"model_type": "mystery"}')
+    answer = client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "my-llama", "gpus": ["24GB"]})
+    assert "model_type 'mystery'" in answer.json()["detail"]

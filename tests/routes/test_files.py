@@ -1,0 +1,72 @@
+import json
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.settings import Settings
+
+GOOD = b'{"prompt": "a", "completion": "b"}\n\n{"prompt": "c", "completion": "d"}\n'
+
+
+def upload(client: TestClient, content: bytes, name: str = "data.jsonl"):  # type: ignore[no-untyped-def]
+    return client.post("/v1/files", files={"file": (name, content)}, data={"purpose": "fine-tune"})
+
+
+def test_a_file_is_stored_described_and_given_back(client: TestClient) -> None:
+    file = upload(client, GOOD).json()
+    assert (file["object"], file["format"], file["examples"]) == ("file", "prompt_completion", 2)
+    assert (file["bytes"], file["filename"], file["status"]) == (len(GOOD), "data.jsonl", "processed")
+    assert client.get(f"/v1/files/{file['id']}").json() == file
+    assert client.get(f"/v1/files/{file['id']}/content").content == GOOD
+    assert [each["id"] for each in client.get("/v1/files").json()["data"]] == [file["id"]]
+    assert client.delete(f"/v1/files/{file['id']}").json()["deleted"] is True
+    assert client.get(f"/v1/files/{file['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "The file has no example"),
+        (b"\n\n", "The file has no example"),
+        (b'{"text": "a"}\n{"text": ', "Line 2: not valid JSON"),
+        (b'{"text": "a"}\n{"prompt": "b", "completion": "c"}', "Line 2: this is a prompt_completion line"),
+        (b'{"text": "a"}\n\xff\xfe', "Line 2: not UTF-8"),
+        (b'{"txet": "a"}', "Line 1: expected the keys"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_line_and_leaves_nothing(
+    client: TestClient, settings: Settings, content: bytes, complaint: str
+) -> None:
+    answer = upload(client, content)
+    assert answer.status_code == 400
+    assert complaint in answer.json()["detail"]
+    assert answer.json()["error"]["param"] == "file"
+    assert list(settings.files_dir.iterdir()) == []
+    assert client.get("/v1/files").json()["data"] == []
+
+
+def test_a_file_that_is_too_large_or_has_too_long_a_line(client: TestClient, settings: Settings) -> None:
+    client.app.state.settings = settings.model_copy(update={"max_file_bytes": 2000, "max_line_bytes": 1024})  # type: ignore[attr-defined]
+    long = json.dumps({"text": "x" * 1500}).encode()
+    assert "Line 1 is longer than 1024 bytes" in upload(client, long).json()["detail"]
+    assert upload(client, long * 2).status_code == 413
+    assert list(settings.files_dir.iterdir()) == []
+
+
+def test_a_file_in_use_is_kept(client: TestClient) -> None:
+    file = upload(client, GOOD).json()
+    body = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file["id"]}}
+    job = client.post("/gradient-accumulation/training/with-accumulation", json=body).json()
+    assert job["dataset"]["examples"] == 2
+    refused = client.delete(f"/v1/files/{file['id']}")
+    assert refused.status_code == 409
+    assert job["id"] in refused.json()["detail"]
+    assert client.get(f"/v1/files/{file['id']}/content").content == GOOD
+
+
+def test_a_text_file_is_not_of_the_format_asked_for(client: TestClient) -> None:
+    file = upload(client, GOOD).json()
+    body = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file["id"], "format": "messages"}}
+    answer = client.post("/gradient-accumulation/training/with-accumulation", json=body)
+    assert answer.status_code == 422
+    assert "of format prompt_completion, not messages" in answer.json()["detail"]

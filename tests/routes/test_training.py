@@ -1,0 +1,209 @@
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.settings import Settings
+
+PATH = "/gradient-accumulation/training"
+JOB: dict[str, Any] = {
+    "model_name": "accrue/tiny-gpt2",
+    "dataset_config": {"texts": ["sample text 1", "sample text 2"], "max_length": 512},
+    "training_config": {"epochs": 3, "learning_rate": 5e-5},
+    "user_id": 123,
+    "target_effective_batch_size": 64,
+    "accumulation_steps": 8,
+}
+
+
+def submit(client: TestClient, **changes: Any) -> Any:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
+    assert answer.status_code == 202, answer.text
+    return answer.json()
+
+
+def test_a_job_answers_in_the_documented_shape(client: TestClient) -> None:
+    job = submit(client)
+    documented = """training_id status created_at started_at finished_at model_name user_id metadata priority
+    config training_config dataset device accumulation_status plan progress result error waiting links
+    effective_batch_size accumulation_steps actual_batch_size_per_gpu"""
+    assert set(job) >= set(documented.split())
+    assert job["training_id"].startswith("ftjob-")
+    assert (job["status"], job["effective_batch_size"], job["accumulation_steps"]) == ("queued", 64, 8)
+    assert job["actual_batch_size_per_gpu"] == 8
+    assert job["plan"]["predicted"] is True
+    assert job["plan"]["steps_total"] == 3
+    assert job["waiting"] == {"reason": "no_worker", "queue_position": 1, "predicted_start": None}
+    assert set(job["accumulation_status"]) == {
+        "enabled", "steps", "effective_batch_size", "sync_gradients", "clip_before_accumulation",
+        "accumulate_on_cpu", "accumulation_step",
+    }  # fmt: skip
+    assert client.get(job["links"]["self"]).json()["id"] == job["id"]
+    assert any("fewer than the effective batch" in warning for warning in job["plan"]["warnings"])
+
+
+def test_large_batch_plans_the_steps(client: TestClient) -> None:
+    body = {name: value for name, value in JOB.items() if name != "accumulation_steps"}
+    job = client.post(f"{PATH}/large-batch", json={**body, "target_effective_batch_size": 128}).json()
+    assert job["effective_batch_size"] == 128
+    assert job["plan"]["cut"]["rule"] == "token_budget"
+    refused = client.post(f"{PATH}/large-batch", json={**body, "accumulation_steps": 8})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "accumulation_steps")
+
+
+def test_the_versioned_path_is_the_same(client: TestClient) -> None:
+    answer = client.post(f"/api/v1{PATH}/with-accumulation", json=JOB)
+    assert answer.status_code == 202
+    assert client.get(f"/api/v1{PATH}/{answer.json()['id']}").status_code == 200
+
+
+def test_a_dry_run_plans_and_leaves_nothing(client: TestClient, settings: Settings) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "dry_run": True})
+    assert answer.status_code == 200
+    assert answer.json()["plan"]["micro_batches"] == 8
+    assert nothing_is_left(client, settings)
+
+
+def nothing_is_left(client: TestClient, settings: Settings) -> bool:
+    return not client.get(PATH).json()["data"] and not list(settings.files_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "field", "remedy"),
+    [
+        ({"model_name": "no/such-model"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
+        ({"model_name": "../../etc/passwd"}, 422, "model_name", ""),
+        ({"dataset_config": {"texts": []}}, 422, "dataset_config", "at least one sample"),
+        ({"dataset_config": {}}, 422, "dataset_config", "exactly one of texts and file_id"),
+        ({"dataset_config": {"file_id": "file-nope"}}, 404, "dataset_config.file_id", "POST /v1/files"),
+        ({"dataset_config": {"texts": ["a"], "max_length": 4096}}, 422, "dataset_config.max_length",
+         "accrue/tiny-gpt2's 1024 positions: lower it"),
+        ({"accumulation_steps": -3}, 422, "accumulation_steps", "greater than or equal to 1"),
+        ({"training_config": {"max_steps": -3}}, 422, "training_config.max_steps", "greater than or equal"),
+        ({"accumulation_stepz": 3}, 422, "accumulation_stepz", "is no field of this request"),
+        ({"training_config": {"lr": 1}}, 422, "training_config.lr", "is no field of this request"),
+        ({"micro_batch_size": 3}, 422, "accumulation_steps", "takes 22 accumulation steps, not 8"),
+        ({"gpu_ids": [9]}, 422, "gpu_ids", "There are: 0"),
+        ({"gpu_ids": [0, 0]}, 422, "body", "names a GPU twice"),
+        ({"config_id": "accumulation_nope"}, 404, "config_id", "No configuration"),
+        ({"use_gradient_accumulation": False}, 422, "use_gradient_accumulation", "set it to true"),
+        ({"training_config": {"learning_rate": 1e400}}, 422, "training_config.learning_rate", ""),
+    ],
+)  # fmt: skip
+def test_bad_input_names_the_field_and_the_remedy_and_leaves_nothing(
+    client: TestClient, settings: Settings, changes: dict[str, Any], status: int, field: str, remedy: str
+) -> None:
+    import json
+
+    answer = client.post(
+        f"{PATH}/with-accumulation",
+        content=json.dumps({**JOB, **changes}),
+        headers={"content-type": "application/json"},
+    )
+    body = answer.json()
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert body["error"]["param"] == field
+    assert remedy in body["detail"]
+    assert body["detail"] == body["error"]["message"]
+    assert (body["status"], body["instance"]) == (status, f"{PATH}/with-accumulation")
+    assert body["errors"][0]["field"] == field
+    assert answer.headers["x-request-id"]
+    assert nothing_is_left(client, settings)
+
+
+def test_broken_json_is_said_to_be_broken(client: TestClient) -> None:
+    answer = client.post(
+        f"{PATH}/with-accumulation", content=b'{"model_name": ', headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 422
+    assert "is not valid JSON" in answer.json()["detail"]
+
+
+def test_a_body_of_100_mb_is_refused_before_it_is_read(client: TestClient, settings: Settings) -> None:
+    answer = client.post(
+        f"{PATH}/with-accumulation", content=b" " * 100_000_000, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 413
+    assert "POST /v1/files" in answer.json()["detail"]
+    assert nothing_is_left(client, settings)
+
+
+def test_a_body_that_does_not_tell_its_size_is_counted(client: TestClient) -> None:
+    answer = client.post(
+        f"{PATH}/with-accumulation",
+        content=(b" " * 2**20 for _ in range(40)),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 413
+
+
+def test_a_stored_configuration_is_used_and_the_request_goes_before_it(client: TestClient) -> None:
+    config = client.post(
+        "/gradient-accumulation/config",
+        json={"accumulation_steps": 4, "target_effective_batch_size": 32, "gradient_clipping": None},
+    ).json()
+    body = {
+        name: value
+        for name, value in JOB.items()
+        if name not in ("accumulation_steps", "target_effective_batch_size")
+    }
+    job = client.post(f"{PATH}/with-accumulation", json={**body, "config_id": config["config_id"]}).json()
+    assert (job["effective_batch_size"], job["accumulation_steps"]) == (32, 4)
+    assert job["config"]["gradient_clipping"] is None
+    other = client.post(
+        f"{PATH}/with-accumulation", json={**body, "config_id": config["config_id"], "accumulation_steps": 2}
+    ).json()
+    assert other["accumulation_steps"] == 2
+    stats = client.get(f"/gradient-accumulation/stats/{config['config_id']}").json()
+    assert {each["training_id"] for each in stats["jobs"]} == {job["id"], other["id"]}
+
+
+def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:
+    from app import jobs
+
+    job = submit(client, base_batch_size=16)
+    with database.reading() as session:
+        spec = jobs.get(session, job["id"]).spec
+    assert spec["optimizer"]["learning_rate"] == pytest.approx(5e-5 * 2)
+
+
+def test_lists_are_paged_newest_first_and_filtered(client: TestClient) -> None:
+    ids = [submit(client, metadata={"n": str(n)}, user_id=n % 2)["id"] for n in range(5)]
+    first = client.get(PATH, params={"limit": 2}).json()
+    assert [job["id"] for job in first["data"]] == [ids[4], ids[3]]
+    assert (first["has_more"], first["first_id"], first["last_id"]) == (True, ids[4], ids[3])
+    rest = client.get(PATH, params={"limit": 100, "after": first["last_id"]}).json()
+    assert [job["id"] for job in rest["data"]] == [ids[2], ids[1], ids[0]]
+    assert rest["has_more"] is False
+    assert [job["id"] for job in client.get(PATH, params={"metadata[n]": "3"}).json()["data"]] == [ids[3]]
+    assert len(client.get(PATH, params={"user_id": "1"}).json()["data"]) == 2
+    assert client.get(PATH, params={"status": "succeeded"}).json()["data"] == []
+    assert client.get(PATH, params={"limit": 1000}).status_code == 422
+
+
+def test_a_waiting_job_is_held_resumed_cancelled_and_deleted(client: TestClient, settings: Settings) -> None:
+    job = submit(client, auto_start=False)
+    path = f"{PATH}/{job['id']}"
+    assert (job["status"], job["waiting"]) == ("paused", None)
+    assert client.post(f"{path}/start").json()["status"] == "queued"
+    assert client.post(f"{path}/pause").json()["status"] == "paused"
+    assert client.post(f"{path}/resume").json()["status"] == "queued"
+    assert client.delete(path).status_code == 409
+    assert client.post(f"{path}/cancel").json()["status"] == "cancelled"
+    refused = client.post(f"{path}/resume")
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false")
+    assert client.get(f"{path}/model").status_code == 409
+    events = client.get(f"{path}/events").json()["data"]
+    assert [event["type"] for event in events] == ["cancelled", "queued", "paused", "queued", "submitted"]
+    assert client.delete(path).status_code == 204
+    assert client.get(path).status_code == 404
+    assert nothing_is_left(client, settings)
+
+
+def test_answers_hold_no_absolute_path_and_no_training_text(client: TestClient, settings: Settings) -> None:
+    job = submit(client, dataset_config={"texts": ["the canary sings"]})
+    for path in (f"{PATH}/{job['id']}", PATH, f"{PATH}/{job['id']}/events", "/gradient-accumulation/stats"):
+        text = client.get(path).text
+        assert str(settings.data_dir) not in text
+        assert "canary" not in text
