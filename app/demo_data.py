@@ -64,9 +64,10 @@ def byte_entropy(path: Path) -> float:
     The end of a completion counts as one more symbol, since the model has to predict it too.
     """
     counts: Counter[int] = Counter()
-    for line in path.open(encoding="utf-8"):
-        counts.update(json.loads(line)["completion"].encode())
-        counts[256] += 1
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            counts.update(json.loads(line)["completion"].encode())
+            counts[256] += 1
     total = sum(counts.values())
     return -sum(count / total * log(count / total) for count in counts.values())
 

@@ -150,6 +150,7 @@ def _statistics(
             func.sum(StepMetric.loss).label("total_loss"),
             mean.label("loss_mean"),
             (func.avg(StepMetric.loss * StepMetric.loss) - mean * mean).label("loss_variance"),
+            func.avg(StepMetric.gradient_accumulation_steps).label("accumulation_steps"),
             func.avg(StepMetric.grad_norm).label("grad_norm"),
             func.avg(StepMetric.memory_gb).label("memory"),
             func.max(StepMetric.peak_gb).label("peak"),
@@ -166,7 +167,7 @@ def _statistics(
         .group_by(StepMetric.job_id)
     ).all()
     return Statistics(
-        accumulation_steps=plan.get("accumulation_steps"),
+        accumulation_steps=figures.accumulation_steps or plan.get("accumulation_steps"),
         effective_batch_size=spec.get("effective_batch_size"),
         steps=figures.steps,
         micro_steps=sum(micro for micro, _ in counters),

@@ -10,7 +10,8 @@ from app.schemas.wire import Answer
 class Statistics(Answer):
     """Figures measured by the trainer; null where nothing was measured."""
 
-    accumulation_steps: int | None
+    accumulation_steps: float | None
+    """Micro-batches per step, as measured; as planned before the first step."""
     effective_batch_size: int | None
     steps: int
     micro_steps: int

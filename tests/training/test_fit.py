@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from app.schemas.run import Outcome
 from app.schemas.spec import FixedCount, FixedSize, ScheduleSpec, TokenBudget
+from tests.runs import events_of, lay_order, log_of, small_data, write_texts
 from tests.specs import make_spec
-from tests.training.orders import events_of, lay_order, log_of, small_data, write_texts
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
 from workers.training.checkpoint import newest_first

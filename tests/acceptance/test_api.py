@@ -1,0 +1,184 @@
+"""The calls of API.md against real processes, and the data formats from upload to model."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.acceptance.conftest import TRAINING, Accrue
+
+ROOT = "/gradient-accumulation"
+
+
+def test_the_service_answers_within_two_seconds_of_its_start(accrue: Accrue) -> None:
+    assert accrue.serve() < 2.0
+
+
+def test_the_documented_calls(shared: Accrue, tmp_path: Path) -> None:
+    asked = {"accumulation_steps": 4, "target_effective_batch_size": 32}
+    config = shared.post(f"{ROOT}/config", {**asked, "mixed_precision": True, "gradient_clipping": 1.0})
+    assert config["effective_batch_size"] == 32
+    data = {"texts": ["sample text 1", "sample text 2"], "max_length": 512}
+    common = {
+        "model_name": "accrue/tiny-gpt2",
+        "training_config": {"epochs": 3, "learning_rate": 5e-5},
+        "user_id": 123,
+    }
+    first = shared.post(
+        f"{TRAINING}/with-accumulation",
+        {**common, "dataset_config": data, "target_effective_batch_size": 64, "accumulation_steps": 8},
+    )
+    assert (first["effective_batch_size"], first["accumulation_steps"]) == (64, 8)
+    second = shared.post(
+        f"{TRAINING}/large-batch",
+        {**common, "dataset_config": {"texts": ["…"], "max_length": 512}, "target_effective_batch_size": 128},
+    )
+    jobs = [shared.ended(job["training_id"]) for job in (first, second)]
+    assert [job["status"] for job in jobs] == ["succeeded", "succeeded"], jobs
+    job = jobs[0]
+    assert job["plan"]["predicted"] is False
+    assert job["device"] == "cpu"
+    assert (job["progress"]["step"], job["progress"]["steps_total"]) == (3, 3)
+    assert job["result"]["final_loss"] < job["result"]["first_loss"]
+    assert [each["id"] for each in shared.get(TRAINING)["data"]] == [jobs[1]["id"], job["id"]]
+    check_metrics(shared, job)
+    check_model(shared, job, tmp_path)
+    check_statistics(shared, job, config)
+
+
+def check_metrics(shared: Accrue, job: Any) -> None:
+    path = f"{TRAINING}/{job['id']}"
+    series = shared.get(f"{path}/metrics")
+    assert [point["step"] for point in series["data"]] == [1, 2, 3]
+    assert len(shared.get(f"{path}/metrics?points=2")["data"]) == 2
+    assert len(shared.get(f"{path}/metrics?from_step=3")["data"]) == 1
+    table = shared.http.get(f"{path}/metrics?format=csv").text.splitlines()
+    assert (len(table), table[0].split(",")[1]) == (4, "step")
+    lines = [json.loads(line) for line in shared.http.get(f"{path}/log").text.splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    documented = """step micro_step batch_idx epoch samples loss loss_ema gradient_accumulation_steps
+    effective_batch_size physical_batch_size learning_rate grad_norm tokens tokens_per_second memory_gb
+    peak_gb noise_scale skipped time"""
+    assert set(lines[0]) >= set(documented.split())
+    assert lines[0]["gradient_accumulation_steps"] == 2  # never more than the window has samples
+    kinds = [event["type"] for event in shared.get(f"{path}/events?limit=100")["data"]]
+    assert kinds[::-1][:2] == ["submitted", "started"]
+    assert {"data", "training", "checkpoint", "saved", "succeeded"} <= set(kinds)
+
+
+def check_model(shared: Accrue, job: Any, tmp_path: Path) -> None:
+    answer = shared.http.get(job["links"]["model"])
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert sorted(name.split("/")[1] for name in archive.getnames()) == job["result"]["files"]
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / job["id"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(tokenizer("sample", return_tensors="pt").input_ids).logits
+    assert bool(logits.isfinite().all())
+
+
+def check_statistics(shared: Accrue, job: Any, config: Any) -> None:
+    stats = shared.get(f"{ROOT}/stats/{job['id']}")["stats"]
+    assert (stats["steps"], stats["effective_batch_size"], stats["skipped"]) == (3, 64, 0)
+    assert stats["final_loss"] == job["result"]["final_loss"]
+    assert stats["tokens"] == job["result"]["trained_tokens"]
+    assert stats["loss_variance"] >= 0
+    assert stats["prediction_error"] is not None
+    assert shared.get(f"{ROOT}/stats/{config['config_id']}")["status"] == "unused"
+    totals = shared.get(f"{ROOT}/stats")
+    assert totals["by_status"]["succeeded"] >= 2
+    assert totals["by_user"]["123"] >= 2
+    measured = shared.get(f"{ROOT}/performance/metrics")
+    assert any(each["training_id"] == job["id"] for each in measured["jobs"])
+    assert measured["api_latency"]["p50_ms"] > 0
+    advice = shared.get(f"{ROOT}/performance/recommendations?training_id={job['id']}")["advice"]
+    assert advice
+    assert shared.get(f"{ROOT}/workers")["data"][0]["alive"] is True
+    assert [gpu["gpu_id"] for gpu in shared.get(f"{ROOT}/gpus")["declared"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"text": "a longer text to learn"},
+        {"prompt": "two and two is ", "completion": "four"},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+    ],
+    ids=["text", "prompt_completion", "messages"],
+)
+def test_each_format_from_upload_to_model(shared: Accrue, line: dict[str, Any]) -> None:
+    file_id = shared.upload((json.dumps(line) + "\n").encode() * 6)
+    job_id = shared.submit(
+        dataset_config={"file_id": file_id},
+        training_config={"max_steps": 8, "learning_rate": 1e-2},
+        target_effective_batch_size=4,
+    )
+    job = shared.ended(job_id)
+    assert job["status"] == "succeeded", job["error"]
+    assert job["result"]["final_loss"] < 0.9 * job["result"]["first_loss"]
+
+
+def test_the_openai_client_uploads_and_lists_files(shared: Accrue) -> None:
+    from openai import NotFoundError, OpenAI
+
+    client = OpenAI(base_url=f"{shared.url}/v1", api_key="none")
+    file = client.files.create(file=("mine.jsonl", b'{"text": "a"}\n'), purpose="fine-tune")
+    assert client.files.retrieve(file.id).filename == "mine.jsonl"
+    assert client.files.content(file.id).read() == b'{"text": "a"}\n'
+    assert file.id in {each.id for each in client.files.list()}
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(NotFoundError, match="No file has the id"):
+        client.files.retrieve(file.id)
+    client.close()
+
+
+def test_a_model_without_weights_fails_with_the_reason_and_the_queue_moves_on(shared: Accrue) -> None:
+    folder = shared.data.parent / "models" / "empty"
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 1,
+        "n_embd": 8,
+        "n_head": 1,
+        "n_positions": 32,
+        "vocab_size": 9,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    broken = shared.submit(model_name="empty", dataset_config={"texts": ["a"]})
+    good = shared.submit(dataset_config={"texts": ["a"]}, training_config={"max_steps": 1})
+    failed = shared.ended(broken)
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "model_not_loaded")
+    assert str(shared.data.parent) not in json.dumps(failed)
+    assert failed["attempt"] == 1
+    assert shared.ended(good)["status"] == "succeeded"
+
+
+def test_the_command_plans_submits_watches_and_lists(shared: Accrue, tmp_path: Path) -> None:
+    plan = shared.command("plan", "gpt2", "--batch", "64", "--gpu", "24GB")
+    assert plan.returncode == 0, plan.stderr
+    assert "fits" in plan.stdout
+    assert shared.command("plan", "gpt2-xl", "--gpu", "8GB").returncode == 2
+    text = tmp_path / "book.txt"
+    text.write_text("All work and no play. " * 40)
+    submitted = shared.command("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
+    assert submitted.returncode == 0, submitted.stderr
+    job_id = submitted.stdout.split()[0]
+    watched = shared.command("watch", job_id)
+    assert watched.returncode == 0, watched.stdout
+    assert "succeeded: loss" in watched.stdout
+    assert shared.job(job_id)["progress"]["samples_seen"] == 12
+    listed = json.loads(shared.command("jobs", "--json").stdout)
+    assert job_id in {job["id"] for job in listed["data"]}
+    wrong = shared.command("submit", str(text), "--model", "no/such")
+    assert wrong.returncode == 1
+    assert "ACCRUE_MODELS_DIR" in wrong.stderr
+    lost = shared.command("jobs", "--url", "http://127.0.0.1:9")
+    assert lost.returncode == 1
+    assert "start one with accrue up" in lost.stderr

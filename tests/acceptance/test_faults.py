@@ -1,0 +1,168 @@
+"""Killed trainers and workers: nothing is lost, nothing is done twice, and the end is the same."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.conftest import TRAINING, Accrue
+from tests.runs import until, write_texts
+
+LOGGED = ("step", "loss", "learning_rate", "grad_norm", "tokens")
+STEPS = 60
+
+
+def submit(accrue: Accrue, **training: Any) -> str:
+    """A job of many small steps over several epochs, so that a kill falls anywhere."""
+    path = accrue.data.parent / "texts.jsonl"
+    if not path.exists():
+        write_texts(path, count=150)
+    return accrue.submit(
+        dataset_config={"file_id": accrue.upload(path.read_bytes()), "max_length": 64},
+        training_config={"max_steps": STEPS, "learning_rate": 1e-3, "save_every": 7, **training},
+        target_effective_batch_size=64,
+        micro_batch_size=4,
+    )
+
+
+def end_of(accrue: Accrue, job_id: str) -> dict[str, Any]:
+    """What must be the same bit by bit: weights, optimizer state, the log."""
+    run = accrue.run(job_id)
+    newest = max(path for path in run.checkpoints.iterdir() if path.name.startswith("step-"))
+    text = accrue.http.get(f"{TRAINING}/{job_id}/log").text
+    return {
+        "weights": digest(run.model / "model.safetensors"),
+        "moments": digest(newest / "optimizer.safetensors"),
+        "log": [[json.loads(line)[name] for name in LOGGED] for line in text.splitlines()],
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_trainer_at(accrue: Accrue, job_id: str, step: int, number: int = signal.SIGKILL) -> int:
+    """Ends the job's trainer once so many steps were logged; gives its process id."""
+    until(lambda: accrue.steps_logged(job_id) >= step)
+    pid = accrue.trainer_of(job_id)
+    assert pid is not None
+    os.kill(pid, number)
+    return pid
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Accrue) -> dict[str, Any]:
+    """The end of a run that nothing happened to."""
+    job_id = submit(shared)
+    job = shared.ended(job_id)
+    assert (job["status"], job["attempt"]) == ("succeeded", 1), job["error"]
+    end = end_of(shared, job_id)
+    assert len(end["log"]) == STEPS
+    return end
+
+
+@pytest.mark.parametrize("step", sorted(random.sample(range(1, STEPS - 5), 2)))
+def test_a_killed_trainer_s_job_resumes_and_ends_bit_for_bit_the_same(
+    shared: Accrue, undisturbed: dict[str, Any], step: int
+) -> None:
+    job_id = submit(shared)
+    kill_trainer_at(shared, job_id, step)
+    job = shared.ended(job_id)
+    assert (job["status"], job["attempt"]) == ("succeeded", 2), job["error"]
+    assert end_of(shared, job_id) == undisturbed
+    kinds = [event["type"] for event in shared.get(f"{TRAINING}/{job_id}/events?limit=100")["data"]]
+    assert kinds.count("started") == 2
+
+
+def test_a_killed_worker_takes_its_trainer_along_and_another_takes_the_job_up(
+    accrue: Accrue, undisturbed: dict[str, Any]
+) -> None:
+    accrue.serve()
+    worker = accrue.start("worker")
+    job_id = submit(accrue)
+    until(lambda: accrue.steps_logged(job_id) >= 10)
+    trainer = accrue.trainer_of(job_id)
+    assert trainer is not None
+    worker.kill()
+    until(lambda: not is_alive(trainer), 5)
+    assert accrue.job(job_id)["status"] == "running"
+    accrue.start("worker")
+    job = accrue.ended(job_id)
+    assert (job["status"], job["attempt"]) == ("succeeded", 2), job["error"]
+    assert end_of(accrue, job_id) == undisturbed
+
+
+def test_a_worker_that_is_told_to_stop_gives_its_job_back_with_a_checkpoint(
+    accrue: Accrue, undisturbed: dict[str, Any]
+) -> None:
+    accrue.serve()
+    worker = accrue.start("worker")
+    job_id = submit(accrue, save_every=1000)
+    until(lambda: accrue.steps_logged(job_id) >= 10)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(20) == 0
+    job = accrue.job(job_id)
+    assert (job["status"], job["waiting"]["reason"]) == ("queued", "no_worker")
+    accrue.start("worker")
+    assert accrue.ended(job_id)["status"] == "succeeded"
+    resumed = [
+        e for e in accrue.get(f"{TRAINING}/{job_id}/events?limit=100")["data"] if e["type"] == "resumed"
+    ]
+    assert resumed[0]["data"]["step"] >= 10
+    assert end_of(accrue, job_id) == undisturbed
+
+
+def test_a_running_job_is_paused_resumed_and_cancelled(shared: Accrue) -> None:
+    job_id = submit(shared, max_steps=100_000)
+    path = f"{TRAINING}/{job_id}"
+    until(lambda: shared.steps_logged(job_id) >= 3)
+    assert shared.post(f"{path}/pause")["requested"] == "pause"
+    until(lambda: shared.job(job_id)["status"] == "paused", 30)
+    assert shared.trainer_of(job_id) is None
+    steps = shared.steps_logged(job_id)
+    shared.post(f"{path}/resume")
+    until(lambda: shared.steps_logged(job_id) > steps)
+    shared.post(f"{path}/cancel")
+    job = shared.ended(job_id)
+    assert (job["status"], job["error"]) == ("cancelled", None)
+    assert shared.trainer_of(job_id) is None
+
+
+def test_a_job_that_always_crashes_fails_with_the_reason(shared: Accrue) -> None:
+    job_id = submit(shared, max_steps=100_000, save_every=100_000)
+    killed: set[int] = set()
+    while shared.job(job_id)["status"] not in ("failed", "succeeded"):
+        pid = shared.trainer_of(job_id)
+        if pid is not None and pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+    job = shared.job(job_id)
+    assert (job["status"], job["error"]["code"], len(killed)) == ("failed", "trainer_killed", 3)
+
+
+def test_a_job_that_takes_too_long_fails(shared: Accrue) -> None:
+    job = shared.ended(submit(shared, max_steps=100_000, timeout_seconds=8))
+    assert (job["status"], job["error"]["code"]) == ("failed", "timeout")
+
+
+def test_up_runs_both_and_ends_both(accrue: Accrue) -> None:
+    both = accrue.start("up")
+    until(accrue.answers, 20)
+    until(lambda: accrue.get("/readyz")["workers"] == 1, 20)
+    children = Path(f"/proc/{both.pid}/task/{both.pid}/children").read_text().split()
+    assert len(children) == 2
+    both.send_signal(signal.SIGINT)
+    assert both.wait(30) == 0
+    assert not any(is_alive(int(child)) for child in children)

@@ -1,0 +1,56 @@
+"""GPUs through GPUtil, with a stand-in nvidia-smi on the PATH that answers as the real one does."""
+
+from pathlib import Path
+
+import pytest
+
+from app import gpus
+from app.planning.devices import GIB, Device
+
+ANSWER = (
+    "0, GPU-aaaa, 35, 81920, 1024, 80896, 550.54, NVIDIA A100-SXM4-80GB, 123, Disabled, Disabled, 41\n"
+    "1, GPU-bbbb, [N/A], 24576, 0, 24576, 550.54, NVIDIA RTX A5000, 124, Disabled, Disabled, 38\n"
+)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{ANSWER}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(gpus, "_gauge", gpus._Gauge())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return program
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_gpus_are_seen_with_their_memory() -> None:
+    first, second = gpus.seen()
+    assert (first.name, first.memory_total_bytes, first.load) == ("NVIDIA A100-SXM4-80GB", 80 * GIB, 0.35)
+    assert (first.memory_used_bytes, first.temperature_celsius) == (GIB, 41.0)
+    assert second.load is None
+    assert second.device == Device(1, "NVIDIA RTX A5000", 24 * GIB, "cuda")
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_hidden_gpus_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.id for gpu in gpus.seen()] == [1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.seen() == []
+
+
+def test_one_look_serves_everybody_for_a_moment(nvidia_smi: Path) -> None:
+    assert len(gpus.seen()) == 2
+    nvidia_smi.write_text("#!/bin/sh\nexit 1\n")
+    assert len(gpus.seen()) == 2
+
+
+def test_plans_are_made_for_declared_devices_first(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = [Device(0, "24GB", 24 * GIB, "cuda")]
+    assert gpus.for_planning(declared) == declared
+    assert [device.id for device in gpus.for_planning([])] == [0, 1]
+    nvidia_smi.unlink()
+    monkeypatch.setattr(gpus, "_gauge", gpus._Gauge())
+    assert gpus.for_planning([]) == [gpus.this_cpu()]

@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+
+from app.errors import BadSetting
+from app.security.local import require_loopback
+from app.settings import Settings, get_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("document", [".env.example", "docs/configuration.md"])
+def test_every_setting_is_documented(document: str) -> None:
+    text = (ROOT / document).read_text()
+    missing = [name for name in Settings.model_fields if f"ACCRUE_{name.upper()}" not in text]
+    assert missing == []
+
+
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCRUE_GPUS", "24GB,toaster")
+    get_settings.cache_clear()
+    with pytest.raises(BadSetting, match=r"ACCRUE_GPUS: .*toaster"):
+        get_settings()
+    get_settings.cache_clear()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.org", "::"])
+def test_off_loopback_the_service_refuses_to_start(host: str) -> None:
+    with pytest.raises(BadSetting, match="serves this machine only"):
+        require_loopback(host)
+
+
+def test_relative_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(data_dir=Path("here"), _env_file=None)
+    assert settings.files_dir == tmp_path / "here" / "files"
+    assert settings.url == f"sqlite:///{tmp_path}/here/accrue.db"

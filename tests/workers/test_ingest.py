@@ -1,0 +1,118 @@
+"""Lines become rows once, whatever happened to the lines."""
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from app import jobs
+from app.database import Database
+from app.jobs import Fence, LostJob
+from app.models import Job, JobEvent, StepMetric
+from app.schemas.run import LogLine
+from tests.runs import lay_order
+from tests.test_jobs import claimed, expire, on, submitted
+from workers.ingest import Ingest
+from workers.run_directory import Reporter, RunDirectory
+
+
+def line(step: int, attempt: int = 1, loss: float = 1.0) -> LogLine:
+    return LogLine(
+        attempt=attempt, step=step, micro_step=step * 2, batch_idx=0, epoch=0, samples=8, loss=loss,
+        loss_ema=loss, gradient_accumulation_steps=2,
+        effective_batch_size=8, physical_batch_size=4, learning_rate=0.1,
+        grad_norm=1.0, tokens=80, input_tokens=90, padded_tokens=100, tokens_per_second=1.0, memory_gb=1.0,
+        peak_gb=2.0, noise_scale=None, skipped=0, time=0.0, data_seconds=0.1, forward_backward_seconds=0.2,
+        optimizer_seconds=0.3,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return lay_order(tmp_path / "run")
+
+
+@pytest.fixture
+def fence(database: Database) -> Fence:
+    submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    return fence
+
+
+def read(database: Database, ingest: Ingest) -> int:
+    with database.writing() as session:
+        return ingest.read(session)
+
+
+def stored(database: Database) -> list[tuple[int, int, float]]:
+    with database.reading() as session:
+        rows = session.execute(
+            select(StepMetric.step, StepMetric.attempt, StepMetric.loss).order_by(StepMetric.step)
+        )
+        return [tuple(row) for row in rows]  # type: ignore[misc]
+
+
+def test_steps_events_and_progress(database: Database, run: RunDirectory, fence: Fence) -> None:
+    ingest = Ingest(run, fence)
+    with Reporter(run, 1) as reporter:
+        reporter.event("training", "starts", steps_total=10)
+        reporter.step(line(1))
+        reporter.step(line(2, loss=0.5))
+        reporter.event("checkpoint", "c", step=2)
+    assert read(database, ingest) == 4
+    assert read(database, ingest) == 0
+    assert stored(database) == [(1, 1, 1.0), (2, 1, 0.5)]
+    with database.reading() as session:
+        job = session.get_one(Job, fence.job_id)
+    assert (job.progress["step"], job.progress["steps_total"], job.progress["samples_seen"]) == (2, 10, 16)
+    assert job.progress["eta_seconds"] == pytest.approx(8 * 0.6)
+    assert job.checkpoint_step == 2
+
+
+def test_read_again_from_the_start_nothing_is_doubled(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter.event("training", "starts", steps_total=10)
+        reporter.step(line(1))
+    read(database, Ingest(run, fence))
+    read(database, Ingest(run, fence))
+    assert stored(database) == [(1, 1, 1.0)]
+    with database.reading() as session:
+        assert len(session.scalars(select(JobEvent).where(JobEvent.type == "training")).all()) == 1
+
+
+def test_the_later_attempt_s_step_stays(database: Database, run: RunDirectory, fence: Fence) -> None:
+    with Reporter(run, 1) as reporter:
+        for each in (line(1), line(2), line(2, attempt=2, loss=0.7), line(1, attempt=2, loss=0.9)):
+            reporter.step(each)
+    read(database, Ingest(run, fence))
+    with Reporter(run, 1) as reporter:
+        reporter.step(line(1, attempt=1, loss=0.1))
+    read(database, Ingest(run, fence))
+    assert stored(database) == [(1, 2, 0.9), (2, 2, 0.7)]
+
+
+def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    ingest = Ingest(run, fence)
+    whole = line(1).model_dump_json().encode() + b"\n"
+    run.metrics.write_bytes(b'{"broken\n' + whole[:30])
+    read(database, ingest)
+    assert stored(database) == []
+    with run.metrics.open("ab") as file:
+        file.write(whole[30:])
+    read(database, ingest)
+    assert stored(database) == [(1, 1, 1.0)]
+
+
+def test_whoever_lost_the_job_stores_nothing(database: Database, run: RunDirectory, fence: Fence) -> None:
+    expire(database, fence.job_id)
+    on(database, jobs.rescue)
+    with Reporter(run, 1) as reporter:
+        reporter.step(line(1))
+    with pytest.raises(LostJob):
+        read(database, Ingest(run, fence))
+    assert stored(database) == []
