@@ -11,7 +11,7 @@ MIGRATING = 0x4163637275650001
 
 
 def run() -> None:
-    engine = create_engine(context.config.attributes.get("url") or get_settings().url)
+    engine = create_engine(context.config.attributes.get("url") or _own_url())
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": MIGRATING})
@@ -25,6 +25,12 @@ def run() -> None:
         with context.begin_transaction():
             context.run_migrations()
     engine.dispose()
+
+
+def _own_url() -> str:
+    settings = get_settings()
+    settings.make_directories()
+    return settings.url
 
 
 run()

@@ -1,4 +1,4 @@
-"""The promises of the window where they are kept in practice: bf16 and fp16 autocast, one host read, real OOM."""
+"""The window's promises on a GPU: bf16 and fp16 autocast, and nothing read back before the end."""
 
 from typing import Any
 
