@@ -51,6 +51,6 @@ def make_spec(**changes: Any) -> Spec:
 
 
 def cpu_plan(spec: Spec, **changes: Any) -> Plan:
-    """The plan of a worker with two threads and 8 GiB."""
-    plan = make_plan(spec, [Device("cpu", "CPU", 8 * GIB, "cpu")], predicted=False, threads=2)
+    """The plan of a worker with one thread and 8 GiB."""
+    plan = make_plan(spec, [Device("cpu", "CPU", 8 * GIB, "cpu")], predicted=False, threads=1)
     return plan.model_copy(update=changes)

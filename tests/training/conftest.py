@@ -1,8 +1,11 @@
-"""One window of samples, made once."""
+"""One window of samples, made once; one thread, since models this small are slower with more."""
 
 import pytest
+import torch
 
 from tests.training.small_models import Window64, make_window64
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
