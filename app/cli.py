@@ -164,7 +164,7 @@ def cancel(job_id: Annotated[str, typer.Argument(help="ftjob-…")], url: Url = 
     """Cancel a job."""
     with Client(url) as client:
         job = client.post(f"/gradient-accumulation/training/{job_id}/cancel", None)
-    typer.echo(f"{job['id']} is {job['requested'] or job['status']}{'led soon' if job['requested'] else ''}")
+    typer.echo(f"{job['id']} {'will be cancelled' if job['requested'] else 'is cancelled'}")
 
 
 @app.command()

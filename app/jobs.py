@@ -11,17 +11,17 @@ writes about a job carries its fence (job, attempt, worker): where the job has m
 written and `LostJob` is raised. The caller owns the transaction.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import and_, case, delete, func, literal, or_, select, update
+from sqlalchemy import and_, case, func, literal, select, update
 from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.errors import Conflict, NotFound
+from app.events import tell
 from app.ids import new_id
-from app.models import Attempt, File, Job, JobEvent, Worker
+from app.models import Attempt, File, Job
 from app.schemas.run import Failure, Level
 from app.schemas.spec import Plan, Spec
 from app.schemas.training import ENDED, JobStatus
@@ -273,51 +273,6 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     if job is None:
         raise NotFound(f"No job has the id {job_id}.")
     return job
-
-
-def tell(
-    session: Session,
-    job: Job,
-    kind: str,
-    message: str,
-    *,
-    level: Level = "info",
-    data: dict[str, Any] | None = None,
-) -> None:
-    """Adds an event of the service's or the worker's own."""
-    session.add(
-        JobEvent(
-            id=new_id("ftevent"),
-            job_id=job.id,
-            attempt=job.attempt,
-            created_at=session.scalar(select(database_now())),
-            level=level,
-            type=kind,
-            message=message,
-            data=data or {},
-        )
-    )
-
-
-def beat_worker(session: Session, worker: Worker) -> None:
-    """Records that a worker lives, with its devices and jobs."""
-    now = session.scalar(select(database_now())) or 0.0
-    session.merge(
-        Worker(
-            id=worker.id,
-            hostname=worker.hostname,
-            started_at=worker.started_at or now,
-            heartbeat_at=now,
-            devices=worker.devices,
-            running=worker.running,
-        )
-    )
-
-
-def forget_workers(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:
-    """Removes workers that said goodbye, and those silent for longer than anybody would ask about."""
-    silent = Worker.heartbeat_at < database_now() - silent_seconds
-    session.execute(delete(Worker).where(or_(Worker.id.in_(worker_ids), silent)))
 
 
 def _held(fence: Fence) -> Any:

@@ -89,7 +89,8 @@ def freeze(
             "upload the file as you mean it.",
             field="dataset_config.format",
         )
-    batch = resolve_batch(config, devices, recommended_batch(data.examples))
+    samples = data.examples if dataset.overlength != "split" else None
+    batch = resolve_batch(config, devices, recommended_batch(samples))
     return Spec(
         model=model,
         data=DataSpec(

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 from sqlalchemy.exc import OperationalError
 
-from app import gpus, jobs
+from app import gpus, jobs, workers_seen
 from app.database import Database
 from app.ids import new_id
 from app.jobs import Fence, LostJob
@@ -107,8 +107,8 @@ class Supervisor:
     def _beat(self) -> None:
         """Says that the worker lives, renews its leases, and takes back what lost workers held."""
         with self.database.writing() as session:
-            jobs.beat_worker(session, self._row())
-            jobs.forget_workers(session, [], silent_seconds=24 * 3600)
+            workers_seen.beat(session, self._row())
+            workers_seen.forget(session, [], silent_seconds=24 * 3600)
             for job_id in jobs.rescue(session):
                 log.warning("job rescued from a lost worker", job=job_id)
         for trainer in list(self.running):
@@ -281,7 +281,7 @@ class Supervisor:
                     self._attend(trainer)
             time.sleep(min(0.1, self.settings.poll_seconds))
         with self._database_may_be_away(), self.database.writing() as session:
-            jobs.forget_workers(session, [self.id], silent_seconds=24 * 3600)
+            workers_seen.forget(session, [self.id], silent_seconds=24 * 3600)
 
     @contextlib.contextmanager
     def _database_may_be_away(self) -> Iterator[None]:

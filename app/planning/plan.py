@@ -157,7 +157,7 @@ def _warnings(spec: Spec, capacities: Sequence[Capacity], predicted: bool) -> li
             f"by formula not even one sample of {spec.data.max_length} tokens fits device "
             f"{', '.join(tight)}: lower max_length, switch gradient_checkpointing on, or take more memory"
         )
-    if spec.data.examples < spec.effective_batch_size:
+    if spec.data.overlength != "split" and spec.data.examples < spec.effective_batch_size:
         warnings.append(
             f"the data has {spec.data.examples} samples, fewer than the effective batch of "
             f"{spec.effective_batch_size}: one step an epoch, over all of them"

@@ -37,6 +37,15 @@ class Prepared:
     split: int = 0
     without_targets: int = 0
 
+    def notes(self, max_length: int) -> list[str]:
+        """What a person should know of it, counted."""
+        counted = (
+            (self.truncated, f"cut to max_length {max_length}"),
+            (self.split, "split into parts"),
+            (self.without_targets, "without a token that counts for the loss"),
+        )
+        return [f"{count} {what}" for count, what in counted if count]
+
 
 class Samples:
     """The tokenised samples: lengths in memory, tokens on disk.

@@ -2,22 +2,24 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from app.schemas.run import LogLine, Outcome
 from app.schemas.spec import Cut, Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import checkpoint, memory
+from workers.training import checkpoint, guards, memory
 from workers.training import model as models
 from workers.training.batches import (
     Cursor,
     Groups,
+    MicroBatch,
     after,
     collate,
     cut_window,
@@ -25,7 +27,7 @@ from workers.training.batches import (
     window_at,
 )
 from workers.training.checkpoint import TrainingState
-from workers.training.data import Samples, prepare
+from workers.training.data import Prepared, Samples, prepare
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.loss import loss_sum
 from workers.training.optimizer import make_optimizer, set_rate
@@ -35,12 +37,10 @@ from workers.training.window import Clipping, Closed, LossScale, Window
 EMA = 0.1
 """Weight of the newest loss in the moving average."""
 
-MAX_SKIPPED_IN_A_ROW = 10
-"""So many windows that cannot be applied, one after another, end the job."""
-
 FIRST_FP16_SCALE = 65536.0
 
 Stop = Callable[[], bool]
+Indices = npt.NDArray[np.int64]
 
 
 class StopRequested(Exception):
@@ -65,7 +65,16 @@ class Fit:
     steps_total: int
     state: TrainingState
     cut: Cut
-    _order_of_epoch: tuple[int, npt.NDArray[np.int64]] = field(default=(-1, np.empty(0, np.int64)))
+    _order_of_epoch: tuple[int, Indices] = field(default=(-1, np.empty(0, np.int64)))
+
+    def fetch(self, samples: list[int]) -> MicroBatch:
+        """Reads samples from disk into one padded micro-batch."""
+        return collate(self.samples.read, samples, self.pad_id)
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, in the plan's precision."""
+        with models.autocast(self.order.plan):
+            return loss_sum(self.model, batch.to(self.device))
 
     @property
     def cursor(self) -> Cursor:
@@ -76,7 +85,7 @@ class Fit:
         epochs = self.order.spec.epochs
         return self.state.epoch >= epochs if epochs is not None else self.state.step >= self.steps_total
 
-    def next_window(self) -> npt.NDArray[np.int64]:
+    def next_window(self) -> Indices:
         """The samples of the window at the cursor."""
         epoch = self.state.epoch
         if self._order_of_epoch[0] != epoch:
@@ -179,7 +188,7 @@ def advance(fit: Fit) -> None:
     state.epoch, state.consumed = following.epoch, following.consumed
     state.micro_step += len(trained.groups) if trained else 0
     if trained is None or not trained.closed.applied:
-        _skip(fit, window, trained, targets)
+        _skip(fit, window, trained)
         return
     _count(state, trained.closed, targets)
     seconds = time.perf_counter() - began
@@ -217,7 +226,7 @@ def advance(fit: Fit) -> None:
     )
 
 
-def train_window(fit: Fit, window: npt.NDArray[np.int64], targets: int) -> Trained:
+def train_window(fit: Fit, window: Indices, targets: int) -> Trained:
     """Forward and backward of every micro-batch, and one optimizer step if the sum is finite.
 
     The window is replayed as a whole, from the same random state, after an fp16 overflow (at half the
@@ -237,12 +246,10 @@ def train_window(fit: Fit, window: npt.NDArray[np.int64], targets: int) -> Train
                     fit.window.abandon()
                     raise StopRequested
                 fetched = time.perf_counter()
-                batch = collate(fit.samples.read, window[group].tolist(), fit.pad_id)
+                batch = fit.fetch(window[group].tolist())
                 padded_tokens += batch.input_ids.numel()
                 data_seconds += time.perf_counter() - fetched
-                with models.autocast(fit.order.plan):
-                    loss = loss_sum(fit.model, batch.to(fit.device))
-                fit.window.add(loss)
+                fit.window.add(fit.loss(batch))
             closed = fit.window.close()
         except torch.OutOfMemoryError:
             _shrink(fit, groups, lengths)
@@ -293,23 +300,16 @@ def _resume(
     return state
 
 
-def _tell_start(fit: Fit, prepared: Any) -> None:
+def _tell_start(fit: Fit, prepared: Prepared) -> None:
+    """What will be trained, on what, and how: the banner of the log."""
     spec, plan = fit.order.spec, fit.order.plan
-    done = [
-        f"{count} {what}"
-        for count, what in (
-            (prepared.truncated, f"cut to max_length {spec.data.max_length}"),
-            (prepared.split, "split into parts"),
-            (prepared.without_targets, "without a token that counts for the loss"),
-        )
-        if count
-    ]
+    notes = prepared.notes(spec.data.max_length)
     fit.reporter.event(
         "data",
         f"{prepared.samples} samples, {prepared.tokens} tokens, the longest {prepared.longest}"
-        + (f"; {', '.join(done)}." if done else "."),
-        "warning" if done else "info",
-        **vars(prepared),
+        + (f"; {', '.join(notes)}." if notes else "."),
+        "warning" if notes else "info",
+        **asdict(prepared),
     )
     fit.reporter.event(
         "training",
@@ -333,62 +333,34 @@ def _count(state: TrainingState, closed: Closed, targets: int) -> None:
     state.loss_ema = closed.loss if state.loss_ema is None else (1 - EMA) * state.loss_ema + EMA * closed.loss
 
 
-def _skip(fit: Fit, window: npt.NDArray[np.int64], trained: Trained | None, targets: int) -> None:
+def _skip(fit: Fit, window: Indices, trained: Trained | None) -> None:
     """Counts a window that made no step, names the samples at fault, and gives up after too many."""
     fit.state.skipped += 1
     fit.state.skipped_in_a_row += 1
     if trained is None:
-        fit.reporter.event("skipped", "A window without a single target token made no step.", "warning",
-                           samples=window.tolist())  # fmt: skip
+        message, named = "A window without a single target token made no step.", window.tolist()
     else:
-        at_fault = samples_at_fault(fit, window, targets)
-        fit.reporter.event(
-            "skipped",
-            f"A window was not applied: its loss or gradient is not finite; samples at fault: "
-            f"{', '.join(map(str, at_fault)) or 'none alone'}.",
-            "warning",
-            samples=at_fault,
+        named = guards.samples_at_fault(
+            fit.window, lambda sample: fit.loss(fit.fetch([sample])), window, fit.samples.targets
         )
-    if fit.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise CannotTrain(
-            "diverged",
-            f"{MAX_SKIPPED_IN_A_ROW} windows in a row could not be applied: lower the learning rate, "
-            "look at the samples named in the events, or train in bf16 or fp32",
+        message = (
+            "A window was not applied: its loss or gradient is not finite; samples at fault: "
+            f"{', '.join(map(str, named)) or 'none alone'}."
         )
+    fit.reporter.event("skipped", message, "warning", samples=named)
+    guards.give_up_after_too_many(fit.state.skipped_in_a_row)
 
 
-def samples_at_fault(fit: Fit, window: npt.NDArray[np.int64], targets: int) -> list[int]:
-    """The samples of the window whose loss or gradient is not finite on its own."""
-    faults = []
-    for sample in window.tolist():
-        if fit.samples.targets[sample] == 0:
-            continue
-        fit.window.open(denominator=targets)
-        with models.autocast(fit.order.plan):
-            batch = collate(fit.samples.read, [sample], fit.pad_id)
-            fit.window.add(loss_sum(fit.model, batch.to(fit.device)))
-        if not fit.window.finite():
-            faults.append(sample)
-    return faults
-
-
-def _shrink(fit: Fit, groups: Groups, lengths: npt.NDArray[np.int64]) -> None:
-    """Halves the token budget after running out of memory; the effective batch stays."""
+def _shrink(fit: Fit, groups: Groups, lengths: Indices) -> None:
+    """Takes a smaller token budget after running out of memory; the effective batch stays."""
     fit.window.abandon()
     torch.cuda.empty_cache()
-    widest = max(groups, key=lambda group: len(group) * int(lengths[group].max()))
-    tokens = len(widest) * int(lengths[widest].max())
-    if len(widest) == 1 or not fit.order.spec.auto_adjust_batch_size:
-        raise CannotTrain(
-            "out_of_memory",
-            f"out of memory at a micro-batch of {len(widest)} samples and {tokens} tokens: lower max_length, "
-            "set gradient_checkpointing, leave auto_adjust_batch_size on, or use a GPU with more memory",
-        ) from None
-    fit.state.token_budget = tokens // 2
-    fit.cut = TokenBudget(tokens=tokens // 2)
+    tokens = guards.smaller_budget(groups, lengths, allowed=fit.order.spec.auto_adjust_batch_size)
+    fit.state.token_budget = tokens
+    fit.cut = TokenBudget(tokens=tokens)
     fit.reporter.event(
         "out_of_memory",
-        f"Out of memory at {tokens} tokens a micro-batch: the window is replayed with at most {tokens // 2}.",
+        f"Out of memory: the window is replayed with at most {tokens} tokens a micro-batch.",
         "warning",
-        token_budget=tokens // 2,
+        token_budget=tokens,
     )

@@ -1,0 +1,30 @@
+"""Which workers there are, by their heartbeats."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import delete, or_, select
+from sqlalchemy.orm import Session
+
+from app.database import database_now
+from app.models import Worker
+
+
+def beat(session: Session, worker: Worker) -> None:
+    """Records that a worker lives, with its devices and jobs."""
+    now = session.scalar(select(database_now())) or 0.0
+    session.merge(
+        Worker(
+            id=worker.id,
+            hostname=worker.hostname,
+            started_at=worker.started_at or now,
+            heartbeat_at=now,
+            devices=worker.devices,
+            running=worker.running,
+        )
+    )
+
+
+def forget(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:
+    """Removes workers that said goodbye, and those silent for longer than anybody would ask about."""
+    silent = Worker.heartbeat_at < database_now() - silent_seconds
+    session.execute(delete(Worker).where(or_(Worker.id.in_(worker_ids), silent)))
