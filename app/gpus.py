@@ -18,6 +18,7 @@ class SeenGpu:
     """A GPU as nvidia-smi shows it now; bytes, a share of 1, degrees Celsius."""
 
     id: int
+    uuid: str
     name: str
     memory_total_bytes: int
     memory_used_bytes: int
@@ -55,7 +56,7 @@ def seen() -> list[SeenGpu]:
     if visible is None:
         return gpus
     allowed = {part.strip() for part in visible.split(",")}
-    return [gpu for gpu in gpus if str(gpu.id) in allowed]
+    return [gpu for gpu in gpus if str(gpu.id) in allowed or gpu.uuid in allowed]
 
 
 def this_cpu() -> Device:
@@ -78,6 +79,7 @@ def _ask() -> list[SeenGpu]:
     return [
         SeenGpu(
             id=gpu.id,
+            uuid=gpu.uuid,
             name=gpu.name,
             memory_total_bytes=int(gpu.memoryTotal) * MIB,
             memory_used_bytes=int(gpu.memoryUsed) * MIB,

@@ -83,24 +83,11 @@ def freeze(
     Raises:
         Unprocessable: values that exclude each other, or that the model or the data do not allow.
     """
-    if dataset.format not in (None, data.format):
-        raise Unprocessable(
-            f"The file's lines are of format {data.format}, not {dataset.format}: leave format out, or "
-            "upload the file as you mean it.",
-            field="dataset_config.format",
-        )
     samples = data.examples if dataset.overlength != "split" else None
     batch = resolve_batch(config, devices, recommended_batch(samples))
     return Spec(
         model=model,
-        data=DataSpec(
-            file_id=data.file_id,
-            sha256=data.sha256,
-            format=data.format,
-            examples=data.examples,
-            max_length=max_length_for(dataset.max_length, model),
-            overlength=dataset.overlength,
-        ),
+        data=_data(data, dataset, model),
         seed=training.seed,
         effective_batch_size=batch.effective_batch_size,
         epochs=None if training.max_steps else (training.epochs or DEFAULT_EPOCHS),
@@ -120,14 +107,34 @@ def freeze(
         save_every=training.save_every or DEFAULT_SAVE_EVERY,
         timeout_seconds=training.timeout_seconds,
         split=AskedSplit(accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices),
-        memory=MemoryLimits(
-            max_memory_usage=config.max_memory_usage,
-            memory_safety_margin=DEFAULT_SAFETY_MARGIN
-            if config.memory_safety_margin is None
-            else config.memory_safety_margin,
-        ),
+        memory=memory_limits(config.max_memory_usage, config.memory_safety_margin),
         auto_adjust_batch_size=config.auto_adjust_batch_size,
         log_memory_usage=config.log_memory_usage,
+    )
+
+
+def memory_limits(max_memory_usage: float, margin: float | None) -> MemoryLimits:
+    """The share of a device that may be used, with the default margin where none was given."""
+    return MemoryLimits(
+        max_memory_usage=max_memory_usage,
+        memory_safety_margin=DEFAULT_SAFETY_MARGIN if margin is None else margin,
+    )
+
+
+def _data(data: Data, dataset: DatasetConfig, model: ModelReference) -> DataSpec:
+    if dataset.format not in (None, data.format):
+        raise Unprocessable(
+            f"The file's lines are of format {data.format}, not {dataset.format}: leave format out, or "
+            "upload the file as you mean it.",
+            field="dataset_config.format",
+        )
+    return DataSpec(
+        file_id=data.file_id,
+        sha256=data.sha256,
+        format=data.format,
+        examples=data.examples,
+        max_length=max_length_for(dataset.max_length, model),
+        overlength=dataset.overlength,
     )
 
 

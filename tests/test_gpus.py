@@ -37,6 +37,8 @@ def test_gpus_are_seen_with_their_memory() -> None:
 def test_hidden_gpus_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.id for gpu in gpus.seen()] == [1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa")
+    assert [gpu.id for gpu in gpus.seen()] == [0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus.seen() == []
 

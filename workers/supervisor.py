@@ -150,8 +150,7 @@ class Supervisor:
             self.running.append(self._launch(fence, order, device, asked_at))
         except (OSError, ValueError) as error:
             log.exception("the trainer could not be started", job=job.id)
-            failure = Failure(code="not_started", message=f"{type(error).__name__}: the trainer could not "
-                              "be started; the worker's log says why", permanent=False)  # fmt: skip
+            failure = Failure(code="not_started", message=_not_started(error), permanent=False)
             with self.database.writing() as session:
                 jobs.crash(session, fence, failure)
         return True
@@ -173,7 +172,8 @@ class Supervisor:
         if spec.model.source == "built_in":
             return str(self.settings.made_models_dir / spec.model.name)
         if spec.model.source == "local":
-            assert self.settings.models_dir is not None
+            if self.settings.models_dir is None:
+                raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
             return str(self.settings.models_dir.absolute() / spec.model.name)
         return spec.model.name
 
@@ -307,6 +307,7 @@ def _environment(device: Device, lifeline: int) -> dict[str, str]:
         **passed,
         LIFELINE_VARIABLE: str(lifeline),
         "CUDA_VISIBLE_DEVICES": "" if device.kind == "cpu" else str(device.id),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
@@ -317,6 +318,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """Ends the trainer and its own children: it leads a session of its own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _not_started(error: OSError | ValueError) -> str:
+    """A system's error may name paths: those stay in the worker's log."""
+    what = type(error).__name__ if isinstance(error, OSError) else str(error).splitlines()[0]
+    return f"the trainer could not be started: {what}"
 
 
 def _died(status: int) -> Failure:

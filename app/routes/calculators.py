@@ -28,7 +28,7 @@ from app.schemas.calculators import (
 )
 from app.schemas.spec import MemoryLimits
 from app.settings import Settings
-from app.submission import DEFAULT_MAX_LENGTH, DEFAULT_SAFETY_MARGIN
+from app.submission import DEFAULT_MAX_LENGTH, memory_limits
 
 router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
 
@@ -137,12 +137,7 @@ def adjust_learning_rate(
 
 
 def _batch_size(asked: BatchSizeRequest, settings: Settings) -> BatchSizeAnswer:
-    limits = MemoryLimits(
-        max_memory_usage=asked.max_memory_usage,
-        memory_safety_margin=DEFAULT_SAFETY_MARGIN
-        if asked.memory_safety_margin is None
-        else asked.memory_safety_margin,
-    )
+    limits = memory_limits(asked.max_memory_usage, asked.memory_safety_margin)
     if asked.model_name is None:
         return _from_figures(asked, limits)
     architecture = base_models.find_for_planning(asked.model_name, settings)

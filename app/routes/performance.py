@@ -18,7 +18,7 @@ from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
 from app.settings import Settings
-from app.submission import DEFAULT_MAX_LENGTH, DEFAULT_SAFETY_MARGIN
+from app.submission import DEFAULT_MAX_LENGTH, memory_limits
 
 router = APIRouter(prefix="/performance", tags=["performance"])
 
@@ -80,7 +80,7 @@ def _situation(
         attention="sdpa",
         device=devices[0].kind,
     )
-    budget = int(min(0.9, 1 - DEFAULT_SAFETY_MARGIN) * min(device.memory_bytes for device in devices))
+    budget = memory_limits(0.9, None).budget(min(device.memory_bytes for device in devices))
     sequence = min(architecture.positions, DEFAULT_MAX_LENGTH)
     return Situation(
         architecture=architecture,

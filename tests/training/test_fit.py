@@ -224,10 +224,11 @@ def test_one_sample_that_does_not_fit_ends_the_job_with_the_remedies(
         run_to_end(lay_order(tmp_path / "run", make_spec(data=small_data())))
 
 
-def test_bf16_autocast_trains_like_fp32(tmp_path: Path) -> None:
-    spec = make_spec(data=small_data(), max_steps=20)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_like_fp32(tmp_path: Path, precision: str) -> None:
+    spec = make_spec(data=small_data(), max_steps=10)
     plain = lay_order(tmp_path / "plain", spec)
-    half = lay_order(tmp_path / "half", spec, precision="bf16")
+    half = lay_order(tmp_path / "half", spec, precision=precision)
     run_to_end(plain)
     run_to_end(half)
     for a, b in zip(log_of(plain), log_of(half), strict=True):

@@ -176,54 +176,20 @@ def start(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Fi
 
 def advance(fit: Fit) -> None:
     """One window: trained, applied if it is finite, reported, and left behind."""
-    spec, state = fit.order.spec, fit.state
+    spec, state, at = fit.order.spec, fit.state, fit.cursor
     window = fit.next_window()
-    began = time.perf_counter()
     targets = int(fit.samples.targets[window].sum())
     rate = spec.optimizer.learning_rate * rate_factor(spec.schedule, state.step, fit.steps_total)
     set_rate(fit.optimizer, rate)
     trained = train_window(fit, window, targets) if targets else None
-    batch_idx, epoch = state.consumed // spec.effective_batch_size, state.epoch
-    following = after(fit.cursor, len(window), len(fit.samples))
+    following = after(at, len(window), len(fit.samples))
     state.epoch, state.consumed = following.epoch, following.consumed
     state.micro_step += len(trained.groups) if trained else 0
     if trained is None or not trained.closed.applied:
         _skip(fit, window, trained)
-        return
-    _count(state, trained.closed, targets)
-    seconds = time.perf_counter() - began
-    tokens = int(fit.samples.lengths[window].sum())
-    fit.reporter.step(
-        LogLine(
-            attempt=fit.order.attempt,
-            step=state.step,
-            micro_step=state.micro_step,
-            batch_idx=batch_idx,
-            epoch=epoch,
-            samples=len(window),
-            loss=trained.closed.loss,
-            loss_ema=state.loss_ema or 0.0,
-            gradient_accumulation_steps=len(trained.groups),
-            effective_batch_size=spec.effective_batch_size,
-            physical_batch_size=max(map(len, trained.groups)),
-            learning_rate=rate,
-            grad_norm=trained.closed.grad_norm,
-            tokens=targets,
-            input_tokens=tokens,
-            padded_tokens=trained.padded_tokens,
-            tokens_per_second=tokens / seconds,
-            memory_gb=memory.in_use_gb(fit.device) if spec.log_memory_usage else None,
-            peak_gb=memory.peak_gb(fit.device) if spec.log_memory_usage else None,
-            noise_scale=None,
-            skipped=state.skipped,
-            time=time.time(),
-            data_seconds=trained.data_seconds,
-            forward_backward_seconds=trained.seconds
-            - trained.data_seconds
-            - trained.closed.optimizer_seconds,
-            optimizer_seconds=trained.closed.optimizer_seconds,
-        )
-    )
+    else:
+        _count(state, trained.closed, targets)
+        fit.reporter.step(_log_line(fit, at, window, trained, targets, rate))
 
 
 def train_window(fit: Fit, window: Indices, targets: int) -> Trained:
@@ -321,6 +287,39 @@ def _tell_start(fit: Fit, prepared: Prepared) -> None:
         cut=fit.cut.model_dump(),
         parameters=sum(p.numel() for p in fit.model.parameters()),
         threads=plan.threads,
+    )
+
+
+def _log_line(fit: Fit, at: Cursor, window: Indices, trained: Trained, targets: int, rate: float) -> LogLine:
+    """The step that was just made, as the log has it."""
+    spec, state, closed = fit.order.spec, fit.state, trained.closed
+    tokens = int(fit.samples.lengths[window].sum())
+    return LogLine(
+        attempt=fit.order.attempt,
+        step=state.step,
+        micro_step=state.micro_step,
+        batch_idx=at.consumed // spec.effective_batch_size,
+        epoch=at.epoch,
+        samples=len(window),
+        loss=closed.loss,
+        loss_ema=state.loss_ema or 0.0,
+        gradient_accumulation_steps=len(trained.groups),
+        effective_batch_size=spec.effective_batch_size,
+        physical_batch_size=max(map(len, trained.groups)),
+        learning_rate=rate,
+        grad_norm=closed.grad_norm,
+        tokens=targets,
+        input_tokens=tokens,
+        padded_tokens=trained.padded_tokens,
+        tokens_per_second=tokens / trained.seconds,
+        memory_gb=memory.in_use_gb(fit.device) if spec.log_memory_usage else None,
+        peak_gb=memory.peak_gb(fit.device) if spec.log_memory_usage else None,
+        noise_scale=None,
+        skipped=state.skipped,
+        time=time.time(),
+        data_seconds=trained.data_seconds,
+        forward_backward_seconds=trained.seconds - trained.data_seconds - closed.optimizer_seconds,
+        optimizer_seconds=closed.optimizer_seconds,
     )
 
 

@@ -81,6 +81,12 @@ def device_of(plan: Plan) -> torch.device:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise CannotTrain(
+            "no_cuda",
+            "nvidia-smi shows a GPU, but this torch cannot use it: install a CUDA build of torch, or hide the "
+            "GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
     device = torch.device("cuda", 0)  # the supervisor shows a trainer only its own GPU
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, plan.devices[0].memory_limit_bytes / total), device)
