@@ -84,8 +84,8 @@ def device_of(plan: Plan) -> torch.device:
     if not torch.cuda.is_available():
         raise CannotTrain(
             "no_cuda",
-            "nvidia-smi shows a GPU, but this torch cannot use it: install a CUDA build of torch, or hide the "
-            "GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
+            "nvidia-smi shows a GPU, but this torch cannot use it: install a CUDA build of torch, or hide "
+            "the GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
     device = torch.device("cuda", 0)  # the supervisor shows a trainer only its own GPU
     total = torch.cuda.get_device_properties(device).total_memory
