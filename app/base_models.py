@@ -73,8 +73,12 @@ def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
 
 def _cached_config(name: str) -> dict[str, Any] | None:
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(name, "config.json")
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
     return _parse(name, Path(cached).read_bytes()) if isinstance(cached, str) else None
 
 

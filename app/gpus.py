@@ -8,7 +8,11 @@ import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
+import structlog
+
 from app.planning.devices import MIB, Device
+
+log = structlog.get_logger("accrue.gpus")
 
 _FRESH_SECONDS = 2.0
 
@@ -41,8 +45,11 @@ class _Gauge:
     def look(self) -> list[SeenGpu]:
         with self._lock:
             if time.monotonic() - self._looked_at > _FRESH_SECONDS:
-                self._seen = _ask()
                 self._looked_at = time.monotonic()
+                try:
+                    self._seen = _ask()
+                except (ValueError, IndexError, OSError) as error:
+                    log.warning("nvidia-smi gave no sense", error=str(error)[:200])
             return self._seen
 
 
@@ -82,11 +89,12 @@ def _ask() -> list[SeenGpu]:
             uuid=gpu.uuid,
             name=gpu.name,
             memory_total_bytes=int(gpu.memoryTotal) * MIB,
-            memory_used_bytes=int(gpu.memoryUsed) * MIB,
+            memory_used_bytes=int(_number(gpu.memoryUsed) or 0) * MIB,
             load=_number(gpu.load),
             temperature_celsius=_number(gpu.temperature),
         )
         for gpu in gpus
+        if not math.isnan(gpu.memoryTotal)
     ]
 
 

@@ -259,7 +259,8 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     file = session.get_one(File, job.file_id)
     session.delete(job)
     session.flush()
-    if not file.inline:
+    others = session.scalar(select(func.count()).select_from(Job).where(Job.file_id == file.id))
+    if not file.inline or others:
         return job_id, None
     session.delete(file)
     return job_id, file.id

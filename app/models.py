@@ -10,7 +10,7 @@ from app.schemas.examples import DataFormat
 from app.schemas.run import Level
 from app.schemas.training import JobStatus
 
-Json = JSON().with_variant(JSONB(), "postgresql")
+Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
 
 class Base(DeclarativeBase):

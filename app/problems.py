@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
 from app.errors import AccrueError, Conflict, TooLarge, Unavailable
@@ -74,6 +74,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OperationalError, _database_away)
+    app.add_exception_handler(IntegrityError, _in_use)
 
 
 def _known(request: Request, error: Exception) -> JSONResponse:
@@ -119,6 +120,14 @@ def _http(request: Request, error: Exception) -> JSONResponse:
     }.get(error.status_code, str(error.detail))
     code = TooLarge.code if status == TooLarge.status else status.phrase.lower().replace(" ", "_")
     return problem_response(request, status, code, status.phrase, detail, headers=error.headers)
+
+
+def _in_use(request: Request, error: Exception) -> JSONResponse:
+    log.warning("conflicting change", error=str(getattr(error, "orig", error)))
+    return problem_response(
+        request, Conflict.status, Conflict.code, Conflict.title,
+        "Something else changed at the same time what this request is about: look again, and repeat it.",
+    )  # fmt: skip
 
 
 def _database_away(request: Request, error: Exception) -> JSONResponse:

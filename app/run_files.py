@@ -30,7 +30,7 @@ def tar_of(folder: Path, name: str) -> Iterator[bytes]:
         stat = file.stat()
         entry = tarfile.TarInfo(f"{name}/{file.name}")
         entry.size, entry.mtime, entry.mode = stat.st_size, int(stat.st_mtime), 0o644
-        yield entry.tobuf(tarfile.USTAR_FORMAT)
+        yield entry.tobuf(tarfile.GNU_FORMAT)
         with file.open("rb") as content:
             while block := content.read(_BLOCK):
                 yield block

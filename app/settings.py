@@ -3,7 +3,7 @@
 from functools import lru_cache
 from pathlib import Path
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.errors import BadSetting
@@ -49,6 +49,14 @@ class Settings(BaseSettings):
         parse_declared([phrase for phrase in value.split(",") if phrase.strip()])
         return value
 
+    @model_validator(mode="after")
+    def _leases_outlast_heartbeats(self) -> "Settings":
+        if self.lease_seconds < 2 * self.heartbeat_seconds + 1:
+            raise ValueError(
+                "ACCRUE_LEASE_SECONDS must be at least twice ACCRUE_HEARTBEAT_SECONDS and a second more"
+            )
+        return self
+
     @property
     def declared_devices(self) -> list[Device]:
         """The devices of ACCRUE_GPUS, numbered from 0."""
@@ -88,4 +96,5 @@ def get_settings() -> Settings:
         return Settings()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise BadSetting(f"ACCRUE_{'_'.join(map(str, first['loc'])).upper()}: {first['msg']}") from None
+        name = f"ACCRUE_{'_'.join(map(str, first['loc'])).upper()}: " if first["loc"] else ""
+        raise BadSetting(name + first["msg"].removeprefix("Value error, ")) from None

@@ -1,5 +1,6 @@
 """Runs of the trainer by hand: a directory with an order, and what comes out of it."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -41,6 +42,8 @@ def lay_order(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **pla
     if not data.exists():
         write_texts(data)
     spec = spec or make_spec(data=small_data())
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sha256": digest})})
     run = RunDirectory(folder)
     run.write_order(
         Order(

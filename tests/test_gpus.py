@@ -33,6 +33,14 @@ def test_gpus_are_seen_with_their_memory() -> None:
     assert second.device == Device(1, "NVIDIA RTX A5000", 24 * GIB, "cuda")
 
 
+@pytest.mark.parametrize(
+    "answer", ["Failed to initialize NVML: version mismatch", "garbage, 1"]
+)
+def test_an_nvidia_smi_that_makes_no_sense_is_survived(nvidia_smi: Path, answer: str) -> None:
+    nvidia_smi.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    assert gpus.seen() == []
+
+
 @pytest.mark.usefixtures("nvidia_smi")
 def test_hidden_gpus_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

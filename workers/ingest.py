@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,83 +22,84 @@ _READ_AT_ONCE = 4 * 2**20
 _GIB = 2**30
 
 
-@dataclass
-class Ingest:
-    """How far a worker has read the lines of one run."""
+@dataclass(frozen=True)
+class Position:
+    """How far a run's lines have been read, and what was learned on the way."""
 
-    run: RunDirectory
-    fence: Fence
-    metrics_read: int = 0
-    events_read: int = 0
+    metrics: int = 0
+    events: int = 0
     steps_total: int | None = None
     checkpoint_step: int = 0
 
-    def read(self, session: Session) -> int:
-        """Stores what the trainer has written since the last call; gives the number of lines.
 
-        Raises:
-            jobs.LostJob: the job is no longer this worker's; nothing is stored.
-        """
-        events, events_read = _new_lines(self.run.events, self.events_read)
-        metrics, metrics_read = _new_lines(self.run.metrics, self.metrics_read)
-        if not events and not metrics:
-            return 0
-        self._store_events(session, events)
-        _store_metrics(session, self.fence.job_id, [line for _, raw in metrics if (line := _log_line(raw))])
-        jobs.note_progress(session, self.fence, self._progress(session), self.checkpoint_step)
-        self.events_read, self.metrics_read = events_read, metrics_read
-        return len(events) + len(metrics)
+def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position) -> Position:
+    """Stores what the trainer has written since `position`.
 
-    def _store_events(self, session: Session, lines: list[tuple[int, bytes]]) -> None:
-        for offset, raw in lines:
-            try:
-                event = EventLine.model_validate_json(raw)
-            except ValidationError:
-                continue  # torn by a kill
-            if event.type == "training":
-                self.steps_total = event.data.get("steps_total")
-            if event.type == "checkpoint":
-                self.checkpoint_step = max(self.checkpoint_step, int(event.data.get("step", 0)))
-            session.execute(_event_row(session, self.fence.job_id, offset, event))
+    Returns:
+        The new position, true once the caller's transaction is committed; after a rollback the old one is.
 
-    def _progress(self, session: Session) -> dict[str, Any]:
-        last = session.scalars(
-            select(StepMetric)
-            .where(StepMetric.job_id == self.fence.job_id)
-            .order_by(StepMetric.step.desc())
-            .limit(1)
-        ).one_or_none()
-        if last is None:
-            return {"steps_total": self.steps_total}
-        samples, tokens, seconds = session.execute(
-            select(
-                func.sum(StepMetric.samples),
-                func.sum(StepMetric.tokens),
-                func.avg(
-                    StepMetric.data_seconds
-                    + StepMetric.forward_backward_seconds
-                    + StepMetric.optimizer_seconds
-                ),
-            ).where(StepMetric.job_id == self.fence.job_id)
-        ).one()
-        left = (self.steps_total or last.step) - last.step
-        return {
-            "step": last.step,
-            "steps_total": self.steps_total,
-            "micro_step": last.micro_step,
-            "accumulation_step": last.gradient_accumulation_steps,
-            "skipped": last.skipped,
-            "epoch": last.epoch,
-            "samples_seen": int(samples),
-            "tokens_seen": int(tokens),
-            "loss": last.loss,
-            "loss_ema": last.loss_ema,
-            "learning_rate": last.learning_rate,
-            "grad_norm": last.grad_norm,
-            "tokens_per_second": last.tokens_per_second,
-            "memory_peak_bytes": int(last.peak_gb * _GIB) if last.peak_gb is not None else None,
-            "eta_seconds": round(left * float(seconds), 1),
-        }
+    Raises:
+        jobs.LostJob: the job is no longer this worker's; nothing is stored.
+    """
+    before = position
+    while True:
+        told, at_events = _new_lines(run.events, position.events)
+        made, at_metrics = _new_lines(run.metrics, position.metrics)
+        if not told and not made:
+            break
+        position = replace(_store_events(session, fence.job_id, told, position), events=at_events)
+        _store_metrics(session, fence.job_id, [line for _, raw in made if (line := _log_line(raw))])
+        position = replace(position, metrics=at_metrics)
+    if position != before:
+        progress = _progress(session, fence.job_id, position.steps_total)
+        jobs.note_progress(session, fence, progress, position.checkpoint_step)
+    return position
+
+
+def _store_events(
+    session: Session, job_id: str, lines: list[tuple[int, bytes]], position: Position
+) -> Position:
+    for offset, raw in lines:
+        try:
+            event = EventLine.model_validate_json(raw)
+        except ValidationError:
+            continue  # torn by a kill
+        if event.type == "training":
+            position = replace(position, steps_total=event.data.get("steps_total"))
+        if event.type == "checkpoint":
+            step = max(position.checkpoint_step, int(event.data.get("step", 0)))
+            position = replace(position, checkpoint_step=step)
+        session.execute(_event_row(session, job_id, offset, event))
+    return position
+
+
+def _progress(session: Session, job_id: str, steps_total: int | None) -> dict[str, Any]:
+    last = session.scalars(
+        select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step.desc()).limit(1)
+    ).one_or_none()
+    if last is None:
+        return {"steps_total": steps_total}
+    seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
+    totals = select(func.sum(StepMetric.samples), func.sum(StepMetric.tokens), func.avg(seconds))
+    samples, tokens, per_step = session.execute(totals.where(StepMetric.job_id == job_id)).one()
+    left = (steps_total or last.step) - last.step
+    return {
+        "step": last.step,
+        "steps_total": steps_total,
+        "micro_step": last.micro_step,
+        "accumulation_step": last.gradient_accumulation_steps,
+        "skipped": last.skipped,
+        "epoch": last.epoch,
+        "samples_seen": int(samples),
+        "tokens_seen": int(tokens),
+        "loss": last.loss,
+        "loss_ema": last.loss_ema,
+        "learning_rate": last.learning_rate,
+        "grad_norm": last.grad_norm,
+        "tokens_per_second": last.tokens_per_second,
+        "memory_peak_bytes": int(last.peak_gb * _GIB) if last.peak_gb is not None else None,
+        "eta_seconds": round(left * float(per_step), 1),
+    }
 
 
 def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
@@ -108,6 +109,8 @@ def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
     with path.open("rb") as file:
         file.seek(offset)
         content = file.read(_READ_AT_ONCE)
+        while b"\n" not in content and (more := file.read(_READ_AT_ONCE)):
+            content += more  # one line longer than what is read at once
     end = content.rfind(b"\n") + 1
     return list(_with_offsets(content[:end], offset)), offset + end
 

@@ -15,7 +15,6 @@ Needs the standard library and pydantic.
 """
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -55,8 +54,9 @@ class RunDirectory:
     def write_order(self, order: Order) -> None:
         """Lays the directory for an attempt, and removes what an earlier one said of its end."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.path / "failure.json").unlink(missing_ok=True)
-        _write_whole(self.path / "spec.json", order)
+        for end in ("failure.json", "outcome.json"):
+            (self.path / end).unlink(missing_ok=True)
+        write_whole(self.path / "spec.json", order.model_dump_json(indent=1))
 
     def order(self) -> Order:
         """Raises:
@@ -65,14 +65,14 @@ class RunDirectory:
         return Order.model_validate_json((self.path / "spec.json").read_bytes())
 
     def write_outcome(self, outcome: Outcome) -> None:
-        _write_whole(self.path / "outcome.json", outcome)
+        write_whole(self.path / "outcome.json", outcome.model_dump_json(indent=1))
 
     def outcome(self) -> Outcome | None:
         path = self.path / "outcome.json"
         return Outcome.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def write_failure(self, failure: Failure) -> None:
-        _write_whole(self.path / "failure.json", failure)
+        write_whole(self.path / "failure.json", failure.model_dump_json(indent=1))
 
     def failure(self) -> Failure | None:
         path = self.path / "failure.json"
@@ -154,11 +154,21 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _write_whole(path: Path, content: BaseModel) -> None:
+def write_whole(path: Path, content: str) -> None:
     """The file is either the old one or the whole new one, also after a power cut."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
-        json.dump(content.model_dump(mode="json"), file, indent=1)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Returns once a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

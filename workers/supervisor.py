@@ -1,25 +1,21 @@
 """One process per machine: claims jobs for free devices, runs a trainer for each, watches, finishes.
 
 The loop is a single thread, so that the parent-death signal of its trainers means its own death. Each
-turn does a little of everything: leases, claims, news from the trainers, ended trainers.
+turn does a little of everything: what must not wait for the database, leases, news, claims.
 """
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import structlog
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
-from app import gpus, jobs, workers_seen
+from app import events, gpus, jobs, workers_seen
 from app.database import Database
 from app.ids import new_id
 from app.jobs import Fence, LostJob
@@ -27,19 +23,19 @@ from app.models import Job, Worker
 from app.planning.devices import Device
 from app.planning.plan import make_plan
 from app.schemas.run import Failure
-from app.schemas.spec import Order, Spec
+from app.schemas.spec import Order, Plan, Spec
 from app.settings import Settings
-from workers.ingest import Ingest
-from workers.run_directory import INTERRUPTED, LIFELINE_VARIABLE, RunDirectory
+from workers.ingest import Position, ingest
+from workers.run_directory import INTERRUPTED, RunDirectory
+from workers.trainer_process import TrainerProcess, why_it_ended
 
 log = structlog.get_logger("accrue.worker")
 
-_PASSED_ON = (
-    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
-    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "SSL_CERT_FILE",
-    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY",
-)  # fmt: skip
-_PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
+_SILENT_SECONDS = 24 * 3600.0
+"""A worker that was silent this long is forgotten."""
+
+_BEFORE_THE_LEASE_ENDS = 1.0
+"""Seconds in which a trainer that is killed is surely gone."""
 
 
 @dataclass
@@ -48,15 +44,14 @@ class Running:
 
     fence: Fence
     device: Device
-    process: subprocess.Popen[bytes]
-    lifeline: int
-    """Our end of the pipe whose closing ends the trainer."""
+    trainer: TrainerProcess
     run: RunDirectory
-    ingest: Ingest
     lease_ends: float
-    deadline: float | None
+    times_out: float | None
+    position: Position = field(default_factory=Position)
     stopping: str | None = None
-    kill_at: float | None = None
+    """Why it was asked to stop."""
+    timed_out: bool = False
 
 
 @dataclass
@@ -69,16 +64,25 @@ class Supervisor:
     running: list[Running] = field(default_factory=list)
     stopped: bool = False
     started_at: float = field(default_factory=time.time)
+    on_cpu: bool = field(default_factory=lambda: not gpus.seen())
+    """Decided once: a GPU that is gone for a moment makes no CPU worker."""
     _next_beat: float = 0.0
 
     def run(self) -> None:
         """Turns until stopped; then stops the trainers, and gives their jobs back."""
         log.info("worker started", worker=self.id, devices=[device.name for device in self.devices()])
         while not self.stopped:
-            with self._database_may_be_away():
-                self.turn()
+            self.turn()
+            with self._guarded(None):
+                self._claim_for_free_devices()
             time.sleep(self.settings.poll_seconds)
-        self._shut_down()
+        for running in self.running:
+            self._ask_to_stop(running, "the worker was shut down")
+        while self.running:
+            self.turn()
+            time.sleep(min(0.1, self.settings.poll_seconds))
+        with self._guarded(None), self.database.writing() as session:
+            workers_seen.forget(session, [self.id], _SILENT_SECONDS)
         log.info("worker stopped", worker=self.id)
 
     def stop(self, *_: Any) -> None:
@@ -86,33 +90,45 @@ class Supervisor:
         self.stopped = True
 
     def turn(self) -> None:
-        """One look at everything."""
+        """One look at everything that runs. What must happen in time goes first and needs no database."""
+        for running in list(self.running):
+            self._enforce(running)
         if time.monotonic() >= self._next_beat:
-            self._beat()
             self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
-        for trainer in list(self.running):
-            self._attend(trainer)
-        for device in self.free_devices():
-            if not self._claim(device):
-                break
+            with self._guarded(None):
+                self._beat()
+            for running in list(self.running):
+                with self._guarded(running):
+                    self._renew(running)
+        for running in list(self.running):
+            with self._guarded(running):
+                self._attend(running)
 
     def devices(self) -> list[Device]:
-        """A slot for each GPU; the CPU, where there is none."""
-        return [gpu.device for gpu in gpus.seen()] or [gpus.this_cpu()]
+        """A slot for each GPU; the CPU, where there was none at the start."""
+        return [gpus.this_cpu()] if self.on_cpu else [gpu.device for gpu in gpus.seen()]
 
-    def free_devices(self) -> list[Device]:
-        taken = {trainer.device.id for trainer in self.running}
-        return [device for device in self.devices() if device.id not in taken]
+    def _enforce(self, running: Running) -> None:
+        """Kills a trainer whose lease is about to end, or whose grace is over."""
+        if running.trainer.status() is not None:
+            if self.stopped and time.monotonic() > running.lease_ends:
+                self._forget(running)  # its end could not be written: whoever comes next takes the job up
+            return
+        if time.monotonic() > running.lease_ends - _BEFORE_THE_LEASE_ENDS:
+            self._lose(running)
+        elif running.trainer.overdue:
+            running.trainer.kill()
+        elif running.times_out is not None and time.monotonic() > running.times_out and not running.stopping:
+            running.timed_out = True
+            self._ask_to_stop(running, "timeout")
 
     def _beat(self) -> None:
-        """Says that the worker lives, renews its leases, and takes back what lost workers held."""
+        """Says that the worker lives, and takes back what lost workers held."""
         with self.database.writing() as session:
             workers_seen.beat(session, self._row())
-            workers_seen.forget(session, [], silent_seconds=24 * 3600)
+            workers_seen.forget(session, [], _SILENT_SECONDS)
             for job_id in jobs.rescue(session):
                 log.warning("job rescued from a lost worker", job=job_id)
-        for trainer in list(self.running):
-            self._renew(trainer)
 
     def _row(self) -> Worker:
         return Worker(
@@ -121,20 +137,22 @@ class Supervisor:
             started_at=self.started_at,
             heartbeat_at=0.0,
             devices=[asdict(device) for device in self.devices()],
-            running=[trainer.fence.job_id for trainer in self.running],
+            running=[running.fence.job_id for running in self.running],
         )
 
-    def _renew(self, trainer: Running) -> None:
+    def _renew(self, running: Running) -> None:
         asked_at = time.monotonic()
-        try:
-            with self.database.writing() as session:
-                requested = jobs.heartbeat(session, trainer.fence, self.settings.lease_seconds)
-        except LostJob:
-            self._lose(trainer)
-            return
-        trainer.lease_ends = asked_at + self.settings.lease_seconds
-        if requested and not trainer.stopping:
-            self._ask_to_stop(trainer, "paused" if requested == "pause" else "cancelled")
+        with self.database.writing() as session:
+            requested = jobs.heartbeat(session, running.fence, self.settings.lease_seconds)
+        running.lease_ends = asked_at + self.settings.lease_seconds
+        if requested and not running.stopping:
+            self._ask_to_stop(running, "paused" if requested == "pause" else "cancelled")
+
+    def _claim_for_free_devices(self) -> None:
+        taken = {running.device.id for running in self.running}
+        for device in self.devices():
+            if device.id not in taken and not self._claim(device):
+                return
 
     def _claim(self, device: Device) -> bool:
         asked_at = time.monotonic()
@@ -144,22 +162,21 @@ class Supervisor:
             return False
         fence = Fence(job.id, job.attempt, self.id)
         try:
-            order = self._order(job, device)
-            with self.database.writing() as session:
-                jobs.store_plan(session, fence, order.plan, _name(device))
-            self.running.append(self._launch(fence, order, device, asked_at))
-        except (OSError, ValueError) as error:
+            self._start(job, fence, device, asked_at)
+        except LostJob:
+            log.warning("lost the job before its start", job=job.id)
+        except Exception as error:
             log.exception("the trainer could not be started", job=job.id)
-            failure = Failure(code="not_started", message=_not_started(error), permanent=False)
-            with self.database.writing() as session:
-                jobs.crash(session, fence, failure)
+            self._crash(fence, Failure(code="not_started", message=_not_started(error), permanent=False))
         return True
 
-    def _order(self, job: Job, device: Device) -> Order:
+    def _start(self, job: Job, fence: Fence, device: Device, asked_at: float) -> None:
+        """Plans for the device, lays the run directory and starts the trainer in it."""
         spec = Spec.model_validate(job.spec)
-        threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
-        plan = make_plan(spec, [device], predicted=False, threads=threads)
-        return Order(
+        earlier = Plan.model_validate(job.plan)
+        resumed = self._resumed_plan(spec, earlier, device)
+        plan = resumed or self._new_plan(spec, device)
+        order = Order(
             job_id=job.id,
             attempt=job.attempt,
             spec=spec,
@@ -167,170 +184,116 @@ class Supervisor:
             data_file=str(self.settings.files_dir / spec.data.file_id),
             model_path=self._model_path(spec),
         )
+        with self.database.writing() as session:
+            jobs.store_plan(session, fence, plan, _name(device))
+            if not earlier.predicted and resumed is None:
+                message = "Another device: the job goes on with a new plan, and the same effective batches."
+                events.tell(session, jobs.get(session, job.id), "plan_changed", message, level="warning")
+        run = RunDirectory(self.settings.runs_dir / fence.job_id)
+        run.write_order(order)
+        trainer = TrainerProcess(run, device)
+        log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
+        lease_ends = asked_at + self.settings.lease_seconds
+        times_out = time.monotonic() + spec.timeout_seconds if spec.timeout_seconds else None
+        self.running.append(Running(fence, device, trainer, run, lease_ends, times_out))
+
+    def _resumed_plan(self, spec: Spec, earlier: Plan, device: Device) -> Plan | None:
+        """An earlier attempt's plan as it stands, where the device is alike."""
+        limit = spec.memory.budget(device.memory_bytes)
+        own = earlier.devices[0]
+        if earlier.predicted or earlier.device != device.kind or own.memory_limit_bytes != limit:
+            return None
+        return earlier.model_copy(update={"devices": (own.model_copy(update={"gpu_id": device.id}),)})
+
+    def _new_plan(self, spec: Spec, device: Device) -> Plan:
+        threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
+        return make_plan(spec, [device], predicted=False, threads=threads)
 
     def _model_path(self, spec: Spec) -> str:
         if spec.model.source == "built_in":
             return str(self.settings.made_models_dir / spec.model.name)
-        if spec.model.source == "local":
-            if self.settings.models_dir is None:
-                raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
-            return str(self.settings.models_dir.absolute() / spec.model.name)
-        return spec.model.name
+        if spec.model.source == "hub":
+            return spec.model.name
+        if self.settings.models_dir is None:
+            raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
+        return str(self.settings.models_dir.absolute() / spec.model.name)
 
-    def _launch(self, fence: Fence, order: Order, device: Device, asked_at: float) -> Running:
-        run = RunDirectory(self.settings.runs_dir / fence.job_id)
-        run.write_order(order)
-        theirs, ours = os.pipe()
-        try:
-            with run.log.open("ab") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "workers.training", str(run.path)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=_environment(device, theirs),
-                    pass_fds=[theirs],
-                    start_new_session=True,
-                    cwd=Path(__file__).resolve().parent.parent,
-                )
-        finally:
-            os.close(theirs)
-        log.info("trainer started", job=fence.job_id, attempt=fence.attempt, pid=process.pid)
-        timeout = order.spec.timeout_seconds
-        return Running(
-            fence=fence,
-            device=device,
-            process=process,
-            lifeline=ours,
-            run=run,
-            ingest=Ingest(run, fence),
-            lease_ends=asked_at + self.settings.lease_seconds,
-            deadline=time.monotonic() + timeout if timeout else None,
-        )
+    def _attend(self, running: Running) -> None:
+        """Stores the trainer's news, and its end if it has ended."""
+        status = running.trainer.status()
+        with self.database.writing() as session:
+            position = ingest(session, running.run, running.fence, running.position)
+            if status is not None:
+                self._finish(session, running, status)
+        running.position = position
+        if status is not None:
+            self._forget(running)
 
-    def _attend(self, trainer: Running) -> None:
-        """News, an end, a deadline: whatever there is of one trainer."""
-        now = time.monotonic()
-        ended = trainer.process.poll() is not None
-        if now > trainer.lease_ends - 1.0 and not ended:
-            self._lose(trainer)
-            return
-        try:
-            with self.database.writing() as session:
-                while trainer.ingest.read(session):
-                    pass
-                if ended:
-                    self._finish(session, trainer)
-        except LostJob:
-            self._lose(trainer)
-            return
-        if ended:
-            self._forget(trainer)
-        elif trainer.kill_at is not None and now > trainer.kill_at:
-            _kill(trainer.process)
-        elif trainer.deadline is not None and now > trainer.deadline and not trainer.stopping:
-            self._ask_to_stop(trainer, "timeout")
-
-    def _finish(self, session: Any, trainer: Running) -> None:
+    def _finish(self, session: Session, running: Running, status: int) -> None:
         """Turns the trainer's end into the job's."""
-        status, fence = trainer.process.returncode, trainer.fence
-        outcome = trainer.run.outcome() if status == 0 else None
-        failure = trainer.run.failure()
+        fence = running.fence
+        outcome = running.run.outcome() if status == 0 else None
+        failure = running.run.failure()
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
         if outcome is not None:
             jobs.succeed(session, fence, outcome.model_dump(mode="json"))
-        elif trainer.stopping == "timeout":
-            jobs.fail(session, fence, Failure(
-                code="timeout", message="The job ran longer than its timeout_seconds.", permanent=True,
-            ))  # fmt: skip
-        elif status == INTERRUPTED or trainer.stopping:
-            jobs.release(session, fence, trainer.stopping or "interrupted")
+        elif running.timed_out:
+            message = "The job ran longer than its timeout_seconds."
+            jobs.fail(session, fence, Failure(code="timeout", message=message, permanent=True))
+        elif status == INTERRUPTED or running.stopping:
+            jobs.release(session, fence, running.stopping or "interrupted")
         elif failure is not None and failure.permanent:
             jobs.fail(session, fence, failure)
         else:
-            jobs.crash(session, fence, failure or _died(status))
+            jobs.crash(session, fence, failure or why_it_ended(status))
 
-    def _ask_to_stop(self, trainer: Running, why: str) -> None:
-        """SIGTERM now, SIGKILL after the grace."""
-        trainer.stopping = why
-        trainer.kill_at = time.monotonic() + self.settings.stop_grace_seconds
-        with contextlib.suppress(ProcessLookupError):
-            trainer.process.send_signal(signal.SIGTERM)
+    def _crash(self, fence: Fence, failure: Failure) -> None:
+        with contextlib.suppress(LostJob), self.database.writing() as session:
+            jobs.crash(session, fence, failure)
 
-    def _lose(self, trainer: Running) -> None:
+    def _ask_to_stop(self, running: Running, why: str) -> None:
+        if not running.stopping:
+            running.stopping = why
+            running.trainer.ask_to_stop(self.settings.stop_grace_seconds)
+
+    def _lose(self, running: Running) -> None:
         """The job is another's by now, or will be: its trainer must be gone before."""
-        log.warning("lost the job", job=trainer.fence.job_id, attempt=trainer.fence.attempt)
-        _kill(trainer.process)
-        self._forget(trainer)
+        log.warning("lost the job", job=running.fence.job_id, attempt=running.fence.attempt)
+        running.trainer.kill()
+        self._forget(running)
 
-    def _forget(self, trainer: Running) -> None:
-        trainer.process.wait()
-        os.close(trainer.lifeline)
-        self.running.remove(trainer)
-
-    def _shut_down(self) -> None:
-        for trainer in self.running:
-            if not trainer.stopping:
-                self._ask_to_stop(trainer, "the worker was shut down")
-        while self.running:
-            with self._database_may_be_away():
-                if time.monotonic() >= self._next_beat:
-                    self._beat()
-                    self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
-                for trainer in list(self.running):
-                    self._attend(trainer)
-            time.sleep(min(0.1, self.settings.poll_seconds))
-        with self._database_may_be_away(), self.database.writing() as session:
-            workers_seen.forget(session, [self.id], silent_seconds=24 * 3600)
+    def _forget(self, running: Running) -> None:
+        running.trainer.close()
+        self.running.remove(running)
 
     @contextlib.contextmanager
-    def _database_may_be_away(self) -> Iterator[None]:
-        """A database that does not answer is asked again at the next turn; leases decide meanwhile."""
+    def _guarded(self, running: Running | None) -> Iterator[None]:
+        """No trouble with one job, and none with the database, ends the worker.
+
+        A database that does not answer is asked again at the next turn; leases decide meanwhile. The one
+        broad except of the supervisor: what nobody foresaw about a job is that job's crash.
+        """
         try:
             yield
         except OperationalError as error:
             log.warning("the database did not answer", error=str(error.orig))
+        except LostJob:
+            if running is not None:
+                self._lose(running)
+        except Exception as error:
+            log.exception("unexpected error", job=running.fence.job_id if running else None)
+            if running is not None:
+                self._lose(running)
+                message = f"{type(error).__name__} in the worker, whose log says more"
+                with self._guarded(None):
+                    self._crash(running.fence, Failure(code="worker_error", message=message, permanent=False))
 
 
 def _name(device: Device) -> str:
     return "cpu" if device.kind == "cpu" else f"cuda:{device.id}"
 
 
-def _environment(device: Device, lifeline: int) -> dict[str, str]:
-    """What a trainer needs of our environment, and none of our secrets."""
-    passed = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
-    }
-    return {
-        **passed,
-        LIFELINE_VARIABLE: str(lifeline),
-        "CUDA_VISIBLE_DEVICES": "" if device.kind == "cpu" else str(device.id),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
-        "TOKENIZERS_PARALLELISM": "true",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the trainer and its own children: it leads a session of its own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _not_started(error: OSError | ValueError) -> str:
+def _not_started(error: Exception) -> str:
     """A system's error may name paths: those stay in the worker's log."""
-    what = type(error).__name__ if isinstance(error, OSError) else str(error).splitlines()[0]
+    what = str(error).splitlines()[0] if isinstance(error, ValueError) else type(error).__name__
     return f"the trainer could not be started: {what}"
-
-
-def _died(status: int) -> Failure:
-    if status < 0:
-        name = signal.Signals(-status).name
-        hint = " (often the machine running out of memory)" if name == "SIGKILL" else ""
-        return Failure(
-            code="trainer_killed", message=f"the trainer was ended by {name}{hint}", permanent=False
-        )
-    return Failure(code="trainer_crashed", message=f"the trainer ended with status {status}", permanent=False)

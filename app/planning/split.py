@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from app.schemas.accumulation import MAX_ACCUMULATION_STEPS
+from app.schemas.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH
 
 DEFAULT_MICRO_BATCH = 8
 """Samples per micro-batch where only the number of steps was given (API.md)."""
@@ -44,7 +44,7 @@ def resolve(asked: Asked, recommended: int) -> Resolved:
         recommended: the effective batch where no number was given.
 
     Raises:
-        ConflictingBatch: all three were given and do not agree.
+        ConflictingBatch: all three were given and do not agree, or make more than anybody means.
     """
     target, steps, micro = asked.target, asked.steps, asked.micro_batch
     if target and steps and micro:
@@ -58,12 +58,14 @@ def resolve(asked: Asked, recommended: int) -> Resolved:
             )
     if target:
         return Resolved(target, steps, micro)
-    if steps and micro:
-        return Resolved(steps * micro * asked.devices, steps, micro)
-    if steps:
-        return Resolved(steps * DEFAULT_MICRO_BATCH * asked.devices, steps, None)
-    if micro:
-        return Resolved(micro * asked.devices, 1, micro)
+    if steps or micro:
+        samples = (steps or 1) * (micro or DEFAULT_MICRO_BATCH) * asked.devices
+        if samples > MAX_EFFECTIVE_BATCH:
+            raise ConflictingBatch(
+                "accumulation_steps" if steps else "micro_batch_size",
+                f"this makes an effective batch of {samples} samples, more than {MAX_EFFECTIVE_BATCH}",
+            )
+        return Resolved(samples, steps or 1, micro)
     return Resolved(recommended, None, None)
 
 

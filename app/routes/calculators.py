@@ -49,13 +49,22 @@ def get_batch_size(
     model_name: str,
     target_batch_size: Annotated[int | None, Query()] = None,
     gpu_ids: Annotated[list[int] | None, Query()] = None,
-    gpus: Annotated[list[str] | None, Query()] = None,
+    declared: Annotated[list[str] | None, Query(alias="gpus")] = None,
     max_length: Annotated[int | None, Query()] = None,
     optimizer: Annotated[str, Query()] = "adamw",
     gradient_checkpointing: Annotated[bool, Query()] = False,
     max_memory_usage: Annotated[float, Query()] = 0.9,
 ) -> BatchSizeAnswer:
-    given = {name: value for name, value in locals().items() if name != "settings"}
+    given = {
+        "model_name": model_name,
+        "target_batch_size": target_batch_size,
+        "gpu_ids": gpu_ids,
+        "gpus": declared,
+        "max_length": max_length,
+        "optimizer": optimizer,
+        "gradient_checkpointing": gradient_checkpointing,
+        "max_memory_usage": max_memory_usage,
+    }
     try:
         asked = BatchSizeRequest.model_validate(given)
     except ValidationError as error:

@@ -17,6 +17,7 @@ from app.planning.recommendations import SIZES, Situation, recommend
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
+from app.schemas.training import ModelName
 from app.settings import Settings
 from app.submission import DEFAULT_MAX_LENGTH, memory_limits
 
@@ -42,7 +43,7 @@ def recommendations(
     model_size: Annotated[
         str | None, Query(max_length=40, description="small, medium, large, xl, or a parameter count")
     ] = None,
-    model_name: Annotated[str | None, Query(max_length=200)] = None,
+    model_name: Annotated[ModelName | None, Query()] = None,
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
     optimizer: Annotated[str, Query(max_length=40)] = "adamw",

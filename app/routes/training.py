@@ -57,17 +57,7 @@ def large_batch(
     asked: TrainingRequest, response: Response, database: CurrentDatabase, settings: CurrentSettings
 ) -> JobAnswer | DryRunAnswer:
     """Queues a job whose accumulation steps are planned from memory."""
-    if asked.target_effective_batch_size is None and asked.config_id is None:
-        raise Unprocessable(
-            "target_effective_batch_size is missing: say the batch you want, Accrue plans the steps.",
-            field="target_effective_batch_size",
-        )
-    for field in ("accumulation_steps", "micro_batch_size"):
-        if getattr(asked, field) is not None:
-            raise Unprocessable(
-                f"large-batch plans {field} by itself: leave it out, or use with-accumulation.", field=field
-            )
-    return _submit(asked, response, database, settings)
+    return _submit(asked, response, database, settings, planned=True)
 
 
 @router.get("", summary="List jobs")
@@ -135,14 +125,21 @@ def events(session: Reading, training_id: JobId, limit: Limit = 20, after: After
 
 
 def _submit(
-    asked: TrainingRequest, response: Response, database: CurrentDatabase, settings: Settings
+    asked: TrainingRequest,
+    response: Response,
+    database: CurrentDatabase,
+    settings: Settings,
+    *,
+    planned: bool = False,
 ) -> JobAnswer | DryRunAnswer:
     """Checks, freezes and plans; the job and its inline data are stored together or not at all."""
     model = base_models.find_for_training(asked.model_name, settings)
-    devices = _devices(asked, settings)
     with database.reading() as session:
-        config = _config(session, asked)
+        config, num_gpus = _config(session, asked)
         data = _uploaded(session, asked.dataset_config.file_id)
+    if planned:
+        _check_that_steps_are_left_to_us(config)
+    devices = _devices(asked.gpu_ids, num_gpus, settings)
     inline = asked.dataset_config.texts
     checked = data or Data(file_id="file-0", sha256="", format="text", examples=len(inline or []))
     spec = freeze(model, checked, asked.dataset_config, config, asked.training_config, len(devices))
@@ -175,12 +172,26 @@ def _submit(
         return job_answer(session, jobs.get(session, job.id))
 
 
-def _config(session: Session, asked: TrainingRequest) -> AccumulationConfig:
-    """The stored configuration, if one is named, with the fields of the request before its own."""
+def _config(session: Session, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:
+    """The configuration and the number of devices: of the stored one, with the request's before its own."""
     given = asked.accumulation().model_dump(mode="json", exclude_unset=True)
-    if asked.config_id is not None:
-        given = {**accumulation.find(session, asked.config_id, field="config_id").given, **given}
-    return AccumulationConfig.model_validate(given)
+    if asked.config_id is None:
+        return AccumulationConfig.model_validate(given), asked.num_gpus or 1
+    stored = accumulation.find(session, asked.config_id, field="config_id")
+    return AccumulationConfig.model_validate({**stored.given, **given}), asked.num_gpus or stored.num_gpus
+
+
+def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
+    if config.target_effective_batch_size is None:
+        raise Unprocessable(
+            "target_effective_batch_size is missing: say the batch you want, Accrue plans the steps.",
+            field="target_effective_batch_size",
+        )
+    for field in ("accumulation_steps", "micro_batch_size"):
+        if getattr(config, field) is not None:
+            raise Unprocessable(
+                f"large-batch plans {field} by itself: leave it out, or use with-accumulation.", field=field
+            )
 
 
 def _uploaded(session: Session, file_id: str | None) -> Data | None:
@@ -190,13 +201,12 @@ def _uploaded(session: Session, file_id: str | None) -> Data | None:
     return Data(file.id, file.sha256, file.format, file.examples)
 
 
-def _devices(asked: TrainingRequest, settings: Settings) -> list[Device]:
+def _devices(gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
     """The devices that the job is reckoned for: those named, or the first of those there are."""
     there = gpus.for_planning(settings.declared_devices)
-    if asked.gpu_ids is None:
-        wanted = asked.num_gpus or 1
-        return [there[min(number, len(there) - 1)] for number in range(wanted)]
-    return select_devices(asked.gpu_ids, there)
+    if gpu_ids is None:
+        return [there[min(number, len(there) - 1)] for number in range(count)]
+    return select_devices(gpu_ids, there)
 
 
 def select_devices(gpu_ids: list[int], there: list[Device]) -> list[Device]:

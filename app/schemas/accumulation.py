@@ -7,6 +7,7 @@ from pydantic import AliasChoices, Field, model_validator
 from app.schemas.wire import Answer, Request
 
 MAX_ACCUMULATION_STEPS = 4096
+MAX_EFFECTIVE_BATCH = 1_000_000
 Precision = Literal["bf16", "fp16", "no"]
 ClipMode = Literal["after_accumulation", "each_micro_batch", "value"]
 LearningRateRule = Literal["sqrt", "linear", "none"]
@@ -28,7 +29,7 @@ class AccumulationConfig(Request):
     target_effective_batch_size: int | None = Field(
         None,
         ge=1,
-        le=1_000_000,
+        le=MAX_EFFECTIVE_BATCH,
         validation_alias=AliasChoices(
             "target_effective_batch_size", "target_batch_size", "effective_batch_size"
         ),

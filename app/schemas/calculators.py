@@ -15,9 +15,9 @@ class BatchSizeRequest(Request):
     """The largest micro-batch that fits, and the split of the target; from a model or raw figures."""
 
     model_name: ModelName | None = None
-    model_size_gb: float | None = Field(None, gt=0, description="Weights, GiB")
-    activation_memory_per_sample_mb: float | None = Field(None, gt=0, description="MiB")
-    available_memory_gb: float | None = Field(None, gt=0, description="GiB")
+    model_size_gb: float | None = Field(None, gt=0, le=1e6, description="Weights, GiB")
+    activation_memory_per_sample_mb: float | None = Field(None, gt=0, le=1e9, description="MiB")
+    available_memory_gb: float | None = Field(None, gt=0, le=1e6, description="GiB")
     target_effective_batch_size: int | None = Field(
         None,
         ge=1,

@@ -79,7 +79,7 @@ def format_of(line: dict[str, Any]) -> DataFormat:
             return name
     raise BadLine(
         'expected the keys "messages", or "prompt" and "completion", or "text"; '
-        f"found {', '.join(sorted(map(str, line))[:8]) or 'none'}"
+        f"found {', '.join(sorted(map(ascii, line))[:8]) or 'none'}"
     )
 
 
@@ -93,7 +93,7 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
         value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadLine(f"not valid JSON ({str(error)[:120]})") from None
     if not isinstance(value, dict):
         raise BadLine(f"expected a JSON object, found {type(value).__name__}")

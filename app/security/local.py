@@ -25,10 +25,16 @@ def refusal(headers: Headers) -> str | None:
     A foreign Host means a name that was made to point here (DNS rebinding); a foreign Origin means a
     page of another site.
     """
-    host = urlsplit(f"//{headers.get('host', '')}").hostname
-    if host not in LOOPBACK:
+    if _host_of(f"//{headers.get('host', '')}") not in LOOPBACK:
         return f"The Host {headers.get('host', '')!r} is not this machine: use http://127.0.0.1."
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
+    if origin is not None and _host_of(origin) not in LOOPBACK:
         return f"Requests from the origin {origin} are not allowed."
     return None
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

@@ -32,6 +32,8 @@ def test_a_file_is_stored_described_and_given_back(client: TestClient) -> None:
         (b'{"text": "a"}\n{"prompt": "b", "completion": "c"}', "Line 2: this is a prompt_completion line"),
         (b'{"text": "a"}\n\xff\xfe', "Line 2: not UTF-8"),
         (b'{"txet": "a"}', "Line 1: expected the keys"),
+        (b'{"\\ud800": 1}', "Line 1: expected the keys"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "Line 1: not valid JSON"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_line_and_leaves_nothing(

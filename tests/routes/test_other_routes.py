@@ -102,7 +102,14 @@ def test_errors_of_the_framework_have_the_one_shape(
 
 
 @pytest.mark.parametrize(
-    "headers", [{"host": "evil.example"}, {"host": "evil.example:8000"}, {"origin": "https://evil.example"}]
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8000"},
+        {"origin": "https://evil.example"},
+        {"host": "[::1"},
+        {"origin": "http://["},
+    ],
 )
 def test_no_web_page_of_another_site_drives_the_service(client: TestClient, headers: dict[str, str]) -> None:
     answer = client.get("/healthz", headers=headers)

@@ -83,6 +83,9 @@ def nothing_is_left(client: TestClient, settings: Settings) -> bool:
         ({"accumulation_stepz": 3}, 422, "accumulation_stepz", "is no field of this request"),
         ({"training_config": {"lr": 1}}, 422, "training_config.lr", "is no field of this request"),
         ({"micro_batch_size": 3}, 422, "accumulation_steps", "takes 22 accumulation steps, not 8"),
+        ({"model_name": "foo--bar"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
+        ({"target_effective_batch_size": None, "accumulation_steps": 4096, "micro_batch_size": 99999,
+          "num_gpus": 1024}, 422, "accumulation_steps", "more than 1000000"),
         ({"gpu_ids": [9]}, 422, "gpu_ids", "There are: 0"),
         ({"gpu_ids": [0, 0]}, 422, "body", "names a GPU twice"),
         ({"config_id": "accumulation_nope"}, 404, "config_id", "No configuration"),
@@ -157,6 +160,26 @@ def test_a_stored_configuration_is_used_and_the_request_goes_before_it(client: T
     assert other["accumulation_steps"] == 2
     stats = client.get(f"/gradient-accumulation/stats/{config['config_id']}").json()
     assert {each["training_id"] for each in stats["jobs"]} == {job["id"], other["id"]}
+
+
+def test_a_configuration_s_devices_count_for_its_jobs(client: TestClient) -> None:
+    asked = {"accumulation_steps": 4, "micro_batch_size": 8, "num_gpus": 4}
+    config = client.post("/gradient-accumulation/config", json=asked).json()
+    body = {"model_name": "accrue/tiny-gpt2", "dataset_config": JOB["dataset_config"]}
+    body["config_id"] = config["config_id"]
+    job = client.post(f"{PATH}/with-accumulation", json=body).json()
+    assert job["effective_batch_size"] == config["effective_batch_size"] == 128
+    refused = client.post(f"{PATH}/large-batch", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "target_effective_batch_size")
+
+
+def test_a_job_s_inline_file_stays_while_another_job_uses_it(client: TestClient) -> None:
+    first = submit(client)
+    second = submit(client, dataset_config={"file_id": first["dataset"]["file_id"]})
+    for job in (first, second):
+        client.post(f"{PATH}/{job['id']}/cancel")
+        assert client.delete(f"{PATH}/{job['id']}").status_code == 204
+    assert client.get(f"/v1/files/{first['dataset']['file_id']}").status_code == 404
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:

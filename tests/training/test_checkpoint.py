@@ -74,6 +74,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
     assert [name[:13] for name in damaged] == ["step-00000002"]
 
 
+def test_a_damaged_checkpoint_does_not_block_a_new_one_of_the_same_step(tmp_path: Path) -> None:
+    model, optimizer = saved_at(tmp_path, 1, 2)
+    (checkpoint.newest_first(tmp_path)[0] / "model.safetensors").write_bytes(b"")
+    state = TrainingState(step=2, consumed=2)
+    checkpoint.save(tmp_path, state, model, optimizer)
+    assert checkpoint.restore(tmp_path, *trained()) == (state, [])
+
+
 def test_where_all_are_damaged_it_says_so(tmp_path: Path) -> None:
     saved_at(tmp_path, 1, 2)
     for path in checkpoint.newest_first(tmp_path):

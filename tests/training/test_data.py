@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,17 @@ def spec(form: str = "text", **changes: Any) -> DataSpec:
     return DataSpec.model_validate({**fields, **changes})
 
 
+def of(source: Path, spec: DataSpec) -> DataSpec:
+    """The spec with the source's own content."""
+    return spec.model_copy(update={"sha256": hashlib.sha256(source.read_bytes()).hexdigest()})
+
+
 def rows(tmp_path: Path, spec: DataSpec, *lines: dict[str, Any]) -> list[tuple[str, str]]:
     """Each sample as its text, and the text of those tokens that count."""
     source = tmp_path / "data.jsonl"
     source.write_text("\n\n".join(json.dumps(line) for line in lines))
     tokenizer = make_tokenizer()
-    prepare(spec, source, tokenizer, tmp_path / "prepared")
+    prepare(of(source, spec), source, tokenizer, tmp_path / "prepared")
     samples = Samples(tmp_path / "prepared")
     found = []
     for sample in range(len(samples)):
@@ -87,13 +93,24 @@ def test_a_template_is_needed_for_chats(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(CannotTrain, match="has no chat template"):
-        prepare(spec("messages"), source, tokenizer, tmp_path / "prepared")
+        prepare(of(source, spec("messages")), source, tokenizer, tmp_path / "prepared")
 
 
 def test_a_second_attempt_reads_what_the_first_prepared(tmp_path: Path) -> None:
     rows(tmp_path, spec(), {"text": "abc"})
-    (tmp_path / "data.jsonl").unlink()
-    prepared = prepare(spec(), tmp_path / "data.jsonl", make_tokenizer(), tmp_path / "prepared")
+    source = tmp_path / "data.jsonl"
+    same, other = of(source, spec()), of(source, spec(max_length=2))
+    source.unlink()
+    prepared = prepare(same, source, make_tokenizer(), tmp_path / "prepared")
     assert (prepared.samples, prepared.tokens) == (1, 4)
     with pytest.raises(FileNotFoundError):
-        prepare(spec(max_length=2), tmp_path / "data.jsonl", make_tokenizer(), tmp_path / "prepared")
+        prepare(other, source, make_tokenizer(), tmp_path / "prepared")
+
+
+def test_data_that_is_no_longer_what_was_uploaded_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text(json.dumps({"text": "a"}))
+    asked = of(source, spec())
+    source.write_text(json.dumps({"text": "b"}))
+    with pytest.raises(CannotTrain, match="no longer what was uploaded"):
+        prepare(asked, source, make_tokenizer(), tmp_path / "prepared")

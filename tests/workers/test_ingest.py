@@ -12,7 +12,7 @@ from app.models import Job, JobEvent, StepMetric
 from app.schemas.run import LogLine
 from tests.runs import lay_order
 from tests.test_jobs import claimed, expire, on, submitted
-from workers.ingest import Ingest
+from workers.ingest import Position, ingest
 from workers.run_directory import Reporter, RunDirectory
 
 
@@ -40,9 +40,9 @@ def fence(database: Database) -> Fence:
     return fence
 
 
-def read(database: Database, ingest: Ingest) -> int:
+def read(database: Database, run: RunDirectory, fence: Fence, position: Position | None = None) -> Position:
     with database.writing() as session:
-        return ingest.read(session)
+        return ingest(session, run, fence, position or Position())
 
 
 def stored(database: Database) -> list[tuple[int, int, float]]:
@@ -54,14 +54,14 @@ def stored(database: Database) -> list[tuple[int, int, float]]:
 
 
 def test_steps_events_and_progress(database: Database, run: RunDirectory, fence: Fence) -> None:
-    ingest = Ingest(run, fence)
     with Reporter(run, 1) as reporter:
         reporter.event("training", "starts", steps_total=10)
         reporter.step(line(1))
         reporter.step(line(2, loss=0.5))
         reporter.event("checkpoint", "c", step=2)
-    assert read(database, ingest) == 4
-    assert read(database, ingest) == 0
+    position = read(database, run, fence)
+    assert (position.steps_total, position.checkpoint_step) == (10, 2)
+    assert read(database, run, fence, position) == position
     assert stored(database) == [(1, 1, 1.0), (2, 1, 0.5)]
     with database.reading() as session:
         job = session.get_one(Job, fence.job_id)
@@ -76,8 +76,8 @@ def test_read_again_from_the_start_nothing_is_doubled(
     with Reporter(run, 1) as reporter:
         reporter.event("training", "starts", steps_total=10)
         reporter.step(line(1))
-    read(database, Ingest(run, fence))
-    read(database, Ingest(run, fence))
+    read(database, run, fence)
+    read(database, run, fence)
     assert stored(database) == [(1, 1, 1.0)]
     with database.reading() as session:
         assert len(session.scalars(select(JobEvent).where(JobEvent.type == "training")).all()) == 1
@@ -87,24 +87,23 @@ def test_the_later_attempt_s_step_stays(database: Database, run: RunDirectory, f
     with Reporter(run, 1) as reporter:
         for each in (line(1), line(2), line(2, attempt=2, loss=0.7), line(1, attempt=2, loss=0.9)):
             reporter.step(each)
-    read(database, Ingest(run, fence))
+    read(database, run, fence)
     with Reporter(run, 1) as reporter:
         reporter.step(line(1, attempt=1, loss=0.1))
-    read(database, Ingest(run, fence))
+    read(database, run, fence)
     assert stored(database) == [(1, 2, 0.9), (2, 2, 0.7)]
 
 
 def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:
-    ingest = Ingest(run, fence)
     whole = line(1).model_dump_json().encode() + b"\n"
     run.metrics.write_bytes(b'{"broken\n' + whole[:30])
-    read(database, ingest)
+    position = read(database, run, fence)
     assert stored(database) == []
     with run.metrics.open("ab") as file:
         file.write(whole[30:])
-    read(database, ingest)
+    read(database, run, fence, position)
     assert stored(database) == [(1, 1, 1.0)]
 
 
@@ -114,5 +113,30 @@ def test_whoever_lost_the_job_stores_nothing(database: Database, run: RunDirecto
     with Reporter(run, 1) as reporter:
         reporter.step(line(1))
     with pytest.raises(LostJob):
-        read(database, Ingest(run, fence))
+        read(database, run, fence)
     assert stored(database) == []
+
+
+def test_what_was_rolled_back_is_read_again(database: Database, run: RunDirectory, fence: Fence) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter.step(line(1))
+
+    def fail_after_reading() -> None:
+        with database.writing() as session:
+            ingest(session, run, fence, Position())
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        fail_after_reading()
+    assert stored(database) == []
+    read(database, run, fence)
+    assert stored(database) == [(1, 1, 1.0)]
+
+
+def test_an_event_longer_than_what_is_read_at_once(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter.event("skipped", "x", samples=list(range(1_000_000)))
+        reporter.event("training", "starts", steps_total=10)
+    assert read(database, run, fence).steps_total == 10

@@ -65,14 +65,18 @@ def attempt(run: RunDirectory, stop: StopSignal) -> int:
             return 1
         except Exception as error:
             log.exception("the attempt failed")
-            run.write_failure(_crash(error))
+            run.write_failure(_crash(error, run))
             return 1
     return 0
 
 
-def _crash(error: Exception) -> Failure:
+def _crash(error: Exception, run: RunDirectory) -> Failure:
     """The kind of error and its first line; the whole is in trainer.log, which no answer shows."""
-    first = (str(error).strip().splitlines() or [""])[0][:300].replace(str(Path.cwd()), ".")
+    if isinstance(error, OSError):
+        first = error.strerror or "system error"  # its text may name paths
+    else:
+        first = (str(error).strip().splitlines() or [""])[0][:300]
+        first = first.replace(str(run.path.parent.parent), "data").replace(str(Path.cwd()), ".")
     return Failure(code="trainer_crashed", message=f"{type(error).__name__}: {first}", permanent=False)
 
 

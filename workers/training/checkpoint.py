@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from workers.run_directory import sync
+
 KEPT = 2
 """Checkpoints that stay: the newest, and one to fall back to."""
 
@@ -49,11 +51,12 @@ class AllDamaged(Exception):
 def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Writes the checkpoint of a step and returns once it is on the disk."""
     target = folder / f"step-{state.step:08d}-{state.epoch:04d}-{state.consumed:08d}"
-    if target.exists():
+    if target.exists() and _is_whole(target):
         return target
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{target.name}.{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
     partial.mkdir()
     save_file(dict(_trained(model)), partial / "model.safetensors")
     tensors, scalars = _flat(optimizer)
@@ -62,9 +65,9 @@ def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.
     manifest = {file.name: _digest(file) for file in sorted(partial.iterdir())}
     (partial / "manifest.json").write_text(json.dumps(manifest))
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     partial.rename(target)
-    _sync(folder)
+    sync(folder)
     _retire(folder)
     return target
 
@@ -83,6 +86,8 @@ def restore(
     damaged: list[str] = []
     for path in newest_first(folder):
         if _is_whole(path):
+            for name in damaged:
+                (folder / name).rename(folder / f"damaged-{name}")  # so that it blocks no new one
             return _load(path, model, optimizer), damaged
         damaged.append(path.name)
     if damaged:
@@ -145,11 +150,3 @@ def _retire(folder: Path) -> None:
 def _digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

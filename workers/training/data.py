@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from app.schemas.examples import BadLine, Chat, Example, PromptCompletion, TextExample, parse_line
 from app.schemas.spec import DataSpec
+from workers.run_directory import sync, write_whole
 from workers.training.faults import CannotTrain
 
 Tokens = npt.NDArray[np.int32]
@@ -89,6 +90,7 @@ def prepare(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepa
         stored = json.loads(done.read_text())
         if stored.pop("key") == key:
             return Prepared(**stored)
+    _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     prepared = _write(spec, source, tokenizer, folder)
@@ -98,8 +100,23 @@ def prepare(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepa
             f"none of the {prepared.samples} samples has a token that counts for the loss within "
             f"max_length {spec.max_length}: raise max_length, or look at the prompts' lengths",
         )
-    done.write_text(json.dumps({"key": key, **asdict(prepared)}))
+    for file in folder.iterdir():
+        sync(file)
+    write_whole(done, json.dumps({"key": key, **asdict(prepared)}))
     return prepared
+
+
+def _check_content(spec: DataSpec, source: Path) -> None:
+    """Raises:
+    CannotTrain: the file is not the one that the job was submitted with.
+    """
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != spec.sha256:
+        raise CannotTrain(
+            "data_changed",
+            f"the content of {spec.file_id} is no longer what was uploaded: upload it again, and submit anew",
+        )
 
 
 def _key(spec: DataSpec, tokenizer: Any) -> str:

@@ -216,10 +216,10 @@ def train_window(fit: Fit, window: Indices, targets: int) -> Trained:
                 padded_tokens += batch.input_ids.numel()
                 data_seconds += time.perf_counter() - fetched
                 fit.window.add(fit.loss(batch))
-            closed = fit.window.close()
         except torch.OutOfMemoryError:
             _shrink(fit, groups, lengths)
             continue
+        closed = guards.close(fit.window)
         if not closed.overflow:
             return Trained(closed, groups, padded_tokens, data_seconds, time.perf_counter() - began)
         fit.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
@@ -335,10 +335,10 @@ def _count(state: TrainingState, closed: Closed, targets: int) -> None:
 def _skip(fit: Fit, window: Indices, trained: Trained | None) -> None:
     """Counts a window that made no step, names the samples at fault, and gives up after too many."""
     fit.state.skipped += 1
-    fit.state.skipped_in_a_row += 1
     if trained is None:
         message, named = "A window without a single target token made no step.", window.tolist()
     else:
+        fit.state.skipped_in_a_row += 1
         named = guards.samples_at_fault(
             fit.window, lambda sample: fit.loss(fit.fetch([sample])), window, fit.samples.targets
         )

@@ -4,16 +4,33 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from workers.training.batches import Groups
 from workers.training.faults import CannotTrain
-from workers.training.window import Window
+from workers.training.window import Closed, Window
 
 MAX_SKIPPED_IN_A_ROW = 10
 """So many windows that cannot be applied, one after another, end the job."""
 
 Indices = npt.NDArray[np.int64]
+
+
+def close(window: Window) -> Closed:
+    """Closes a window.
+
+    Raises:
+        CannotTrain: the optimizer's step itself runs out of memory, which smaller micro-batches do not mend.
+    """
+    try:
+        return window.close()
+    except torch.OutOfMemoryError:
+        raise CannotTrain(
+            "out_of_memory",
+            "out of memory in the optimizer's step, which does not depend on the micro-batch: freeze some of "
+            "the model, choose sgd, or use a GPU with more memory",
+        ) from None
 
 
 def samples_at_fault(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from app.schemas.spec import Order, Plan, Spec
+from workers.run_directory import sync
 from workers.training.faults import CannotTrain
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
@@ -102,12 +103,16 @@ def autocast(plan: Plan) -> Any:
 
 def save(model: Any, tokenizer: Any, target: Path) -> tuple[str, ...]:
     """Writes the model as a whole or not at all; gives the names of its files."""
+    for leftover in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(leftover)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    for path in (*partial.iterdir(), partial):
+        sync(path)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+    sync(target.parent)
     return tuple(sorted(file.name for file in target.iterdir()))
 
 

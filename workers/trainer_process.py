@@ -1,0 +1,108 @@
+"""A trainer as a process: started in an environment without our secrets, and ended for certain."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from app.planning.devices import Device
+from app.schemas.run import Failure
+from workers.run_directory import LIFELINE_VARIABLE, RunDirectory
+
+_PASSED_ON = (
+    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "SSL_CERT_FILE",
+    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY",
+)  # fmt: skip
+_PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
+
+
+class TrainerProcess:
+    """`python -m workers.training` on one run directory and one device.
+
+    The parent-death signal is bound to the thread that makes this object: it must outlive the trainer.
+    """
+
+    def __init__(self, run: RunDirectory, device: Device) -> None:
+        """Raises:
+        OSError: the process cannot be started.
+        """
+        theirs, self._lifeline = os.pipe()
+        try:
+            with run.log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "workers.training", str(run.path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=_environment(device, theirs),
+                    pass_fds=[theirs],
+                    start_new_session=True,
+                    cwd=Path(__file__).resolve().parent.parent,
+                )
+        except OSError:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(theirs)
+        self._kill_at: float | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """The exit status; null while it lives."""
+        return self._process.poll()
+
+    def ask_to_stop(self, grace_seconds: float) -> None:
+        """SIGTERM now; `overdue` once the grace is over."""
+        self._kill_at = time.monotonic() + grace_seconds
+        if self.status() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    @property
+    def overdue(self) -> bool:
+        """It was asked to stop, and has not done so in time."""
+        return self._kill_at is not None and time.monotonic() > self._kill_at
+
+    def kill(self) -> None:
+        """Ends it and its own children: it leads a session of its own."""
+        if self.status() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Lets go of a trainer that has ended; should it still die slowly, its lifeline is cut."""
+        os.close(self._lifeline)
+
+
+def why_it_ended(status: int) -> Failure:
+    """What an exit status says where the trainer itself could not."""
+    if status >= 0:
+        message = f"the trainer ended with status {status}"
+        return Failure(code="trainer_crashed", message=message, permanent=False)
+    name = signal.Signals(-status).name
+    hint = " (often the machine running out of memory)" if name == "SIGKILL" else ""
+    return Failure(code="trainer_killed", message=f"the trainer was ended by {name}{hint}", permanent=False)
+
+
+def _environment(device: Device, lifeline: int) -> dict[str, str]:
+    """What a trainer needs of our environment."""
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+    }
+    return {
+        **passed,
+        LIFELINE_VARIABLE: str(lifeline),
+        "CUDA_VISIBLE_DEVICES": "" if device.kind == "cpu" else str(device.id),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
+        "TOKENIZERS_PARALLELISM": "true",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
