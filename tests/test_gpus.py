@@ -33,9 +33,7 @@ def test_gpus_are_seen_with_their_memory() -> None:
     assert second.device == Device(1, "NVIDIA RTX A5000", 24 * GIB, "cuda")
 
 
-@pytest.mark.parametrize(
-    "answer", ["Failed to initialize NVML: version mismatch", "garbage, 1"]
-)
+@pytest.mark.parametrize("answer", ["Failed to initialize NVML: version mismatch", "garbage, 1"])
 def test_an_nvidia_smi_that_makes_no_sense_is_survived(nvidia_smi: Path, answer: str) -> None:
     nvidia_smi.write_text(f"#!/bin/sh\necho '{answer}'\n")
     assert gpus.seen() == []

@@ -62,6 +62,8 @@ class Supervisor:
     database: Database
     id: str = field(default_factory=lambda: new_id("worker"))
     running: list[Running] = field(default_factory=list)
+    leaving: list[Running] = field(default_factory=list)
+    """Killed, and not gone yet: they hold their device until then."""
     stopped: bool = False
     started_at: float = field(default_factory=time.time)
     on_cpu: bool = field(default_factory=lambda: not gpus.seen())
@@ -78,7 +80,7 @@ class Supervisor:
             time.sleep(self.settings.poll_seconds)
         for running in self.running:
             self._ask_to_stop(running, "the worker was shut down")
-        while self.running:
+        while self.running or self.leaving:
             self.turn()
             time.sleep(min(0.1, self.settings.poll_seconds))
         with self._guarded(None), self.database.writing() as session:
@@ -93,6 +95,7 @@ class Supervisor:
         """One look at everything that runs. What must happen in time goes first and needs no database."""
         for running in list(self.running):
             self._enforce(running)
+        self._see_off()
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
             with self._guarded(None):
@@ -149,7 +152,7 @@ class Supervisor:
             self._ask_to_stop(running, "paused" if requested == "pause" else "cancelled")
 
     def _claim_for_free_devices(self) -> None:
-        taken = {running.device.id for running in self.running}
+        taken = {running.device.id for running in (*self.running, *self.leaving)}
         for device in self.devices():
             if device.id not in taken and not self._claim(device):
                 return
@@ -260,7 +263,14 @@ class Supervisor:
         """The job is another's by now, or will be: its trainer must be gone before."""
         log.warning("lost the job", job=running.fence.job_id, attempt=running.fence.attempt)
         running.trainer.kill()
-        self._forget(running)
+        self.running.remove(running)
+        self.leaving.append(running)
+        self._see_off()
+
+    def _see_off(self) -> None:
+        for running in [each for each in self.leaving if each.trainer.status() is not None]:
+            running.trainer.close()
+            self.leaving.remove(running)
 
     def _forget(self, running: Running) -> None:
         running.trainer.close()
