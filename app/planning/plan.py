@@ -102,29 +102,21 @@ def _planned_freely(spec: Spec) -> bool:
 
 def _cut(spec: Spec, capacities: Sequence[Capacity]) -> tuple[Cut, list[list[int]], list[str]]:
     """How windows are cut, the micro-batches that this gives at full length, and what had to be changed."""
-    split, batch = spec.split, spec.effective_batch_size
+    split, batch, devices = spec.split, spec.effective_batch_size, len(capacities)
     largest = [capacity.largest for capacity in capacities]
     if _planned_freely(spec):
         budget = min(largest) * spec.data.max_length
         return TokenBudget(tokens=budget), split_over(batch, largest), []
-    asked = split.micro_batch_size or ceil(batch / ((split.accumulation_steps or 1) * split.devices))
-    allowed = min(largest) if spec.auto_adjust_batch_size else asked
-    rows = min(asked, allowed)
-    adjusted = (
-        [
-            f"micro-batches of {asked} are predicted not to fit: {rows} a micro-batch, and the "
-            "effective batch stays"
-        ]
-        if rows < asked
-        else []
-    )
-    sizes = split_over(batch, [rows] * len(capacities))
-    if split.accumulation_steps is not None and not adjusted and split.micro_batch_size is None:
-        count = min(batch, split.accumulation_steps * split.devices)
-        each = even(batch, count)
-        devices = len(capacities)
-        return FixedCount(micro_batches=count), [each[start::devices] for start in range(devices)], []
-    return FixedSize(samples=rows), sizes, adjusted
+    count = min(batch, (split.accumulation_steps or 1) * split.devices)
+    asked = split.micro_batch_size or ceil(batch / count)
+    if spec.auto_adjust_batch_size and min(largest) < asked:
+        rows = min(largest)
+        changed = f"micro-batches of {asked} are predicted not to fit: at most {rows}, and the batch stays"
+        return FixedSize(samples=rows), split_over(batch, [rows] * devices), [changed]
+    if split.micro_batch_size is not None:
+        return FixedSize(samples=asked), split_over(batch, [asked] * devices), []
+    each = even(batch, count)
+    return FixedCount(micro_batches=count), [each[start::devices] for start in range(devices)], []
 
 
 def _planned(spec: Spec, method: Method, capacity: Capacity, sizes: list[int], cut: Cut) -> PlannedDevice:

@@ -48,7 +48,7 @@ class StopRequested(Exception):
 
 
 @dataclass
-class Fit:
+class Training:
     """A run in progress: everything that one window needs."""
 
     order: Order
@@ -112,33 +112,33 @@ def fit(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Outc
         CannotTrain: the job cannot be trained as it stands.
         Interrupted: told to stop; a checkpoint was written.
     """
-    fit = start(run, order, reporter, stop)
-    began_at = fit.state.step
-    while not fit.finished:
+    training = start(run, order, reporter, stop)
+    began_at = training.state.step
+    while not training.finished:
         try:
             if stop():
                 raise StopRequested
-            advance(fit)
+            advance(training)
         except StopRequested:
-            save_checkpoint(fit)
+            save_checkpoint(training)
             raise Interrupted from None
-        if fit.state.step % order.spec.save_every == 0 and fit.state.step > began_at:
-            save_checkpoint(fit)
-    save_checkpoint(fit)
-    files = models.save(fit.model, fit_tokenizer(order), run.model)
+        if training.state.step % order.spec.save_every == 0 and training.state.step > began_at:
+            save_checkpoint(training)
+    save_checkpoint(training)
+    files = models.save(training.model, tokenizer_of(order), run.model)
     reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
-    fit.samples.close()
+    training.samples.close()
     return Outcome(
         files=files,
-        steps=fit.state.step,
-        first_loss=fit.state.first_loss,
-        final_loss=fit.state.loss,
-        trained_tokens=fit.state.trained_tokens,
+        steps=training.state.step,
+        first_loss=training.state.first_loss,
+        final_loss=training.state.loss,
+        trained_tokens=training.state.trained_tokens,
         effective_batch_size=order.spec.effective_batch_size,
     )
 
 
-def start(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Fit:
+def start(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Training:
     """Loads model and data, and resumes from the newest checkpoint that is whole."""
     spec, plan = order.spec, order.plan
     device = models.device_of(plan)
@@ -154,7 +154,7 @@ def start(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Fi
         else None
     )
     clipping = Clipping(spec.gradient_clipping, spec.clip_mode)
-    fit = Fit(
+    training = Training(
         order=order,
         run=run,
         reporter=reporter,
@@ -170,59 +170,59 @@ def start(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Fi
         state=state,
         cut=TokenBudget(tokens=state.token_budget) if state.token_budget else plan.cut,
     )
-    _tell_start(fit, prepared)
-    return fit
+    _tell_start(training, prepared)
+    return training
 
 
-def advance(fit: Fit) -> None:
+def advance(training: Training) -> None:
     """One window: trained, applied if it is finite, reported, and left behind."""
-    spec, state, at = fit.order.spec, fit.state, fit.cursor
-    window = fit.next_window()
-    targets = int(fit.samples.targets[window].sum())
-    rate = spec.optimizer.learning_rate * rate_factor(spec.schedule, state.step, fit.steps_total)
-    set_rate(fit.optimizer, rate)
-    trained = train_window(fit, window, targets) if targets else None
-    following = after(at, len(window), len(fit.samples))
+    spec, state, at = training.order.spec, training.state, training.cursor
+    window = training.next_window()
+    targets = int(training.samples.targets[window].sum())
+    rate = spec.optimizer.learning_rate * rate_factor(spec.schedule, state.step, training.steps_total)
+    set_rate(training.optimizer, rate)
+    trained = train_window(training, window, targets) if targets else None
+    following = after(at, len(window), len(training.samples))
     state.epoch, state.consumed = following.epoch, following.consumed
     state.micro_step += len(trained.groups) if trained else 0
     if trained is None or not trained.closed.applied:
-        _skip(fit, window, trained)
+        _skip(training, window, trained)
     else:
         _count(state, trained.closed, targets)
-        fit.reporter.step(_log_line(fit, at, window, trained, targets, rate))
+        training.reporter.step(_log_line(training, at, window, trained, targets, rate))
 
 
-def train_window(fit: Fit, window: Indices, targets: int) -> Trained:
+def train_window(training: Training, window: Indices, targets: int) -> Trained:
     """Forward and backward of every micro-batch, and one optimizer step if the sum is finite.
 
     The window is replayed as a whole, from the same random state, after an fp16 overflow (at half the
     loss scale) and after running out of memory (in smaller micro-batches).
     """
-    lengths = fit.samples.lengths[window]
-    by_length = fit.order.spec.clip_mode != "each_micro_batch"
+    lengths = training.samples.lengths[window]
+    by_length = training.order.spec.clip_mode != "each_micro_batch"
     while True:
-        groups = cut_window(lengths, fit.cut, by_length=by_length)
+        groups = cut_window(lengths, training.cut, by_length=by_length)
         began = time.perf_counter()
         data_seconds, padded_tokens = 0.0, 0
-        seed_window(fit.order.spec.seed, fit.cursor)
-        fit.window.open(denominator=targets)
+        seed_window(training.order.spec.seed, training.cursor)
+        training.window.open(denominator=targets)
         try:
             for group in groups:
-                if fit.stop():
-                    fit.window.abandon()
+                if training.stop():
+                    training.window.abandon()
                     raise StopRequested
                 fetched = time.perf_counter()
-                batch = fit.fetch(window[group].tolist())
+                batch = training.fetch(window[group].tolist())
                 padded_tokens += batch.input_ids.numel()
                 data_seconds += time.perf_counter() - fetched
-                fit.window.add(fit.loss(batch))
+                training.window.add(training.loss(batch))
         except torch.OutOfMemoryError:
-            _shrink(fit, groups, lengths)
+            _shrink(training, groups, lengths)
             continue
-        closed = guards.close(fit.window)
+        closed = guards.close(training.window)
         if not closed.overflow:
             return Trained(closed, groups, padded_tokens, data_seconds, time.perf_counter() - began)
-        fit.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
+        training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
 def seed_window(seed: int, cursor: Cursor) -> None:
@@ -231,19 +231,19 @@ def seed_window(seed: int, cursor: Cursor) -> None:
     torch.manual_seed(int(mixed[0]) >> 1)
 
 
-def save_checkpoint(fit: Fit) -> None:
+def save_checkpoint(training: Training) -> None:
     """Writes a checkpoint, and says so once it and the log before it are on the disk."""
-    if fit.loss_scale is not None:
-        fit.state.loss_scale = fit.loss_scale.value
-        fit.state.loss_scale_good_windows = fit.loss_scale.good_windows
-    fit.reporter.sync()
-    path = checkpoint.save(fit.run.checkpoints, fit.state, fit.model, fit.optimizer)
-    fit.reporter.event(
-        "checkpoint", f"Checkpoint at step {fit.state.step}.", step=fit.state.step, name=path.name
+    if training.loss_scale is not None:
+        training.state.loss_scale = training.loss_scale.value
+        training.state.loss_scale_good_windows = training.loss_scale.good_windows
+    training.reporter.sync()
+    path = checkpoint.save(training.run.checkpoints, training.state, training.model, training.optimizer)
+    training.reporter.event(
+        "checkpoint", f"Checkpoint at step {training.state.step}.", step=training.state.step, name=path.name
     )
 
 
-def fit_tokenizer(order: Order) -> Any:
+def tokenizer_of(order: Order) -> Any:
     """The base model's tokenizer, to lie beside the trained weights."""
     from transformers import AutoTokenizer
 
@@ -266,36 +266,38 @@ def _resume(
     return state
 
 
-def _tell_start(fit: Fit, prepared: Prepared) -> None:
+def _tell_start(training: Training, prepared: Prepared) -> None:
     """What will be trained, on what, and how: the banner of the log."""
-    spec, plan = fit.order.spec, fit.order.plan
+    spec, plan = training.order.spec, training.order.plan
     notes = prepared.notes(spec.data.max_length)
-    fit.reporter.event(
+    training.reporter.event(
         "data",
         f"{prepared.samples} samples, {prepared.tokens} tokens, the longest {prepared.longest}"
         + (f"; {', '.join(notes)}." if notes else "."),
         "warning" if notes else "info",
         **asdict(prepared),
     )
-    fit.reporter.event(
+    training.reporter.event(
         "training",
-        f"{fit.steps_total} steps of effective batch {spec.effective_batch_size} on {plan.device} in "
+        f"{training.steps_total} steps of effective batch {spec.effective_batch_size} on {plan.device} in "
         f"{plan.precision}; {spec.optimizer.name}, learning rate {spec.optimizer.learning_rate:g}, "
-        f"{warmup_of(spec.schedule, fit.steps_total)} warmup steps, {spec.schedule.name}; predicted memory "
+        f"{warmup_of(spec.schedule, training.steps_total)} warmup steps, {spec.schedule.name}; predicted memory "
         f"{plan.devices[0].predicted_peak_bytes / memory.GIB:.2f} GiB.",
-        steps_total=fit.steps_total,
-        cut=fit.cut.model_dump(),
-        parameters=sum(p.numel() for p in fit.model.parameters()),
+        steps_total=training.steps_total,
+        cut=training.cut.model_dump(),
+        parameters=sum(p.numel() for p in training.model.parameters()),
         threads=plan.threads,
     )
 
 
-def _log_line(fit: Fit, at: Cursor, window: Indices, trained: Trained, targets: int, rate: float) -> LogLine:
+def _log_line(
+    training: Training, at: Cursor, window: Indices, trained: Trained, targets: int, rate: float
+) -> LogLine:
     """The step that was just made, as the log has it."""
-    spec, state, closed = fit.order.spec, fit.state, trained.closed
-    tokens = int(fit.samples.lengths[window].sum())
+    spec, state, closed = training.order.spec, training.state, trained.closed
+    tokens = int(training.samples.lengths[window].sum())
     return LogLine(
-        attempt=fit.order.attempt,
+        attempt=training.order.attempt,
         step=state.step,
         micro_step=state.micro_step,
         batch_idx=at.consumed // spec.effective_batch_size,
@@ -312,8 +314,8 @@ def _log_line(fit: Fit, at: Cursor, window: Indices, trained: Trained, targets: 
         input_tokens=tokens,
         padded_tokens=trained.padded_tokens,
         tokens_per_second=tokens / trained.seconds,
-        memory_gb=memory.in_use_gb(fit.device) if spec.log_memory_usage else None,
-        peak_gb=memory.peak_gb(fit.device) if spec.log_memory_usage else None,
+        memory_gb=memory.in_use_gb(training.device) if spec.log_memory_usage else None,
+        peak_gb=memory.peak_gb(training.device) if spec.log_memory_usage else None,
         noise_scale=None,
         skipped=state.skipped,
         time=time.time(),
@@ -332,32 +334,35 @@ def _count(state: TrainingState, closed: Closed, targets: int) -> None:
     state.loss_ema = closed.loss if state.loss_ema is None else (1 - EMA) * state.loss_ema + EMA * closed.loss
 
 
-def _skip(fit: Fit, window: Indices, trained: Trained | None) -> None:
+def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
     """Counts a window that made no step, names the samples at fault, and gives up after too many."""
-    fit.state.skipped += 1
+    training.state.skipped += 1
     if trained is None:
         message, named = "A window without a single target token made no step.", window.tolist()
     else:
-        fit.state.skipped_in_a_row += 1
+        training.state.skipped_in_a_row += 1
         named = guards.samples_at_fault(
-            fit.window, lambda sample: fit.loss(fit.fetch([sample])), window, fit.samples.targets
+            training.window,
+            lambda sample: training.loss(training.fetch([sample])),
+            window,
+            training.samples.targets,
         )
         message = (
             "A window was not applied: its loss or gradient is not finite; samples at fault: "
             f"{', '.join(map(str, named)) or 'none alone'}."
         )
-    fit.reporter.event("skipped", message, "warning", samples=named)
-    guards.give_up_after_too_many(fit.state.skipped_in_a_row)
+    training.reporter.event("skipped", message, "warning", samples=named)
+    guards.give_up_after_too_many(training.state.skipped_in_a_row)
 
 
-def _shrink(fit: Fit, groups: Groups, lengths: Indices) -> None:
+def _shrink(training: Training, groups: Groups, lengths: Indices) -> None:
     """Takes a smaller token budget after running out of memory; the effective batch stays."""
-    fit.window.abandon()
+    training.window.abandon()
     torch.cuda.empty_cache()
-    tokens = guards.smaller_budget(groups, lengths, allowed=fit.order.spec.auto_adjust_batch_size)
-    fit.state.token_budget = tokens
-    fit.cut = TokenBudget(tokens=tokens)
-    fit.reporter.event(
+    tokens = guards.smaller_budget(groups, lengths, allowed=training.order.spec.auto_adjust_batch_size)
+    training.state.token_budget = tokens
+    training.cut = TokenBudget(tokens=tokens)
+    training.reporter.event(
         "out_of_memory",
         f"Out of memory: the window is replayed with at most {tokens} tokens a micro-batch.",
         "warning",
