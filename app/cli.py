@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from app import __version__
 from app.client import Client, ServiceError
-from app.errors import AccrueError, BadSetting
+from app.errors import AccrueError, InvalidRequest, NotFound
 
 app = typer.Typer(
     name="accrue",
@@ -32,6 +33,21 @@ def main() -> None:
     except (AccrueError, ServiceError) as error:
         errors.print(f"accrue: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"accrue {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version")
+    ] = False,
+) -> None:
+    """Fine-tuning at the effective batch you want, on the GPU you have."""
 
 
 @app.command()
@@ -88,7 +104,7 @@ def submit(
     steps: Annotated[int | None, typer.Option(help="Accumulation steps; left out, they are planned")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate")] = 5e-5,
+    learning_rate: Annotated[float, typer.Option("--lr", min=0, max=100, help="Peak learning rate")] = 5e-5,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
     dry_run: Annotated[bool, typer.Option(help="Check and plan, queue nothing")] = False,
     watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,
@@ -103,10 +119,10 @@ def submit(
 
     with Client(url) as client:
         dataset: dict[str, Any] = {"max_length": max_length}
-        if file.suffix == ".jsonl":
+        if file.suffix.lower() == ".jsonl":
             dataset["file_id"] = client.upload(file)["id"]
         else:
-            dataset |= {"texts": [file.read_text()], "overlength": "split"}
+            dataset |= {"texts": [_text(file)], "overlength": "split"}
         training = {"epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate}
         body = {
             "model_name": model,
@@ -210,10 +226,19 @@ def demo(
     sys.exit(run(folder, steps))
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"{file} is not UTF-8 text: submit a text file, or JSON lines as .jsonl"
+        ) from None
+
+
 def _newest(client: Client) -> str:
     data = client.get("/gradient-accumulation/training", params={"limit": 1})["data"]
     if not data:
-        raise BadSetting("there is no job yet: accrue submit FILE")
+        raise NotFound("there is no job yet: accrue submit FILE")
     return str(data[0]["id"])
 
 

@@ -29,7 +29,10 @@ class Client:
         return self._ask("GET", path, **kw).json()
 
     def post(self, path: str, body: Any) -> Any:
-        return self._ask("POST", path, json=body).json()
+        try:
+            return self._ask("POST", path, json=body).json()
+        except ValueError as error:  # a number that JSON does not have
+            raise ServiceError(str(error)) from None
 
     def upload(self, file: Path) -> Any:
         with file.open("rb") as content:

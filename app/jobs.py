@@ -211,9 +211,10 @@ def cancel(session: Session, job_id: str) -> Job:
     Raises:
         NotFound, Conflict: no such job, or it has ended otherwise. Cancelling twice is fine.
     """
+    rescue(session)  # where no worker is left to carry the request out
     job = get(session, job_id, lock=True)
     if job.status in ENDED and job.status != "cancelled":
-        raise Conflict(f"Job {job_id} has {job.status}: there is nothing to cancel.")
+        raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to cancel.")
     if job.status == "running":
         _request(session, job, "cancel")
     elif job.status != "cancelled":
@@ -225,9 +226,10 @@ def cancel(session: Session, job_id: str) -> Job:
 
 def pause(session: Session, job_id: str) -> Job:
     """Holds a waiting job back; a running one writes a checkpoint first."""
+    rescue(session)
     job = get(session, job_id, lock=True)
     if job.status in ENDED:
-        raise Conflict(f"Job {job_id} has {job.status}: there is nothing to pause.")
+        raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to pause.")
     if job.status == "running":
         if job.requested == "cancel":
             raise Conflict(f"Job {job_id} is being cancelled.")
@@ -247,7 +249,9 @@ def resume(session: Session, job_id: str) -> Job:
     elif job.status == "running" and job.requested == "pause":
         job.requested = None
     elif job.status in ENDED:
-        raise Conflict(f"Job {job_id} has {job.status}: submit it again to train anew.")
+        raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
+    elif job.requested == "cancel":
+        raise Conflict(f"Job {job_id} is being cancelled.")
     return job
 
 

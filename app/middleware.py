@@ -45,7 +45,7 @@ class EveryRequest:
         async def send_with_id(message: Message) -> None:
             nonlocal status, started
             if message["type"] == "http.response.start":
-                status, started = message["status"], True
+                status, started = int(message["status"]), True
                 MutableHeaders(scope=message)["x-request-id"] = identifier
             await send(message)
 

@@ -89,7 +89,11 @@ def _known(request: Request, error: Exception) -> JSONResponse:
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    fields = [_field(item) for item in error.errors()]
+    by_field: dict[str, FieldProblem] = {}
+    for item in error.errors():
+        problem = _field(item)
+        by_field.setdefault(problem.field, problem)
+    fields = list(by_field.values())
     detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5]) + "."
     first = fields[0].field if fields else None
     return problem_response(
@@ -97,18 +101,27 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
     )
 
 
+_KINDS = ("int", "str", "bool", "float")
+
+_PLAINLY = {
+    "extra_forbidden": "is no field of this request, or a second name of one that is given: see /docs",
+    "model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json",
+    "string_pattern_mismatch": "has a form that is not allowed: letters, digits, dots, hyphens and "
+    "underscores, a slash only between owner and name",
+}
+"""What to say instead of pydantic's own words, by its type of error."""
+
+
 def _field(item: Mapping[str, Any]) -> FieldProblem:
     """One of pydantic's complaints, by the field's path as the client wrote it."""
     path = [str(part) for part in item["loc"] if part not in ("body", "query", "path")]
-    if item["type"] == "extra_forbidden":
-        return FieldProblem(
-            field=".".join(path),
-            message="is no field of this request: leave it out, or look for its name in /docs",
-        )
+    while path and (path[-1] in _KINDS or set(path[-1]) & set("[-")):
+        path.pop()  # a member of a union: no part of what the client wrote
     if item["type"] == "json_invalid":
         return FieldProblem(field="body", message=f"is not valid JSON ({item['ctx']['error']})")
     message = str(item["msg"]).removeprefix("Value error, ")
-    return FieldProblem(field=".".join(path) or "body", message=message[:1].lower() + message[1:])
+    plain = _PLAINLY.get(item["type"], message[:1].lower() + message[1:])
+    return FieldProblem(field=".".join(path) or "body", message=plain)
 
 
 def _http(request: Request, error: Exception) -> JSONResponse:
@@ -118,6 +131,10 @@ def _http(request: Request, error: Exception) -> JSONResponse:
         404: f"There is nothing at {request.url.path}: see /docs for what there is.",
         405: f"{request.method} is not allowed at {request.url.path}: see /docs.",
     }.get(error.status_code, str(error.detail))
+    if detail == "There was an error parsing the body":
+        detail = (
+            "The body is not valid JSON: it must be UTF-8, not too deep, with numbers of sensible length."
+        )
     code = TooLarge.code if status == TooLarge.status else status.phrase.lower().replace(" ", "_")
     return problem_response(request, status, code, status.phrase, detail, headers=error.headers)
 

@@ -50,10 +50,15 @@ def up() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    processes = [start("serve"), start("worker")]
+    parts = {"service": start("serve"), "worker": start("worker")}
+    ended: dict[str, int] = {}
     try:
-        while not stopped and all(process.poll() is None for process in processes):
+        while not stopped and not ended:
             time.sleep(0.2)
+            ended = {name: part.returncode for name, part in parts.items() if part.poll() is not None}
     finally:
-        end(processes)
-    return 0 if stopped else max(abs(process.returncode or 1) for process in processes)
+        end(list(parts.values()))
+    for name, status in ended.items():
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        print(f"accrue: the {name} ended by itself ({how}), so everything was ended", file=sys.stderr)
+    return 1 if ended and not stopped else 0

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
 
 from app.errors import BadSetting
 from app.planning.devices import Device, parse_declared
@@ -49,6 +51,16 @@ class Settings(BaseSettings):
         parse_declared([phrase for phrase in value.split(",") if phrase.strip()])
         return value
 
+    @field_validator("database_url")
+    @classmethod
+    def _url_is_understood(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                make_url(value)
+            except ArgumentError:
+                raise ValueError("is no SQLAlchemy URL, such as postgresql+psycopg://…") from None
+        return value
+
     @model_validator(mode="after")
     def _leases_outlast_heartbeats(self) -> "Settings":
         if self.lease_seconds < 2 * self.heartbeat_seconds + 1:
@@ -80,9 +92,16 @@ class Settings(BaseSettings):
         return self.data_dir.absolute() / "models"
 
     def make_directories(self) -> None:
-        """Creates the data folder, readable by its owner only."""
-        for folder in (self.data_dir, self.files_dir, self.runs_dir, self.made_models_dir):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Creates the data folder, readable by its owner only.
+
+        Raises:
+            BadSetting: it cannot be made where the setting says.
+        """
+        try:
+            for folder in (self.data_dir, self.files_dir, self.runs_dir, self.made_models_dir):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadSetting(f"ACCRUE_DATA_DIR: {self.data_dir} cannot be made: {error.strerror}") from None
 
 
 @lru_cache

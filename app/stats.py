@@ -161,17 +161,19 @@ def _statistics(
         .select_from(StepMetric)
     )
     figures = session.execute(rows).one()
-    counters = session.execute(
-        select(func.max(StepMetric.micro_step), func.max(StepMetric.skipped))
+    micro_steps = session.scalars(
+        select(func.max(StepMetric.micro_step))
         .where(StepMetric.job_id.in_(job_ids))
         .group_by(StepMetric.job_id)
-    ).all()
+    )
+    progress = session.scalars(select(Job.progress).where(Job.id.in_(job_ids)))
+    skipped = sum(each.get("skipped", 0) for each in progress)
     return Statistics(
         accumulation_steps=figures.accumulation_steps or plan.get("accumulation_steps"),
         effective_batch_size=spec.get("effective_batch_size"),
         steps=figures.steps,
-        micro_steps=sum(micro for micro, _ in counters),
-        skipped=sum(skipped for _, skipped in counters),
+        micro_steps=sum(micro_steps),
+        skipped=skipped,
         samples=figures.samples or 0,
         tokens=figures.tokens or 0,
         total_loss=figures.total_loss,

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from app.client import Client
 from app.planning.devices import GIB, MIB
@@ -55,7 +55,9 @@ def show_plan(job: dict[str, Any]) -> None:
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:
     """A table of jobs."""
-    table = Table("job", "status", "model", "step", "loss", "batch", "created", box=None)
+    table = Table(
+        Column("job", no_wrap=True), "status", "model", "step", "loss", "batch", "created", box=None
+    )
     for job in jobs:
         progress = job["progress"]
         state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")

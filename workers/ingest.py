@@ -30,6 +30,7 @@ class Position:
     events: int = 0
     steps_total: int | None = None
     checkpoint_step: int = 0
+    skipped: int = 0
 
 
 def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position) -> Position:
@@ -51,7 +52,7 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
         _store_metrics(session, fence.job_id, [line for _, raw in made if (line := _log_line(raw))])
         position = replace(position, metrics=at_metrics)
     if position != before:
-        progress = _progress(session, fence.job_id, position.steps_total)
+        progress = _progress(session, fence.job_id, position)
         jobs.note_progress(session, fence, progress, position.checkpoint_step)
     return position
 
@@ -69,16 +70,19 @@ def _store_events(
         if event.type == "checkpoint":
             step = max(position.checkpoint_step, int(event.data.get("step", 0)))
             position = replace(position, checkpoint_step=step)
+        if event.type == "skipped":
+            position = replace(position, skipped=int(event.data.get("skipped", 0)))
         session.execute(_event_row(session, job_id, offset, event))
     return position
 
 
-def _progress(session: Session, job_id: str, steps_total: int | None) -> dict[str, Any]:
+def _progress(session: Session, job_id: str, position: Position) -> dict[str, Any]:
     last = session.scalars(
         select(StepMetric).where(StepMetric.job_id == job_id).order_by(StepMetric.step.desc()).limit(1)
     ).one_or_none()
+    steps_total = position.steps_total
     if last is None:
-        return {"steps_total": steps_total}
+        return {"steps_total": steps_total, "skipped": position.skipped}
     seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
     totals = select(func.sum(StepMetric.samples), func.sum(StepMetric.tokens), func.avg(seconds))
     samples, tokens, per_step = session.execute(totals.where(StepMetric.job_id == job_id)).one()
@@ -88,7 +92,7 @@ def _progress(session: Session, job_id: str, steps_total: int | None) -> dict[st
         "steps_total": steps_total,
         "micro_step": last.micro_step,
         "accumulation_step": last.gradient_accumulation_steps,
-        "skipped": last.skipped,
+        "skipped": max(last.skipped, position.skipped),
         "epoch": last.epoch,
         "samples_seen": int(samples),
         "tokens_seen": int(tokens),

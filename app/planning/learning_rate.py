@@ -5,6 +5,8 @@ from typing import Literal
 
 Rule = Literal["sqrt", "linear", "inverse", "none"]
 
+Optimizer = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
+
 WHY: dict[Rule, str] = {
     "sqrt": "the square root of the batch's growth keeps the noise of an adaptive optimizer's update "
     "(Krizhevsky 2014; Malladi et al. 2022)",

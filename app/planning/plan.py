@@ -46,7 +46,8 @@ def make_plan(
     method = _method(spec, devices)
     capacities = [_capacity(spec, method, device) for device in devices]
     cut, sizes, adjusted = _cut(spec, capacities)
-    steps_total = spec.steps_for(spec.data.examples) if spec.data.overlength != "split" else None
+    known = spec.max_steps is not None or spec.data.overlength != "split"
+    steps_total = spec.steps_for(spec.data.examples) if known else None
     return Plan(
         predicted=predicted,
         effective_batch_size=spec.effective_batch_size,
@@ -60,7 +61,7 @@ def make_plan(
         steps_total=steps_total,
         predicted_duration_seconds=_duration(spec, steps_total, samples_per_second),
         source="formula",
-        warnings=(*adjusted, *_warnings(spec, capacities, predicted)),
+        warnings=(*adjusted, *_warnings(spec, capacities, steps_total)),
         precision=method.precision,
         device=devices[0].kind,
         threads=threads,
@@ -141,7 +142,7 @@ def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -
     return samples / samples_per_second
 
 
-def _warnings(spec: Spec, capacities: Sequence[Capacity], predicted: bool) -> list[str]:
+def _warnings(spec: Spec, capacities: Sequence[Capacity], steps_total: int | None) -> list[str]:
     warnings = []
     tight = [str(capacity.device.id) for capacity in capacities if not capacity.fits]
     if tight:
@@ -151,15 +152,21 @@ def _warnings(spec: Spec, capacities: Sequence[Capacity], predicted: bool) -> li
         )
     if spec.data.overlength != "split" and spec.data.examples < spec.effective_batch_size:
         warnings.append(
-            f"the data has {spec.data.examples} samples, fewer than the effective batch of "
+            f"the samples are {spec.data.examples}, fewer than the effective batch of "
             f"{spec.effective_batch_size}: one step an epoch, over all of them"
+        )
+    warmup = spec.schedule.warmup_steps
+    if warmup is not None and steps_total is not None and warmup >= steps_total:
+        warnings.append(
+            f"warmup_steps {warmup} is not shorter than the {steps_total} steps: the learning rate never "
+            "reaches its peak"
         )
     if spec.clip_mode == "each_micro_batch":
         warnings.append(
             "clip_mode each_micro_batch clips the running sum after every micro-batch: the result depends "
             "on the split"
         )
-    if predicted and spec.split.devices > 1:
+    if spec.split.devices > len(capacities):
         warnings.append(
             f"the trainer uses one device: the effective batch reckoned for {spec.split.devices} is kept by "
             "accumulating more"

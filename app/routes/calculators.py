@@ -123,7 +123,7 @@ def adjust_learning_rate(
     accumulation_steps: Steps,
     num_gpus: Gpus = 1,
     rule: Annotated[Rule | None, Query()] = None,
-    optimizer: Annotated[str, Query(max_length=40)] = "adamw",
+    optimizer: Annotated[learning_rate.Optimizer, Query()] = "adamw",
     actual_batch_size: Count = 8,
 ) -> LearningRateAnswer:
     """`rule` defaults to sqrt, and to linear where the optimizer is sgd."""

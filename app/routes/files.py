@@ -1,6 +1,6 @@
 """Training files, on the OpenAI-compatible surface."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Form, Path, UploadFile
 from fastapi.responses import FileResponse
@@ -23,7 +23,7 @@ def upload(
     database: CurrentDatabase,
     settings: CurrentSettings,
     file: UploadFile,
-    purpose: Annotated[str, Form(max_length=40)] = "fine-tune",
+    purpose: Annotated[Literal["fine-tune"], Form()] = "fine-tune",
 ) -> FileAnswer:
     """JSONL of chats, prompts with completions, or texts; every line is checked."""
     with files.incoming(settings) as (file_id, path):

@@ -27,7 +27,7 @@ COLUMNS = tuple(LogLine.model_fields)
 def metrics(
     session: Reading,
     training_id: JobId,
-    from_step: Annotated[int, Query(ge=0)] = 0,
+    from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
         int | None, Query(ge=2, le=10_000, description="At most so many, evenly spread")
     ] = None,
@@ -57,8 +57,8 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
     job = jobs.get(session, training_id)
     if job.status != "succeeded":
         ended = job.status in ENDED
-        what = f"has {job.status}: it left no model" if ended else f"is {job.status}: it has no model yet"
-        raise Conflict(f"Job {training_id} {what}.")
+        what = "has ended without a model" if ended else "has no model yet"
+        raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
     folder = model_dir(settings, training_id)
     if not folder.is_dir():
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")

@@ -11,6 +11,7 @@ from app import base_models, gpus, jobs, stats
 from app.errors import Unprocessable
 from app.models import Job
 from app.planning.architectures import CATALOGUE, from_config
+from app.planning.learning_rate import Optimizer
 from app.planning.memory import Method, largest_micro_batch
 from app.planning.plan import precision_for
 from app.planning.recommendations import SIZES, Situation, recommend
@@ -46,7 +47,7 @@ def recommendations(
     model_name: Annotated[ModelName | None, Query()] = None,
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
-    optimizer: Annotated[str, Query(max_length=40)] = "adamw",
+    optimizer: Annotated[Optimizer, Query()] = "adamw",
 ) -> Recommendations:
     """For a model, for a size of model, or for a job from its own figures."""
     advice: list[str] = []

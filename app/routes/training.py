@@ -143,7 +143,7 @@ def _submit(
     inline = asked.dataset_config.texts
     checked = data or Data(file_id="file-0", sha256="", format="text", examples=len(inline or []))
     spec = freeze(model, checked, asked.dataset_config, config, asked.training_config, len(devices))
-    plan = make_plan(spec, devices, predicted=True)
+    plan = make_plan(spec, devices[:1], predicted=True)
     shown = (config.model_dump(mode="json"), asked.training_config.model_dump(mode="json"))
     if asked.dry_run:
         response.status_code = 200

@@ -34,16 +34,18 @@ class PromptCompletion(Line):
 class Message(Line):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
+    weight: Literal[0, 1] = 1
+    """0: an assistant's turn that is only context."""
 
 
 class Chat(Line):
-    """Only what the assistant says counts for the loss."""
+    """Only what the assistant says counts for the loss, in turns whose weight is not 0."""
 
     messages: list[Message] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _has_something_to_learn(self) -> "Chat":
-        if not any(message.role == "assistant" for message in self.messages):
+        if not any(message.role == "assistant" and message.weight for message in self.messages):
             raise ValueError("no message has the role assistant, so there is nothing to learn")
         return self
 

@@ -24,6 +24,13 @@ Metadata = Annotated[
 ]
 
 
+UserId = (
+    Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]
+    | Annotated[str, StringConstraints(strict=True, max_length=200)]
+)
+"""A label of the client's: a number that JSON carries exactly, or a short string."""
+
+
 class DatasetConfig(Request):
     """Where the samples come from: exactly one of `texts` and `file_id`."""
 
@@ -108,7 +115,7 @@ class TrainingRequest(AccumulationConfig):
     config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
     num_gpus: int | None = Field(None, ge=1, le=1024)
     gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
-    user_id: int | str | None = Field(None, description="A label to filter by")
+    user_id: UserId | None = Field(None, description="A label to filter by")
     metadata: Metadata = Field(default_factory=dict)
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: bool = Field(True, description="false: queued paused, until it is resumed")

@@ -86,6 +86,11 @@ def nothing_is_left(client: TestClient, settings: Settings) -> bool:
         ({"model_name": "foo--bar"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
         ({"target_effective_batch_size": None, "accumulation_steps": 4096, "micro_batch_size": 99999,
           "num_gpus": 1024}, 422, "accumulation_steps", "more than 1000000"),
+        ({"user_id": 2**70}, 422, "user_id", ""),
+        ({"user_id": "\ud800"}, 422, "user_id", ""),
+        ({"user_id": True}, 422, "user_id", ""),
+        ({"mixed_precision": "fp8"}, 422, "mixed_precision", ""),
+        ({"gradient_accumulation_steps": 8}, 422, "gradient_accumulation_steps", "a second name"),
         ({"gpu_ids": [9]}, 422, "gpu_ids", "There are: 0"),
         ({"gpu_ids": [0, 0]}, 422, "body", "names a GPU twice"),
         ({"config_id": "accumulation_nope"}, 404, "config_id", "No configuration"),
@@ -180,6 +185,16 @@ def test_a_job_s_inline_file_stays_while_another_job_uses_it(client: TestClient)
         client.post(f"{PATH}/{job['id']}/cancel")
         assert client.delete(f"{PATH}/{job['id']}").status_code == 204
     assert client.get(f"/v1/files/{first['dataset']['file_id']}").status_code == 404
+
+
+def test_devices_asked_for_count_for_the_batch_and_the_one_used_is_told(client: TestClient) -> None:
+    job = submit(
+        client, target_effective_batch_size=None, accumulation_steps=2, micro_batch_size=4, num_gpus=5
+    )
+    assert job["effective_batch_size"] == 40
+    assert [device["gpu_id"] for device in job["plan"]["devices"]] == [0]
+    assert job["accumulation_steps"] == 10
+    assert any("reckoned for 5" in warning for warning in job["plan"]["warnings"])
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:

@@ -58,6 +58,16 @@ def test_only_what_the_assistant_says_counts(tmp_path: Path) -> None:
     assert counted == "A1<|end|>\nA2<|end|>\n"
 
 
+def test_a_turn_of_weight_0_is_only_context(tmp_path: Path) -> None:
+    turns = [("user", "U", 1), ("assistant", "A1", 0), ("user", "V", 1), ("assistant", "A2", 1)]
+    line = {
+        "messages": [{"role": role, "content": content, "weight": weight} for role, content, weight in turns]
+    }
+    [(whole, counted)] = rows(tmp_path, spec("messages"), line)
+    assert "A1" in whole
+    assert counted == "A2<|end|>\n"
+
+
 def test_special_tokens_in_a_text_are_tokens(tmp_path: Path) -> None:
     assert len(rows(tmp_path, spec(), {"text": "a"}, {"text": "b"}, {"text": "c"})) == 3
 

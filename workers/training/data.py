@@ -216,12 +216,12 @@ class Tokeniser:
 
     def _turns(self, number: int, chat: Chat) -> list[Piece]:
         """The chat as its template renders it; what follows an assistant's opening counts, to its end."""
-        messages = [message.model_dump() for message in chat.messages]
+        messages = [message.model_dump(exclude={"weight"}) for message in chat.messages]
         whole = self._render(messages)
         pieces: list[Piece] = []
         at = 0
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for index, message in enumerate(chat.messages):
+            if message.role != "assistant" or not message.weight:
                 continue
             before = self._render(messages[:index], add_generation_prompt=True)
             upto = self._render(messages[: index + 1])

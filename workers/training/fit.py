@@ -256,9 +256,11 @@ def _resume(
     try:
         state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
     except checkpoint.AllDamaged as error:
-        raise CannotTrain("checkpoints_damaged", f"every checkpoint is damaged: {error}") from None
+        message = f"every checkpoint is damaged ({error}): look at the disk, and submit the job again"
+        raise CannotTrain("checkpoints_damaged", message) from None
     for name in damaged:
-        reporter.event("checkpoint_damaged", f"Checkpoint {name} is damaged and was passed over.", "warning")
+        message = f"Checkpoint {name} is damaged and was passed over."
+        reporter.event("checkpoint_damaged", message, "warning")
     if state is None:
         return TrainingState()
     reporter.event("resumed", f"Resumed at step {state.step}.", step=state.step, epoch=state.epoch,
@@ -281,8 +283,8 @@ def _tell_start(training: Training, prepared: Prepared) -> None:
         "training",
         f"{training.steps_total} steps of effective batch {spec.effective_batch_size} on {plan.device} in "
         f"{plan.precision}; {spec.optimizer.name}, learning rate {spec.optimizer.learning_rate:g}, "
-        f"{warmup_of(spec.schedule, training.steps_total)} warmup steps, {spec.schedule.name}; predicted memory "
-        f"{plan.devices[0].predicted_peak_bytes / memory.GIB:.2f} GiB.",
+        f"{warmup_of(spec.schedule, training.steps_total)} warmup steps, {spec.schedule.name}; "
+        f"predicted memory {plan.devices[0].predicted_peak_bytes / memory.GIB:.2f} GiB.",
         steps_total=training.steps_total,
         cut=training.cut.model_dump(),
         parameters=sum(p.numel() for p in training.model.parameters()),
@@ -351,7 +353,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
             "A window was not applied: its loss or gradient is not finite; samples at fault: "
             f"{', '.join(map(str, named)) or 'none alone'}."
         )
-    training.reporter.event("skipped", message, "warning", samples=named)
+    training.reporter.event("skipped", message, "warning", samples=named, skipped=training.state.skipped)
     guards.give_up_after_too_many(training.state.skipped_in_a_row)
 
 

@@ -62,7 +62,7 @@ def give_up_after_too_many(skipped_in_a_row: int) -> None:
         raise CannotTrain(
             "diverged",
             f"{MAX_SKIPPED_IN_A_ROW} windows in a row could not be applied: lower the learning rate, "
-            "look at the samples named in the events, or train in bf16 or fp32",
+            "and look at the samples that the events name",
         )
 
 
