@@ -44,10 +44,10 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
     steps = -(-batch // (micro * situation.devices))
     return {
         "effective_batch_size": _batch(situation.target, batch),
-        "micro_batch_size": _literature(
+        "micro_batch_size": _formula(
             micro, "the largest micro-batch predicted to fit, no larger than the target needs", "medium"
         ),
-        "accumulation_steps": _literature(
+        "accumulation_steps": _formula(
             steps, f"{batch} samples over {situation.devices} device(s) in micro-batches of {micro}", "high"
         ),
         "learning_rate": _rate(situation, batch),
@@ -58,7 +58,7 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         ),
         "optimizer": _optimizer(batch),
         "precision": _precision(situation),
-        "gradient_checkpointing": _literature(
+        "gradient_checkpointing": _formula(
             situation.micro_batch == 0,
             "not one sample fits without it"
             if situation.micro_batch == 0
@@ -118,3 +118,7 @@ def _precision(situation: Situation) -> Recommendation:
 
 def _literature(value: Any, why: str, confidence: Literal["low", "medium", "high"]) -> Recommendation:
     return Recommendation(value=value, why=why, evidence="literature", confidence=confidence)
+
+
+def _formula(value: Any, why: str, confidence: Literal["low", "medium", "high"]) -> Recommendation:
+    return Recommendation(value=value, why=why, evidence="formula", confidence=confidence)

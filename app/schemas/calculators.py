@@ -154,6 +154,6 @@ class LearningRateAnswer(Answer):
 class Recommendation(Answer):
     value: Any
     why: str
-    evidence: Literal["measured", "simulated", "literature"]
+    evidence: Literal["measured", "simulated", "formula", "literature"]
     confidence: Literal["low", "medium", "high"]
     range: list[float] | None = None
