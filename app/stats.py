@@ -90,7 +90,6 @@ def totals(session: Session) -> Totals:
             StepMetric
         )
     ).one()
-    skipped = select(func.max(StepMetric.skipped).label("skipped")).group_by(StepMetric.job_id).subquery()
     by_day: dict[str, int] = {}
     for (created_at,) in session.execute(select(Job.created_at)):
         day = _day(created_at)
@@ -104,7 +103,7 @@ def totals(session: Session) -> Totals:
         steps=steps,
         samples=samples or 0,
         tokens=tokens or 0,
-        skipped=_count(session, select(func.sum(skipped.c.skipped))),
+        skipped=_count(session, select(func.sum(Job.progress["skipped"].as_integer()))),
         configurations=_count(session, select(func.count()).select_from(Configuration)),
         files=_count(session, select(func.count()).select_from(File)),
     )
@@ -139,28 +138,7 @@ def performance(session: Session, job: Job) -> JobPerformance:
 def _statistics(
     session: Session, job_ids: list[str], spec: dict[str, Any], plan: dict[str, Any]
 ) -> Statistics:
-    mean = func.avg(StepMetric.loss)
-    rows = (
-        select(
-            func.count().label("steps"),
-            func.sum(StepMetric.samples).label("samples"),
-            func.sum(StepMetric.tokens).label("tokens"),
-            func.sum(StepMetric.input_tokens).label("input_tokens"),
-            func.sum(StepMetric.padded_tokens).label("padded_tokens"),
-            func.sum(StepMetric.loss).label("total_loss"),
-            mean.label("loss_mean"),
-            (func.avg(StepMetric.loss * StepMetric.loss) - mean * mean).label("loss_variance"),
-            func.avg(StepMetric.gradient_accumulation_steps).label("accumulation_steps"),
-            func.avg(StepMetric.grad_norm).label("grad_norm"),
-            func.avg(StepMetric.memory_gb).label("memory"),
-            func.max(StepMetric.peak_gb).label("peak"),
-            func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
-            func.sum(_SECONDS).label("seconds"),
-        )
-        .where(StepMetric.job_id.in_(job_ids))
-        .select_from(StepMetric)
-    )
-    figures = session.execute(rows).one()
+    figures = _figures(session, job_ids)
     micro_steps = session.scalars(
         select(func.max(StepMetric.micro_step))
         .where(StepMetric.job_id.in_(job_ids))
@@ -197,6 +175,32 @@ def _statistics(
         ),
         prediction_error=_prediction_error(figures.peak, plan),
     )
+
+
+def _figures(session: Session, job_ids: list[str]) -> Any:
+    """Sums and averages over every step of some jobs: one row."""
+    mean = func.avg(StepMetric.loss)
+    rows = (
+        select(
+            func.count().label("steps"),
+            func.sum(StepMetric.samples).label("samples"),
+            func.sum(StepMetric.tokens).label("tokens"),
+            func.sum(StepMetric.input_tokens).label("input_tokens"),
+            func.sum(StepMetric.padded_tokens).label("padded_tokens"),
+            func.sum(StepMetric.loss).label("total_loss"),
+            mean.label("loss_mean"),
+            (func.avg(StepMetric.loss * StepMetric.loss) - mean * mean).label("loss_variance"),
+            func.avg(StepMetric.gradient_accumulation_steps).label("accumulation_steps"),
+            func.avg(StepMetric.grad_norm).label("grad_norm"),
+            func.avg(StepMetric.memory_gb).label("memory"),
+            func.max(StepMetric.peak_gb).label("peak"),
+            func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
+            func.sum(_SECONDS).label("seconds"),
+        )
+        .where(StepMetric.job_id.in_(job_ids))
+        .select_from(StepMetric)
+    )
+    return session.execute(rows).one()
 
 
 def _prediction_error(peak_gb: float | None, plan: dict[str, Any]) -> float | None:

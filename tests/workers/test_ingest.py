@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from app import jobs
+from app import jobs, stats
 from app.database import Database
 from app.jobs import Fence, LostJob
 from app.models import Job, JobEvent, StepMetric
@@ -140,3 +140,17 @@ def test_an_event_longer_than_what_is_read_at_once(
         reporter.event("skipped", "x", samples=list(range(1_000_000)))
         reporter.event("training", "starts", steps_total=10)
     assert read(database, run, fence).steps_total == 10
+
+
+def test_windows_that_made_no_step_count_without_a_step_after_them(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter.step(line(1))
+        reporter.event("skipped", "x", samples=[3], skipped=1)
+        reporter.event("skipped", "x", samples=[5], skipped=2)
+    read(database, run, fence)
+    with database.reading() as session:
+        job = session.get_one(Job, fence.job_id)
+        assert job.progress["skipped"] == 2
+        assert stats.totals(session).skipped == 2
