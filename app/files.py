@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
                     field="file",
                 )
             target.write(block)
+        _make_durable(target, path.parent)
     return check(path, settings, field="file")
 
 
@@ -71,6 +73,7 @@ def store_texts(texts: Iterable[str], path: Path) -> Checked:
         for text in texts:
             target.write(json.dumps({"text": text}).encode() + b"\n")
             examples += 1
+        _make_durable(target, path.parent)
     return Checked(_digest(path), path.stat().st_size, "text", examples)
 
 
@@ -145,6 +148,17 @@ def remove(session: Session, file_id: str) -> None:
     if job_id is not None:
         raise Conflict(f"The file {file_id} belongs to job {job_id}: delete that job first.")
     session.delete(file)
+
+
+def _make_durable(file: BinaryIO, folder: Path) -> None:
+    """Returns once content and name are on the disk: the row that names the file must not outlive it."""
+    file.flush()
+    os.fsync(file.fileno())
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _digest(path: Path) -> str:

@@ -9,30 +9,13 @@ from sqlalchemy import func, select, update
 from app import jobs
 from app.database import Database, database_now
 from app.errors import Conflict, NotFound
-from app.jobs import MAX_FAILURES, Fence, LostJob, Submission
+from app.jobs import MAX_FAILURES, Fence, LostJob
 from app.models import Attempt, File, Job, JobEvent
 from app.schemas.run import Failure
 from tests.specs import cpu_plan, make_spec
+from tests.submissions import submitted
 
 CRASH = Failure(code="trainer_killed", message="the trainer was ended by SIGKILL", permanent=False)
-
-
-def submitted(database: Database, **changes: Any) -> str:
-    spec = make_spec()
-    fields: dict[str, Any] = {
-        "spec": spec, "plan": cpu_plan(spec, predicted=True), "config": {}, "training_config": {},
-        "config_id": None, "user_id": None, "metadata": {}, "priority": 0, "paused": False,
-    }  # fmt: skip
-    with database.writing() as session:
-        if session.get(File, "file-1") is None:
-            session.add(
-                File(
-                    id="file-1", created_at=0.0, filename="f", purpose="fine-tune", bytes=1, sha256="0",
-                    format="text", examples=1, inline=True,
-                )
-            )  # fmt: skip
-            session.flush()
-        return jobs.submit(session, Submission(**{**fields, **changes})).id
 
 
 def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:

@@ -1,6 +1,7 @@
 """Jobs: submitted, looked at, stopped, deleted."""
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -132,7 +133,7 @@ def _submit(
     *,
     planned: bool = False,
 ) -> JobAnswer | DryRunAnswer:
-    """Checks, freezes and plans; the job and its inline data are stored together or not at all."""
+    """Checks, freezes, plans, and stores unless it is a dry run."""
     model = base_models.find_for_training(asked.model_name, settings)
     with database.reading() as session:
         config, num_gpus = _config(session, asked)
@@ -148,28 +149,34 @@ def _submit(
     if asked.dry_run:
         response.status_code = 200
         return dry_run_answer(spec, plan, *shown)
-    with files.incoming(settings) as (file_id, path), database.writing() as session:
-        if inline is not None:
-            stored = files.store_texts(inline, path)
-            files.add(session, file_id, stored, filename="texts.jsonl", purpose="fine-tune", inline=True)
-            data_spec = spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
-            spec = spec.model_copy(update={"data": data_spec})
-        job = jobs.submit(
-            session,
-            Submission(
-                spec=spec,
-                plan=plan,
-                config=shown[0],
-                training_config=shown[1],
-                config_id=asked.config_id,
-                user_id=asked.user_id,
-                metadata=asked.metadata,
-                priority=asked.priority,
-                paused=not asked.auto_start,
-            ),
-        )
+    submission = Submission(
+        spec=spec,
+        plan=plan,
+        config=shown[0],
+        training_config=shown[1],
+        config_id=asked.config_id,
+        user_id=asked.user_id,
+        metadata=asked.metadata,
+        priority=asked.priority,
+        paused=not asked.auto_start,
+    )
+    job_id = _store(submission, inline, database, settings)
     with database.reading() as session:
-        return job_answer(session, jobs.get(session, job.id))
+        return job_answer(session, jobs.get(session, job_id))
+
+
+def _store(
+    submission: Submission, texts: list[str] | None, database: CurrentDatabase, settings: Settings
+) -> str:
+    """The job and its inline data, together or not at all; gives the job's id."""
+    with files.incoming(settings) as (file_id, path), database.writing() as session:
+        if texts is not None:
+            stored = files.store_texts(texts, path)
+            files.add(session, file_id, stored, filename="texts.jsonl", purpose="fine-tune", inline=True)
+            data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
+            spec = submission.spec.model_copy(update={"data": data})
+            submission = replace(submission, spec=spec)
+        return jobs.submit(session, submission).id
 
 
 def _config(session: Session, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:

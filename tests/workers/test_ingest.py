@@ -11,7 +11,8 @@ from app.jobs import Fence, LostJob
 from app.models import Job, JobEvent, StepMetric
 from app.schemas.run import LogLine
 from tests.runs import lay_order
-from tests.test_jobs import claimed, expire, on, submitted
+from tests.submissions import submitted
+from tests.test_jobs import claimed, expire, on
 from workers.ingest import Position, ingest
 from workers.run_directory import Reporter, RunDirectory
 

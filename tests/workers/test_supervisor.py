@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -11,12 +10,12 @@ from sqlalchemy.exc import OperationalError
 
 from app import jobs
 from app.database import Database
-from app.jobs import Submission
-from app.models import File, Job
+from app.models import Job
 from app.schemas.spec import Plan
 from app.settings import Settings
 from tests.runs import small_data, until, write_texts
-from tests.specs import cpu_plan, make_spec
+from tests.specs import make_spec
+from tests.submissions import submitted
 from workers.supervisor import Supervisor
 
 
@@ -36,26 +35,13 @@ def end_all(supervisor: Supervisor) -> None:
     until(lambda: all(running.trainer.status() is not None for running in supervisor.leaving))
 
 
-def submitted(settings: Settings, database: Database, **changes: Any) -> str:
+def endless(settings: Settings, database: Database) -> str:
+    """A queued job on forty texts that would train for a long time; gives its id."""
     path = settings.files_dir / "file-1"
     if not path.exists():
         write_texts(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    spec = make_spec(data=small_data(sha256=digest), max_steps=100_000, **changes)
-    with database.writing() as session:
-        if session.get(File, "file-1") is None:
-            session.add(
-                File(
-                    id="file-1", created_at=0.0, filename="f", purpose="fine-tune", bytes=1, sha256="0",
-                    format="text", examples=40, inline=True,
-                )
-            )  # fmt: skip
-            session.flush()
-        submission = Submission(
-            spec=spec, plan=cpu_plan(spec, predicted=True), config={}, training_config={}, config_id=None,
-            user_id=None, metadata={}, priority=0, paused=False,
-        )  # fmt: skip
-        return jobs.submit(session, submission).id
+    return submitted(database, make_spec(data=small_data(sha256=digest), max_steps=100_000))
 
 
 def job(database: Database, job_id: str) -> Job:
@@ -71,7 +57,7 @@ def turn(supervisor: Supervisor) -> None:
 def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_away(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id = submitted(settings, database)
+    job_id = endless(settings, database)
     turn(supervisor)
     [running] = supervisor.running
     assert job(database, job_id).status == "running"
@@ -93,7 +79,7 @@ def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_away(
 def test_trouble_with_one_job_is_that_job_s_crash_and_not_the_worker_s(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
-    broken, good = submitted(settings, database), submitted(settings, database)
+    broken, good = endless(settings, database), endless(settings, database)
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == broken).values(spec={"no": "spec"}))
     turn(supervisor)
@@ -106,7 +92,7 @@ def test_trouble_with_one_job_is_that_job_s_crash_and_not_the_worker_s(
 def test_an_end_that_makes_no_sense_is_a_crash(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
-    job_id = submitted(settings, database)
+    job_id = endless(settings, database)
     turn(supervisor)
     [running] = supervisor.running
     running.trainer.kill()
@@ -119,7 +105,7 @@ def test_an_end_that_makes_no_sense_is_a_crash(
 def test_a_resume_keeps_the_plan_on_a_device_alike(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
-    job_id = submitted(settings, database)
+    job_id = endless(settings, database)
     turn(supervisor)
     first = Plan.model_validate(job(database, job_id).plan)
     assert (first.predicted, first.threads) == (False, 1)
@@ -140,7 +126,7 @@ def test_a_resume_keeps_the_plan_on_a_device_alike(
 def test_a_stopped_supervisor_gives_its_jobs_back(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
-    job_id = submitted(settings, database)
+    job_id = endless(settings, database)
     turn(supervisor)
     supervisor.stop()
     supervisor.run()
