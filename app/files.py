@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from app.database import database_now
@@ -144,7 +144,8 @@ def remove(session: Session, file_id: str) -> None:
         NotFound, Conflict: no such file, or jobs name it.
     """
     file = get(session, file_id)
-    job_id = session.scalar(select(Job.id).where(Job.file_id == file_id).limit(1))
+    evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
+    job_id = session.scalar(select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1))
     if job_id is not None:
         raise Conflict(f"The file {file_id} belongs to job {job_id}: delete that job first.")
     session.delete(file)

@@ -10,12 +10,33 @@ from app.planning.split import Asked, ConflictingBatch, Resolved, check_steps, r
 from app.schemas.accumulation import AccumulationConfig, Precision
 from app.schemas.architecture import ModelReference
 from app.schemas.examples import DataFormat
-from app.schemas.spec import AskedSplit, DataSpec, MemoryLimits, OptimizerSpec, ScheduleSpec, Spec
-from app.schemas.training import DatasetConfig, TrainingConfig
+from app.schemas.spec import (
+    AskedSplit,
+    DataSpec,
+    LoraSpec,
+    MemoryLimits,
+    MethodSpec,
+    OptimizerSpec,
+    RampSpec,
+    ScheduleSpec,
+    Spec,
+    ValidationSpec,
+)
+from app.schemas.training import (
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULE_ARGUMENTS,
+    DatasetConfig,
+    LoraConfig,
+    LoraMethod,
+    QloraMethod,
+    TrainingConfig,
+)
 
 DEFAULT_EPOCHS = 3
 DEFAULT_MAX_LENGTH = 1024
 DEFAULT_SAVE_EVERY = 50
+DEFAULT_RAMP = 8
+"""A ramp that follows what is measured goes up to so many times the effective batch."""
 DEFAULT_SAFETY_MARGIN = 0.1
 """Where no prediction was compared with a measurement yet."""
 
@@ -73,43 +94,64 @@ def max_length_for(asked: int | None, model: ModelReference) -> int:
 def freeze(
     model: ModelReference,
     data: Data,
+    validation: Data | None,
     dataset: DatasetConfig,
     config: AccumulationConfig,
     training: TrainingConfig,
     devices: int,
+    *,
+    profile: bool = False,
 ) -> Spec:
     """The spec of a job.
 
     Raises:
         Unprocessable: values that exclude each other, or that the model or the data do not allow.
     """
-    samples = data.examples if dataset.overlength != "split" else None
+    own = _data(data, validation, dataset, model)
+    if training.early_stopping is not None and own.validation is None:
+        raise Unprocessable(
+            "early_stopping needs something to evaluate on: set validation_split or validation_file_id.",
+            field="training_config.early_stopping",
+        )
+    samples = data.examples - own.held_out() if dataset.overlength != "split" else None
     batch = resolve_batch(config, devices, recommended_batch(samples))
     return Spec(
         model=model,
-        data=_data(data, dataset, model),
+        data=own,
         seed=training.seed,
+        method=_method(training),
         effective_batch_size=batch.effective_batch_size,
+        ramp=_ramp(config, batch.effective_batch_size),
         epochs=None if training.max_steps else (training.epochs or DEFAULT_EPOCHS),
         max_steps=training.max_steps,
         optimizer=_optimizer(training, config, batch.effective_batch_size),
-        schedule=ScheduleSpec(
-            name=training.lr_scheduler,
-            warmup_steps=training.warmup_steps,
-            warmup_ratio=training.warmup_ratio or 0.0,
-        ),
+        schedule=_schedule(training),
+        label_smoothing=training.label_smoothing,
+        aux_scope=training.aux_scope,
         gradient_clipping=config.gradient_clipping,
         clip_mode=config.clip_mode,
+        loss_spike_zscore=config.loss_spike_zscore,
         precision=_precision(config),
+        accumulate_in_fp32=config.accumulate_in_fp32,
+        accumulate_gradients_on_cpu=config.accumulate_gradients_on_cpu,
         gradient_checkpointing=training.gradient_checkpointing,
         attention=training.attention,
+        compile=training.compile,
         freeze=tuple(training.freeze),
+        eval_every=training.eval_every,
+        early_stopping=training.early_stopping,
         save_every=training.save_every or DEFAULT_SAVE_EVERY,
         timeout_seconds=training.timeout_seconds,
+        certificate=config.equivalence_check,
+        noise_scale_every=config.noise_scale_every,
         split=AskedSplit(accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices),
         memory=memory_limits(config.max_memory_usage, config.memory_safety_margin),
         auto_adjust_batch_size=config.auto_adjust_batch_size,
         log_memory_usage=config.log_memory_usage,
+        log_micro_losses=config.log_micro_losses,
+        log_gradients=config.log_gradients,
+        report_to=tuple(training.report_to),
+        profile=profile,
     )
 
 
@@ -121,12 +163,17 @@ def memory_limits(max_memory_usage: float, margin: float | None) -> MemoryLimits
     )
 
 
-def _data(data: Data, dataset: DatasetConfig, model: ModelReference) -> DataSpec:
+def _data(data: Data, validation: Data | None, dataset: DatasetConfig, model: ModelReference) -> DataSpec:
     if dataset.format not in (None, data.format):
         raise Unprocessable(
             f"The file's lines are of format {data.format}, not {dataset.format}: leave format out, or "
             "upload the file as you mean it.",
             field="dataset_config.format",
+        )
+    if dataset.validation_split is not None and data.examples < 2:
+        raise Unprocessable(
+            "validation_split needs at least two samples: one to train on and one to evaluate on.",
+            field="dataset_config.validation_split",
         )
     return DataSpec(
         file_id=data.file_id,
@@ -135,6 +182,69 @@ def _data(data: Data, dataset: DatasetConfig, model: ModelReference) -> DataSpec
         examples=data.examples,
         max_length=max_length_for(dataset.max_length, model),
         overlength=dataset.overlength,
+        packing=dataset.packing,
+        validation=_validation(validation, dataset.validation_split),
+    )
+
+
+def _validation(file: Data | None, share: float | None) -> ValidationSpec | None:
+    if file is not None:
+        return ValidationSpec(file_id=file.file_id, sha256=file.sha256, format=file.format, share=None)
+    if share is not None:
+        return ValidationSpec(file_id=None, sha256=None, format=None, share=share)
+    return None
+
+
+def _method(training: TrainingConfig) -> MethodSpec:
+    match training.method:
+        case "full":
+            return MethodSpec(name="full", lora=None)
+        case "lora" | "qlora" as name:
+            return MethodSpec(name=name, lora=_lora(LoraConfig()))
+        case LoraMethod(lora=config):
+            return MethodSpec(name="lora", lora=_lora(config))
+        case QloraMethod(qlora=config):
+            if config.merge:
+                raise Unprocessable(
+                    "qlora: merge is not for weights in 4 bits: save the adapters, or choose lora.",
+                    field="training_config.method",
+                )
+            return MethodSpec(name="qlora", lora=_lora(config))
+
+
+def _lora(config: LoraConfig) -> LoraSpec:
+    targets = tuple(config.target_modules) if config.target_modules is not None else None
+    return LoraSpec(**{**config.model_dump(), "target_modules": targets})
+
+
+def _ramp(config: AccumulationConfig, effective_batch: int) -> RampSpec:
+    limit = config.max_effective_batch_size or DEFAULT_RAMP * effective_batch
+    if limit < effective_batch:
+        raise Unprocessable(
+            f"max_effective_batch_size {limit} is smaller than the effective batch of {effective_batch}: "
+            "raise it, or lower the target.",
+            field="max_effective_batch_size",
+        )
+    return RampSpec(
+        name=config.accumulation_scheduler,
+        warmup_steps=config.accumulation_warmup_steps,
+        loss_variance_threshold=config.loss_variance_threshold,
+        max_effective_batch_size=limit,
+    )
+
+
+def _schedule(training: TrainingConfig) -> ScheduleSpec:
+    given = training.lr_scheduler_args.model_dump(exclude_none=True)
+    own = {**SCHEDULE_ARGUMENTS[training.lr_scheduler], **given}
+    if training.warmup_shape == "constant" and "warmup_start" not in given:
+        own["warmup_start"] = 0.1  # a constant warmup at a rate of nothing would be a delay
+    unused = {"warmup_start": 0.0, "final": 0.0, "pct_start": 0.0, "div_factor": 1.0, "final_div_factor": 1.0}
+    return ScheduleSpec(
+        name=training.lr_scheduler,
+        warmup_steps=training.warmup_steps,
+        warmup_ratio=training.warmup_ratio or 0.0,
+        warmup_shape=training.warmup_shape,
+        **{**unused, **own},
     )
 
 
@@ -148,12 +258,15 @@ def _optimizer(training: TrainingConfig, config: AccumulationConfig, effective_b
     scale = 1.0
     if config.gradient_scaling and config.base_batch_size:
         scale = learning_rate.scale(config.lr_scaling, effective_batch / config.base_batch_size)
-    arguments = training.optimizer_args
+    own = OPTIMIZER_ARGUMENTS[training.optimizer] | training.optimizer_args.model_dump(exclude_none=True)
+    unused = dict.fromkeys(("betas", "eps", "momentum", "nesterov", "trust_coefficient"))
+    if own.get("nesterov") and not own.get("momentum"):
+        raise Unprocessable(
+            "nesterov needs a momentum: set optimizer_args.momentum.", field="training_config.optimizer_args"
+        )
     return OptimizerSpec(
         name=training.optimizer,
         learning_rate=training.learning_rate * scale,
         weight_decay=training.weight_decay,
-        betas=arguments.betas or (0.9, 0.999),
-        eps=arguments.eps or 1e-8,
-        momentum=arguments.momentum or 0.0,
+        **{**unused, **own},
     )

@@ -60,7 +60,7 @@ def lay_order(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **pla
 
 def small_data(**changes: Any) -> DataSpec:
     fields = {"file_id": "file-1", "sha256": "0", "format": "text", "examples": 40, "max_length": 64,
-              "overlength": "truncate"}  # fmt: skip
+              "overlength": "truncate", "packing": False, "validation": None}  # fmt: skip
     return DataSpec.model_validate({**fields, **changes})
 
 

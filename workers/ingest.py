@@ -21,6 +21,9 @@ from workers.run_directory import RunDirectory
 _READ_AT_ONCE = 4 * 2**20
 _GIB = 2**30
 
+ONLY_IN_LOG = ("micro_losses", "gradient_norms", "aux_loss")
+"""What a line of the log has beyond its row."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -141,13 +144,18 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
     if not by_step:
         return
     insert = _insert(session)(StepMetric.__table__)
-    update = {name: insert.excluded[name] for name in LogLine.model_fields if name != "step"}
+    update = {
+        name: insert.excluded[name] for name in LogLine.model_fields if name not in ("step", *ONLY_IN_LOG)
+    }
     statement = insert.on_conflict_do_update(
         index_elements=["job_id", "step"],
         set_=update,
         where=insert.excluded.attempt >= StepMetric.__table__.c.attempt,
     )
-    session.execute(statement, [{"job_id": job_id, **line.model_dump()} for line in by_step.values()])
+    session.execute(
+        statement,
+        [{"job_id": job_id, **line.model_dump(exclude=set(ONLY_IN_LOG))} for line in by_step.values()],
+    )
 
 
 def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:

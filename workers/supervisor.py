@@ -185,6 +185,7 @@ class Supervisor:
             spec=spec,
             plan=plan,
             data_file=str(self.settings.files_dir / spec.data.file_id),
+            validation_file=self._validation_file(spec),
             model_path=self._model_path(spec),
         )
         with self.database.writing() as session:
@@ -211,6 +212,12 @@ class Supervisor:
     def _new_plan(self, spec: Spec, device: Device) -> Plan:
         threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
         return make_plan(spec, [device], predicted=False, threads=threads)
+
+    def _validation_file(self, spec: Spec) -> str | None:
+        validation = spec.data.validation
+        if validation is None or validation.file_id is None:
+            return None
+        return str(self.settings.files_dir / validation.file_id)
 
     def _model_path(self, spec: Spec) -> str:
         if spec.model.source == "built_in":

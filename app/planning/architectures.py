@@ -88,8 +88,11 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
     if family == "qwen3":
         attention += 2 * head_dim
     bias = (2 * inner + hidden) if config.get("mlp_bias", False) else 0
-    block = attention + 3 * hidden * inner + bias + 2 * hidden
-    tied = config.get("tie_word_embeddings", family in {"gemma"})
+    experts = int(config["num_local_experts"]) if family == "mixtral" else 1
+    router = hidden * experts if family == "mixtral" else 0
+    norms = 4 if family == "gemma2" else 2
+    block = attention + experts * (3 * hidden * inner + bias) + router + norms * hidden
+    tied = config.get("tie_word_embeddings", family in {"gemma", "gemma2"})
     embeddings = vocabulary * hidden * (1 if tied else 2)
     return Architecture(
         family=family, layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
@@ -124,5 +127,5 @@ def _opt(config: Mapping[str, Any]) -> Architecture:
 _READERS = {
     "gpt2": _gpt2,
     "opt": _opt,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _llama),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral"), _llama),
 }

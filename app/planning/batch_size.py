@@ -40,7 +40,7 @@ class RawQuestion:
     activation_bytes_per_sample: int
     available_bytes: int
     limits: MemoryLimits
-    optimizer_states: int
+    optimizer_states: float
     devices: int
     target: int | None
 
@@ -71,7 +71,7 @@ def answer(question: Question, warnings: list[str]) -> BatchSizeAnswer:
 
 def answer_raw(question: RawQuestion) -> BatchSizeAnswer:
     """The same from raw figures: weights, their gradients and states, and so much for each sample."""
-    fixed = question.weights_bytes * (2 + question.optimizer_states)
+    fixed = int(question.weights_bytes * (2 + question.optimizer_states))
     budget = question.limits.budget(question.available_bytes)
     room = floor(max(0, budget - fixed) / question.activation_bytes_per_sample)
     devices = [
@@ -81,7 +81,7 @@ def answer_raw(question: RawQuestion) -> BatchSizeAnswer:
     memory = Memory(
         weights_bytes=question.weights_bytes,
         gradients_bytes=question.weights_bytes,
-        optimizer_bytes=question.weights_bytes * question.optimizer_states,
+        optimizer_bytes=int(question.weights_bytes * question.optimizer_states),
         activations_bytes=question.activation_bytes_per_sample * micro,
         logits_bytes=0,
         workspace_bytes=0,

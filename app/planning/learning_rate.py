@@ -5,7 +5,6 @@ from typing import Literal
 
 Rule = Literal["sqrt", "linear", "inverse", "none"]
 
-Optimizer = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
 
 WHY: dict[Rule, str] = {
     "sqrt": "the square root of the batch's growth keeps the noise of an adaptive optimizer's update "

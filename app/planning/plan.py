@@ -1,14 +1,26 @@
 """The plan of a job: how its spec runs on the devices at hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from app.planning.devices import Device
-from app.planning.memory import Method, Precision, largest_micro_batch, step_memory
+from app.planning.memory import Method, largest_micro_batch, step_memory
 from app.planning.split import even, split_over
-from app.schemas.spec import Cut, FixedCount, FixedSize, Plan, PlannedDevice, Spec, TokenBudget
+from app.schemas.accumulation import Precision
+from app.schemas.spec import (
+    Cut,
+    FixedCount,
+    FixedSize,
+    LoraSpec,
+    Plan,
+    PlannedDevice,
+    Remedy,
+    RunPrecision,
+    Spec,
+    TokenBudget,
+)
 
 CPU_TOKENS = 1024
 """A CPU's throughput no longer grows with the micro-batch beyond about a thousand tokens."""
@@ -47,7 +59,7 @@ def make_plan(
     capacities = [_capacity(spec, method, device) for device in devices]
     cut, sizes, adjusted = _cut(spec, capacities)
     known = spec.max_steps is not None or spec.data.overlength != "split"
-    steps_total = spec.steps_for(spec.data.examples) if known else None
+    steps_total = spec.steps_for(spec.data.examples - spec.data.held_out()) if known else None
     return Plan(
         predicted=predicted,
         effective_batch_size=spec.effective_batch_size,
@@ -66,10 +78,11 @@ def make_plan(
         device=devices[0].kind,
         threads=threads,
         cut=cut,
+        remedies=_remedies(spec, method),
     )
 
 
-def precision_for(asked: Literal["auto", "bf16", "fp16", "no"], device: Device) -> Precision:
+def precision_for(asked: Literal["auto"] | Precision, device: Device) -> RunPrecision:
     """bf16 on a GPU that has it, fp16 on one that hasn't, fp32 on a CPU; what was named goes first."""
     if asked != "auto":
         return "fp32" if asked == "no" else asked
@@ -86,6 +99,35 @@ def _method(spec: Spec, devices: Sequence[Device]) -> Method:
         gradient_checkpointing=spec.gradient_checkpointing,
         attention=spec.attention,
         device=devices[0].kind,
+        lora=spec.method.lora,
+        quantised=spec.method.name == "qlora",
+        accumulate_in_fp32=spec.accumulate_in_fp32,
+        accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
+    )
+
+
+_LORA = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)
+
+
+def _remedies(spec: Spec, method: Method) -> tuple[Remedy, ...]:
+    """What would take less memory than the spec as it stands, each alone, for one sample of full length."""
+    length = spec.data.max_length
+
+    def peak(changed: Method, sequence: int = length) -> int:
+        return step_memory(spec.model.architecture, changed, 1, sequence).peak_process_bytes
+
+    changes = [
+        ("gradient_checkpointing: true", peak(replace(method, gradient_checkpointing=True))),
+        (f"max_length: {length // 2}", peak(method, max(2, length // 2))),
+        ("optimizer: adafactor", peak(replace(method, optimizer="adafactor"))),
+        ("accumulate_gradients_on_cpu: true", peak(replace(method, accumulate_on_cpu=True))),
+        ("method: lora", peak(replace(method, lora=method.lora or _LORA))),
+        ("method: qlora", peak(replace(method, lora=method.lora or _LORA, quantised=True))),
+    ]
+    return tuple(
+        Remedy(change=change, predicted_peak_bytes=bytes_)
+        for change, bytes_ in sorted(changes, key=lambda pair: pair[1])
+        if bytes_ < peak(method)
     )
 
 
@@ -165,6 +207,11 @@ def _warnings(spec: Spec, capacities: Sequence[Capacity], steps_total: int | Non
         warnings.append(
             "clip_mode each_micro_batch clips the running sum after every micro-batch: the result depends "
             "on the split"
+        )
+    if spec.ramp.name in ("noise_scale", "loss_variance"):
+        warnings.append(
+            f"accumulation_scheduler {spec.ramp.name} follows what is measured: the steps of a run by epochs "
+            "are an upper bound, and another plan may ramp otherwise"
         )
     if spec.split.devices > len(capacities):
         warnings.append(

@@ -26,7 +26,7 @@ from app.schemas.calculators import (
     EffectiveBatchAnswer,
     LearningRateAnswer,
 )
-from app.schemas.spec import MemoryLimits
+from app.schemas.spec import MemoryLimits, OptimizerName
 from app.settings import Settings
 from app.submission import DEFAULT_MAX_LENGTH, memory_limits
 
@@ -123,7 +123,7 @@ def adjust_learning_rate(
     accumulation_steps: Steps,
     num_gpus: Gpus = 1,
     rule: Annotated[Rule | None, Query()] = None,
-    optimizer: Annotated[learning_rate.Optimizer, Query()] = "adamw",
+    optimizer: Annotated[OptimizerName, Query()] = "adamw",
     actual_batch_size: Count = 8,
 ) -> LearningRateAnswer:
     """`rule` defaults to sqrt, and to linear where the optimizer is sgd."""

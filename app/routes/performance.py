@@ -11,12 +11,12 @@ from app import base_models, gpus, jobs, stats
 from app.errors import Unprocessable
 from app.models import Job
 from app.planning.architectures import CATALOGUE, from_config
-from app.planning.learning_rate import Optimizer
 from app.planning.memory import Method, largest_micro_batch
 from app.planning.plan import precision_for
 from app.planning.recommendations import SIZES, Situation, recommend
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
+from app.schemas.spec import OptimizerName
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
 from app.schemas.training import ModelName
 from app.settings import Settings
@@ -47,7 +47,7 @@ def recommendations(
     model_name: Annotated[ModelName | None, Query()] = None,
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
-    optimizer: Annotated[Optimizer, Query()] = "adamw",
+    optimizer: Annotated[OptimizerName, Query()] = "adamw",
 ) -> Recommendations:
     """For a model, for a size of model, or for a job from its own figures."""
     advice: list[str] = []
@@ -72,12 +72,12 @@ def recommendations(
 
 
 def _situation(
-    architecture: Architecture, target: int | None, optimizer: str, settings: Settings
+    architecture: Architecture, target: int | None, optimizer: OptimizerName, settings: Settings
 ) -> Situation:
     devices = gpus.for_planning(settings.declared_devices)
     method = Method(
         precision=precision_for("auto", devices[0]),
-        optimizer="sgd" if optimizer == "sgd" else "adamw",
+        optimizer=optimizer,
         gradient_checkpointing=False,
         attention="sdpa",
         device=devices[0].kind,

@@ -137,13 +137,23 @@ def _submit(
     model = base_models.find_for_training(asked.model_name, settings)
     with database.reading() as session:
         config, num_gpus = _config(session, asked)
-        data = _uploaded(session, asked.dataset_config.file_id)
+        data = _uploaded(session, asked.dataset_config.file_id, "file_id")
+        validation = _uploaded(session, asked.dataset_config.validation_file_id, "validation_file_id")
     if planned:
         _check_that_steps_are_left_to_us(config)
     devices = _devices(asked.gpu_ids, num_gpus, settings)
     inline = asked.dataset_config.texts
     checked = data or Data(file_id="file-0", sha256="", format="text", examples=len(inline or []))
-    spec = freeze(model, checked, asked.dataset_config, config, asked.training_config, len(devices))
+    spec = freeze(
+        model,
+        checked,
+        validation,
+        asked.dataset_config,
+        config,
+        asked.training_config,
+        len(devices),
+        profile=asked.profile,
+    )
     plan = make_plan(spec, devices[:1], predicted=True)
     shown = (config.model_dump(mode="json"), asked.training_config.model_dump(mode="json"))
     if asked.dry_run:
@@ -201,10 +211,10 @@ def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
             )
 
 
-def _uploaded(session: Session, file_id: str | None) -> Data | None:
+def _uploaded(session: Session, file_id: str | None, field: str) -> Data | None:
     if file_id is None:
         return None
-    file = files.get(session, file_id, field="dataset_config.file_id")
+    file = files.get(session, file_id, field=f"dataset_config.{field}")
     return Data(file.id, file.sha256, file.format, file.examples)
 
 

@@ -8,7 +8,10 @@ from app.schemas.wire import Answer, Request
 
 MAX_ACCUMULATION_STEPS = 4096
 MAX_EFFECTIVE_BATCH = 1_000_000
-Precision = Literal["bf16", "fp16", "no"]
+Precision = Literal["bf16", "fp16", "no", "tf32", "pure_bf16"]
+"""bf16, fp16: autocast over fp32 weights; pure_bf16: weights in bf16 too; no: fp32; tf32: fp32, on tensor
+cores with TF32's mantissa."""
+
 ClipMode = Literal["after_accumulation", "each_micro_batch", "value"]
 LearningRateRule = Literal["sqrt", "linear", "none"]
 
@@ -61,18 +64,60 @@ class AccumulationConfig(Request):
     gradient_clipping: float | None = Field(1.0, gt=0, description="By global norm; null: off")
     clip_mode: ClipMode = "after_accumulation"
     clip_gradients_before_accumulation: bool = Field(False, description="true means each_micro_batch")
-    accumulate_gradients_on_cpu: Literal[False] = False
-    accumulation_scheduler: Literal["constant"] = "constant"
-    accumulation_warmup_steps: Literal[0] = 0
+    loss_spike_zscore: float | None = Field(
+        None,
+        gt=0,
+        description="Skip a window whose loss is this many standard deviations above the recent ones'",
+    )
+    accumulate_in_fp32: bool = Field(
+        True,
+        description="pure_bf16: sum gradients in fp32, 4 bytes a parameter instead of 2; false: in bf16",
+    )
+    accumulate_gradients_on_cpu: bool = Field(
+        False, description="Gradients live in host memory between micro-batches"
+    )
+    accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = "constant"
+    accumulation_warmup_steps: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        validation_alias=AliasChoices("accumulation_warmup_steps", "warmup_steps"),
+        description="Updates over which the linear scheduler ramps the effective batch up",
+    )
+    max_effective_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EFFECTIVE_BATCH,
+        description="As far as noise_scale and loss_variance may go; null: eight times the effective batch",
+    )
+    loss_variance_threshold: float = Field(
+        0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"
+    )
+    equivalence_check: bool = Field(
+        True, description="Compare the first window's gradient with another split's before training"
+    )
+    noise_scale_every: int | None = Field(
+        10, ge=1, description="Measure the gradient noise scale in every so many windows; null: never"
+    )
     log_accumulation: Literal[True] = True
     log_memory_usage: bool = True
-    log_micro_losses: Literal[False] = False
-    log_gradients: Literal[False] = False
+    log_micro_losses: bool = Field(False, description="The loss of each micro-batch, in the log")
+    log_gradients: bool = Field(False, description="The gradient norm of each layer, in the log")
 
     @model_validator(mode="after")
     def _old_name_of_the_clip_mode(self) -> "AccumulationConfig":
         if self.clip_gradients_before_accumulation and self.clip_mode == "after_accumulation":
             self.clip_mode = "each_micro_batch"
+        return self
+
+    @model_validator(mode="after")
+    def _ramps_agree(self) -> "AccumulationConfig":
+        if self.accumulation_scheduler == "linear" and not self.accumulation_warmup_steps:
+            raise ValueError("accumulation_scheduler linear needs accumulation_warmup_steps")
+        if self.accumulation_scheduler == "noise_scale" and self.noise_scale_every is None:
+            raise ValueError("accumulation_scheduler noise_scale needs noise_scale_every")
+        if self.accumulation_scheduler == "noise_scale" and self.clip_mode == "each_micro_batch":
+            raise ValueError("the noise scale is not measured under clip_mode each_micro_batch")
         return self
 
 

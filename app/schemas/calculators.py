@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.schemas.accumulation import Precision
+from app.schemas.spec import OptimizerName
 from app.schemas.training import ModelName
 from app.schemas.wire import Answer, Request
-
-OptimizerForMemory = Literal["adamw", "sgd"]
 
 
 class BatchSizeRequest(Request):
@@ -32,7 +31,7 @@ class BatchSizeRequest(Request):
     )
     max_length: int | None = Field(None, ge=2)
     method: Literal["full"] = "full"
-    optimizer: OptimizerForMemory = "adamw"
+    optimizer: OptimizerName = "adamw"
     mixed_precision: bool | Precision = True
     gradient_checkpointing: bool = False
     max_memory_usage: float = Field(0.9, gt=0, le=1)

@@ -17,6 +17,9 @@ class Line(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
+    weight: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
+    """How much each of the line's tokens counts for the loss, beside those of other lines."""
+
 
 class TextExample(Line):
     """Every token of the text counts for the loss."""
@@ -31,7 +34,9 @@ class PromptCompletion(Line):
     completion: str = Field(min_length=1)
 
 
-class Message(Line):
+class Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     weight: Literal[0, 1] = 1

@@ -7,6 +7,18 @@ from app.schemas.wire import Frozen
 Level = Literal["info", "warning", "error"]
 
 
+class NoiseScale(Frozen):
+    """The gradient noise scale in samples: the trace of the gradient's covariance over its squared norm
+    (McCandlish et al. 2018, section 2.2)."""
+
+    value: float
+    low: float
+    """Of the 90 % confidence band."""
+    high: float | None
+    """null: unbounded, since the gradient's own norm is not told from zero yet."""
+    measurements: int
+
+
 class LogLine(Frozen):
     """One optimizer step. Counters (`step`, `micro_step`, `skipped`) run over the whole job;
     `samples`, `tokens`, `loss` and times are those of this step's window."""
@@ -47,6 +59,12 @@ class LogLine(Frozen):
     data_seconds: float
     forward_backward_seconds: float
     optimizer_seconds: float
+    aux_loss: float | None = None
+    """A mixture of experts' balance loss, weighted as trained."""
+    micro_losses: tuple[float, ...] | None = None
+    """The mean loss of each micro-batch, on request."""
+    gradient_norms: dict[str, float] | None = None
+    """The gradient's norm by layer, before clipping, on request."""
 
 
 class EventLine(Frozen):
@@ -68,6 +86,12 @@ class Outcome(Frozen):
     final_loss: float | None
     trained_tokens: int
     effective_batch_size: int
+    eval_loss: float | None = None
+    """Mean over the validation set's target tokens, of the model as saved."""
+    best_step: int | None = None
+    """The step with the lowest validation loss."""
+    equivalence_error: float | None = None
+    noise_scale: NoiseScale | None = None
 
 
 class Failure(Frozen):

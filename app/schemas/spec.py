@@ -13,10 +13,23 @@ from app.schemas.architecture import ModelReference
 from app.schemas.examples import DataFormat
 from app.schemas.wire import Frozen
 
-OptimizerName = Literal["adamw", "sgd"]
-ScheduleName = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
+ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
+WarmupShape = Literal["linear", "quadratic", "constant"]
 Overlength = Literal["truncate", "split", "error"]
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+AuxScope = Literal["window", "sequence", "none"]
+RunPrecision = Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class ValidationSpec(Frozen):
+    """Samples that are only evaluated on: a file of its own, or a share of the training file's lines."""
+
+    file_id: str | None
+    sha256: str | None
+    format: DataFormat | None
+    share: float | None
 
 
 class DataSpec(Frozen):
@@ -29,16 +42,29 @@ class DataSpec(Frozen):
     max_length: int
     """Longest sequence in tokens; what is longer is dealt with as `overlength` says."""
     overlength: Overlength
+    packing: bool
+    """Samples of a micro-batch in one row, without padding."""
+    validation: ValidationSpec | None
+
+    def held_out(self) -> int:
+        """Lines of the training file that are kept for validation; never all of them."""
+        if self.validation is None or self.validation.share is None:
+            return 0
+        return min(max(1, round(self.validation.share * self.examples)), self.examples - 1)
 
 
 class OptimizerSpec(Frozen):
+    """An optimizer; of the last five only its own are not null (`submission.OPTIMIZER_DEFAULTS`)."""
+
     name: OptimizerName
     learning_rate: float
     """The peak learning rate, after any scaling for the effective batch."""
     weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
+    betas: tuple[float, float] | None
+    eps: float | None
+    momentum: float | None
+    nesterov: bool | None
+    trust_coefficient: float | None
 
 
 class ScheduleSpec(Frozen):
@@ -48,6 +74,50 @@ class ScheduleSpec(Frozen):
     warmup_steps: int | None
     """null: `warmup_ratio` of the steps, resolved once these are known."""
     warmup_ratio: float
+    warmup_shape: WarmupShape
+    warmup_start: float
+    """Share of the peak rate at the first update."""
+    final: float
+    """Share of the peak rate at the end of linear and cosine."""
+    pct_start: float
+    """one_cycle: share of the updates in which the rate rises."""
+    div_factor: float
+    """one_cycle: the peak over the first rate."""
+    final_div_factor: float
+    """one_cycle: the first rate over the last."""
+
+
+class LoraSpec(Frozen):
+    """Low-rank adapters (Hu et al. 2021) through peft."""
+
+    r: int
+    alpha: int
+    dropout: float
+    target_modules: tuple[str, ...] | None
+    """Ends of module names; null: every linear layer but the output head."""
+    merge: bool
+    """The model is saved with the adapters merged into it, instead of the adapters alone."""
+
+
+class MethodSpec(Frozen):
+    name: Literal["full", "lora", "qlora"]
+    lora: LoraSpec | None
+
+
+class RampSpec(Frozen):
+    """How the effective batch grows while training."""
+
+    name: Literal["constant", "linear", "noise_scale", "loss_variance"]
+    warmup_steps: int
+    loss_variance_threshold: float
+    max_effective_batch_size: int
+
+
+class EarlyStopping(Frozen):
+    """Ends a run after `patience` evaluations without a loss lower by at least `min_delta`, in nats."""
+
+    patience: int = Field(ge=1, le=1000)
+    min_delta: float = Field(0.0, ge=0)
 
 
 class AskedSplit(Frozen):
@@ -74,33 +144,72 @@ class Spec(Frozen):
     model: ModelReference
     data: DataSpec
     seed: int
+    method: MethodSpec
     effective_batch_size: int
-    """Samples per optimizer step over all devices."""
+    """Samples per optimizer step over all devices; where it ramps, see `ramp`."""
+    ramp: RampSpec
     epochs: int | None
     max_steps: int | None
     """Exactly one of `epochs` and `max_steps` is given."""
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
+    label_smoothing: float
+    aux_scope: AuxScope
+    """Over what a mixture of experts' balance loss is taken."""
     gradient_clipping: float | None
     clip_mode: ClipMode
+    loss_spike_zscore: float | None
+    """A window whose loss lies so many standard deviations above the recent ones is not applied."""
     precision: Literal["auto"] | Precision
+    accumulate_in_fp32: bool
+    """Gradients of parameters in a lower precision are summed in fp32."""
+    accumulate_gradients_on_cpu: bool
     gradient_checkpointing: bool
     attention: Attention
+    compile: bool
     freeze: tuple[str, ...]
+    eval_every: int | None
+    early_stopping: EarlyStopping | None
     save_every: int
     """Optimizer steps between checkpoints."""
     timeout_seconds: float | None
+    certificate: bool
+    """Compare the first window's gradient with that of a smaller split before training."""
+    noise_scale_every: int | None
+    """Measure the gradient noise scale in every so many windows."""
     split: AskedSplit
     memory: MemoryLimits
     auto_adjust_batch_size: bool
     log_memory_usage: bool
+    log_micro_losses: bool
+    log_gradients: bool
+    report_to: tuple[Tracker, ...]
+    profile: bool
+
+    def batch_at(self, step: int) -> int:
+        """The effective batch of an update, counted from 0, as far as it does not depend on what is measured.
+
+        A linear ramp goes from its first share to the whole in `warmup_steps` updates.
+        """
+        if self.ramp.name != "linear" or step >= self.ramp.warmup_steps:
+            return self.effective_batch_size
+        return ceil(self.effective_batch_size * (step + 1) / (self.ramp.warmup_steps + 1))
 
     def steps_for(self, samples: int) -> int:
         """Optimizer steps of the whole run; the partial window at an epoch's end is a step of its own."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.epochs is not None
-        return self.epochs * ceil(samples / self.effective_batch_size)
+        steps = consumed = epoch = 0
+        while epoch < self.epochs and steps < self.ramp.warmup_steps and self.ramp.name == "linear":
+            consumed += self.batch_at(steps)
+            steps += 1
+            if consumed >= samples:
+                epoch, consumed = epoch + 1, 0
+        if epoch < self.epochs:
+            steps += ceil((samples - consumed) / self.effective_batch_size)
+            steps += (self.epochs - epoch - 1) * ceil(samples / self.effective_batch_size)
+        return steps
 
 
 class TokenBudget(Frozen):
@@ -137,6 +246,13 @@ class PlannedDevice(Frozen):
     memory_limit_bytes: int
 
 
+class Remedy(Frozen):
+    """A change that would take less memory, and the peak predicted with it."""
+
+    change: str
+    predicted_peak_bytes: int
+
+
 class Plan(Frozen):
     """How a spec is run on the devices at hand."""
 
@@ -153,11 +269,13 @@ class Plan(Frozen):
     predicted_duration_seconds: float | None
     source: Literal["measured", "simulated", "formula"]
     warnings: tuple[str, ...]
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: RunPrecision
     device: Literal["cpu", "cuda"]
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
     cut: Cut
+    remedies: tuple[Remedy, ...] = ()
+    """What would take less memory than this plan, for one sample of full length."""
 
 
 class Order(Frozen):
@@ -169,5 +287,7 @@ class Order(Frozen):
     plan: Plan
     data_file: str
     """Absolute path of the JSONL file."""
+    validation_file: str | None = None
+    """Absolute path of the validation file, where it is one of its own."""
     model_path: str
     """Absolute path of a model's directory, or a hub id."""

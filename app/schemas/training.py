@@ -6,7 +6,18 @@ from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.schemas.accumulation import AccumulationConfig
 from app.schemas.examples import DataFormat
-from app.schemas.spec import Attention, OptimizerName, Overlength, Plan, ScheduleName
+from app.schemas.run import NoiseScale
+from app.schemas.spec import (
+    Attention,
+    AuxScope,
+    EarlyStopping,
+    OptimizerName,
+    Overlength,
+    Plan,
+    ScheduleName,
+    Tracker,
+    WarmupShape,
+)
 from app.schemas.wire import Answer, Request
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
@@ -43,9 +54,20 @@ class DatasetConfig(Request):
         None, ge=2, description="Tokens; null: the model's positions, at most 1024"
     )
     overlength: Overlength = "truncate"
+    validation_split: float | None = Field(
+        None, gt=0, lt=1, description="Share of the lines that is kept for evaluation"
+    )
+    validation_file_id: str | None = Field(
+        None, pattern=r"^file-[A-Za-z0-9]+$", description="An uploaded file to evaluate on"
+    )
+    packing: bool = Field(
+        False, description="Samples of a micro-batch share a row without padding, kept apart by attention"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "DatasetConfig":
+        if self.validation_split is not None and self.validation_file_id is not None:
+            raise ValueError("give validation_split or validation_file_id, not both")
         if (self.texts is None) == (self.file_id is None):
             raise ValueError("give exactly one of texts and file_id")
         if self.texts is not None and not self.texts:
@@ -56,14 +78,66 @@ class DatasetConfig(Request):
 
 
 class OptimizerArguments(Request):
-    """Those of the optimizer chosen; the defaults are PyTorch's."""
+    """Those of the optimizer chosen; the defaults are its library's."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
     eps: float | None = Field(None, gt=0)
     momentum: float | None = Field(None, ge=0, lt=1)
+    nesterov: bool | None = None
+    trust_coefficient: float | None = Field(None, gt=0)
 
 
-_ARGUMENTS_OF: dict[OptimizerName, set[str]] = {"adamw": {"betas", "eps"}, "sgd": {"momentum"}}
+class ScheduleArguments(Request):
+    """Those of the schedule chosen; the defaults are PyTorch's."""
+
+    warmup_start: float | None = Field(
+        None, ge=0, le=1, description="Share of the peak rate at the first update; default 0, constant: 0.1"
+    )
+    final: float | None = Field(None, ge=0, le=1, description="linear, cosine: share of the peak at the end")
+    pct_start: float | None = Field(None, gt=0, lt=1, description="one_cycle: share of rising updates (0.3)")
+    div_factor: float | None = Field(None, ge=1, description="one_cycle: peak over the first rate (25)")
+    final_div_factor: float | None = Field(None, ge=1, description="one_cycle: first over last rate (1e4)")
+
+
+OPTIMIZER_ARGUMENTS: dict[OptimizerName, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "adamw_8bit": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "lion": {"betas": (0.9, 0.99)},
+    "lamb": {"betas": (0.9, 0.999), "eps": 1e-6},
+    "lars": {"momentum": 0.9, "nesterov": False, "trust_coefficient": 0.001},
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "adafactor": {},
+}
+"""The arguments that each optimizer takes, with their defaults."""
+
+SCHEDULE_ARGUMENTS: dict[ScheduleName, dict[str, float]] = {
+    "constant": {"warmup_start": 0.0},
+    "linear": {"warmup_start": 0.0, "final": 0.0},
+    "cosine": {"warmup_start": 0.0, "final": 0.0},
+    "one_cycle": {"pct_start": 0.3, "div_factor": 25.0, "final_div_factor": 1e4},
+}
+"""The arguments that each schedule takes, with their defaults."""
+
+
+class LoraConfig(Request):
+    r: int = Field(16, ge=1, le=1024, description="Rank of the adapters")
+    alpha: int = Field(32, ge=1, le=10_000, description="The adapters' output is scaled by alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | None = Field(
+        None, min_length=1, max_length=100, description="Ends of module names; null: every linear layer"
+    )
+    merge: bool = Field(False, description="Save the model with the adapters merged into it")
+
+
+class LoraMethod(Request):
+    lora: LoraConfig
+
+
+class QloraMethod(Request):
+    qlora: LoraConfig
+
+
+Method = Literal["full", "lora", "qlora"] | LoraMethod | QloraMethod
 
 
 class TrainingConfig(Request):
@@ -78,17 +152,28 @@ class TrainingConfig(Request):
     lr_scheduler: ScheduleName = "linear"
     warmup_steps: int | None = Field(None, ge=0)
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    warmup_shape: Literal["linear"] = "linear"
+    warmup_shape: WarmupShape = "linear"
+    lr_scheduler_args: ScheduleArguments = Field(default_factory=ScheduleArguments)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    aux_scope: AuxScope = Field(
+        "window",
+        description="A mixture of experts' balance loss: over the window (costs a forward without gradient), "
+        "over each sequence (another loss, at no cost), or not at all",
+    )
     freeze: list[str] = Field(
         default_factory=list,
         max_length=100,
         description="Patterns of parameter names, as in transformer.h.0.*",
     )
-    method: Literal["full"] = "full"
+    method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     gradient_checkpointing: bool = False
+    compile: bool = Field(False, description="torch.compile, with micro-batches of a few shapes")
     attention: Attention = "sdpa"
     seed: int = Field(42, ge=0, lt=2**31)
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
+    early_stopping: EarlyStopping | None = None
     save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: 50")
+    report_to: list[Tracker] = Field(default_factory=list, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
@@ -97,13 +182,25 @@ class TrainingConfig(Request):
             raise ValueError("give epochs or max_steps, not both")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("give warmup_steps or warmup_ratio, not both")
-        surplus = self.optimizer_args.model_fields_set - _ARGUMENTS_OF[self.optimizer]
-        if surplus:
-            raise ValueError(
-                f"optimizer_args: {', '.join(sorted(surplus))} is not an argument of {self.optimizer}; "
-                f"it takes {', '.join(sorted(_ARGUMENTS_OF[self.optimizer]))}"
-            )
+        if self.lr_scheduler == "one_cycle" and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError("one_cycle rises by itself: set lr_scheduler_args.pct_start instead of a warmup")
+        if self.early_stopping is not None and self.eval_every is None:
+            raise ValueError("early_stopping needs eval_every")
+        _only("optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer)
+        _only(
+            "lr_scheduler_args",
+            self.lr_scheduler_args,
+            set(SCHEDULE_ARGUMENTS[self.lr_scheduler]),
+            self.lr_scheduler,
+        )
         return self
+
+
+def _only(field: str, arguments: Request, taken: set[str], name: str) -> None:
+    surplus = arguments.model_fields_set - taken
+    if surplus:
+        takes = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
+        raise ValueError(f"{field}: {', '.join(sorted(surplus))} is not an argument of {name}; {takes}")
 
 
 class TrainingRequest(AccumulationConfig):
@@ -119,6 +216,7 @@ class TrainingRequest(AccumulationConfig):
     metadata: Metadata = Field(default_factory=dict)
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: bool = Field(True, description="false: queued paused, until it is resumed")
+    profile: bool = Field(False, description="torch.profiler over one settled window, as an artifact")
     dry_run: bool = Field(False, description="Check and plan, queue nothing")
 
     @model_validator(mode="after")
@@ -182,8 +280,10 @@ class ResultAnswer(Answer):
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None = None
+    best_step: int | None = None
     trained_tokens: int
     equivalence_error: float | None = None
+    noise_scale: NoiseScale | None = None
     effective_batch_size: int
 
 

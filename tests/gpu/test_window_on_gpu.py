@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from app.schemas.spec import FixedSize, TokenBudget
-from tests.training.small_models import CONFIGS, Window64, make_model, make_window64
+from tests.training.small_models import CONFIGS, Window64, loss_sum, make_model, make_window64
 from workers.training.batches import cut_window
-from workers.training.loss import loss_sum
 from workers.training.window import Clipping, LossScale, Window
 
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}

@@ -1,4 +1,4 @@
-"""Small models of three families, and samples of unequal length with masked prompts."""
+"""Small models of five families, and samples of unequal length and weight with masked prompts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    NanoChatConfig,
+    OPTConfig,
+)
 
-from workers.training.batches import collate
+from workers.training.batches import Form, MicroBatch, Row, collate
+from workers.training.loss import TokenLoss
 
 VOCABULARY = 61
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -24,14 +32,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
         max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0,
     ),
+    "mixtral": lambda: MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+        num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.05, sliding_window=None,
+        experts_implementation="eager",
+    ),
+    "nanochat": lambda: NanoChatConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+        final_logit_softcapping=2.0, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    ),
 }  # fmt: skip
+"""nanochat's cap is so low that it matters at this size. (Gemma's norms sum their weights' gradients in
+fp32 whatever the model's precision: no witness in fp64.)"""
+
+PLAIN = ("gpt2", "llama", "opt")
+"""Families whose loss is cross-entropy of their head's own logits."""
 
 
 @dataclass
 class Window64:
-    """Sixty-four samples: tokens, and which of them count."""
+    """Sixty-four samples: tokens, which of them count, and each sample's weight."""
 
-    rows: list[tuple[Any, Any]]
+    rows: list[Row]
+    weights: list[float]
 
     @property
     def lengths(self) -> list[int]:
@@ -41,13 +66,27 @@ class Window64:
     def targets(self) -> int:
         return sum(int(counts[1:].sum()) for _, counts in self.rows)
 
-    def batch(self, group: list[int]) -> Any:
-        return collate(lambda sample: self.rows[sample], group, pad_id=0)
+    @property
+    def weighted_targets(self) -> float:
+        """The window's denominator where samples are weighted."""
+        counts = [int(counts[1:].sum()) for _, counts in self.rows]
+        return float(np.dot(np.float32(self.weights).astype(float), counts))
+
+    def batch(self, group: list[int], *, weighted: bool = False, **form: Any) -> MicroBatch:
+        weights = [self.weights[i] for i in group] if weighted else None
+        return collate([self.rows[i] for i in group], Form(0, **form), weights)
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[family]()).to(dtype).train()
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="sdpa").to(dtype).train()
+    model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    return model
+
+
+def loss_sum(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """The summed loss, by a head taken apart where that can be."""
+    return TokenLoss(model)(batch).loss_sum
 
 
 def make_window64() -> Window64:
@@ -60,4 +99,4 @@ def make_window64() -> Window64:
         rows.append(
             (random.integers(1, VOCABULARY, length).astype(np.int32), counts & (sample not in (5, 40)))
         )
-    return Window64(rows)
+    return Window64(rows, random.choice([0.1, 1.0, 2.5], 64).tolist())

@@ -15,7 +15,7 @@ EOS = 256
 
 def spec(form: str = "text", **changes: Any) -> DataSpec:
     fields = {"file_id": "file-1", "sha256": "0", "format": form, "examples": 1, "max_length": 1024,
-              "overlength": "truncate"}  # fmt: skip
+              "overlength": "truncate", "packing": False, "validation": None}  # fmt: skip
     return DataSpec.model_validate({**fields, **changes})
 
 

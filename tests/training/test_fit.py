@@ -1,6 +1,8 @@
 """The trainer as a whole, in this process."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from app.schemas.run import Outcome
-from app.schemas.spec import FixedCount, FixedSize, ScheduleSpec, TokenBudget
+from app.schemas.spec import FixedCount, FixedSize, TokenBudget
 from tests.runs import events_of, lay_order, log_of, small_data, write_texts
-from tests.specs import make_spec
+from tests.specs import make_schedule, make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
+from workers.training import model as models
 from workers.training.checkpoint import newest_first
 from workers.training.faults import CannotTrain, Interrupted
+from workers.training.loss import Forward
+from workers.training.model import recompute_activations
+from workers.training.start import Training
 
 
 def run_to_end(run: RunDirectory) -> Outcome:
@@ -75,7 +81,7 @@ def test_the_partial_window_is_a_step_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_rate_steps_with_updates(tmp_path: Path) -> None:
-    schedule = ScheduleSpec(name="linear", warmup_steps=2, warmup_ratio=0.0)
+    schedule = make_schedule("linear", warmup_steps=2)
     run = lay_order(
         tmp_path / "run",
         make_spec(data=small_data(), max_steps=4, schedule=schedule),
@@ -149,15 +155,20 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
     assert log_of(run) == log_of(plain)
 
 
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
+    """Multiplies the loss of each micro-batch by something."""
+    honest = Training.forward
+
+    def spoiled(self: Training, batch: Any) -> Forward:
+        forward = honest(self, batch)
+        return replace(forward, loss_sum=forward.loss_sum * factor(batch))
+
+    monkeypatch.setattr(Training, "forward", spoiled)
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, marker: int) -> None:
     """The loss of a batch that holds the marker token is no number."""
-    honest = training.loss_sum
-
-    def poisoned(model: Any, batch: Any) -> torch.Tensor:
-        factor = float("nan") if bool((batch.input_ids == marker).any()) else 1.0
-        return honest(model, batch) * factor
-
-    monkeypatch.setattr(training, "loss_sum", poisoned)
+    spoil(monkeypatch, lambda batch: float("nan") if bool((batch.input_ids == marker).any()) else 1.0)
 
 
 def test_a_sample_that_gives_no_number_is_named_and_training_goes_on(
@@ -180,8 +191,7 @@ def test_a_sample_that_gives_no_number_is_named_and_training_goes_on(
 
 
 def test_a_run_that_diverges_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = training.loss_sum
-    monkeypatch.setattr(training, "loss_sum", lambda model, batch: honest(model, batch) * float("nan"))
+    spoil(monkeypatch, lambda batch: float("nan"))
     run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=50))
     with pytest.raises(CannotTrain, match="10 windows in a row could not be applied"):
         run_to_end(run)
@@ -194,16 +204,16 @@ def test_running_out_of_memory_changes_the_plan_and_not_the_training(
     spec = make_spec(data=small_data(), max_steps=5)
     plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
     run_to_end(plain)
-    honest, calls = training.loss_sum, 0
+    calls = 0
 
-    def failing(model: Any, batch: Any) -> torch.Tensor:
+    def failing(batch: Any) -> float:
         nonlocal calls
         calls += 1
         if calls == at:
             raise torch.OutOfMemoryError("injected")
-        return honest(model, batch)
+        return 1.0
 
-    monkeypatch.setattr(training, "loss_sum", failing)
+    spoil(monkeypatch, failing)
     run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
     run_to_end(run)
     assert [event["type"] for event in events_of(run)].count("out_of_memory") == 1
@@ -216,12 +226,41 @@ def test_running_out_of_memory_changes_the_plan_and_not_the_training(
 def test_one_sample_that_does_not_fit_ends_the_job_with_the_remedies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(model: Any, batch: Any) -> torch.Tensor:
+    def failing(batch: Any) -> float:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(training, "loss_sum", failing)
-    with pytest.raises(CannotTrain, match="gradient_checkpointing"):
-        run_to_end(lay_order(tmp_path / "run", make_spec(data=small_data())))
+    spoil(monkeypatch, failing)
+    run = lay_order(tmp_path / "run", make_spec(data=small_data()))
+    with pytest.raises(CannotTrain, match=r"method: lora \(0\.\d\d GiB\)"):
+        run_to_end(run)
+    told = [event["message"] for event in events_of(run) if event["type"] == "out_of_memory"]
+    assert "replayed with gradient checkpointing" in told[-1]
+
+
+def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(data=small_data(), max_steps=3)
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=1))
+    run_to_end(plain)
+    recomputing = False
+
+    def failing(batch: Any) -> float:
+        if not recomputing:
+            raise torch.OutOfMemoryError("injected")
+        return 1.0
+
+    def switched_on(model: Any) -> None:
+        nonlocal recomputing
+        recomputing = True
+        recompute_activations(model)
+
+    spoil(monkeypatch, failing)
+    monkeypatch.setattr(models, "recompute_activations", switched_on)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=1))
+    run_to_end(run)
+    for a, b in zip(log_of(plain), log_of(run), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -6,7 +6,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from app.schemas.spec import ScheduleSpec
+from tests.specs import make_schedule
 from workers.training.schedule import rate_factor, warmup_of
 
 
@@ -19,7 +19,7 @@ def test_the_values_are_transformers_own(name: str, warmup: int) -> None:
         "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, 30),
         "cosine": lambda: get_cosine_schedule_with_warmup(optimizer, warmup, 30),
     }[name]()
-    schedule = ScheduleSpec(name=name, warmup_steps=warmup, warmup_ratio=0.0)  # type: ignore[arg-type]
+    schedule = make_schedule(name, warmup_steps=warmup)
     for step in range(30):
         assert rate_factor(schedule, step, 30) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
         optimizer.step()
@@ -27,4 +27,4 @@ def test_the_values_are_transformers_own(name: str, warmup: int) -> None:
 
 
 def test_warmup_as_a_share_of_the_steps() -> None:
-    assert warmup_of(ScheduleSpec(name="linear", warmup_steps=None, warmup_ratio=0.1), 55) == 5
+    assert warmup_of(make_schedule("linear", warmup_ratio=0.1), 55) == 5

@@ -4,10 +4,11 @@ The windows depend on the data, the seed and the effective batch alone; the cut 
 never changes a window's gradient.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,6 @@ import torch
 from torch import Tensor
 
 from app.schemas.spec import Cut, FixedCount, FixedSize, TokenBudget
-
-IGNORED = -100
-"""Target of a position that does not count for the loss."""
 
 Lengths = npt.NDArray[np.int64]
 Groups = list[list[int]]
@@ -33,23 +31,52 @@ class Cursor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows padded on the right to the longest.
+    """Samples for one forward pass: rows padded on the right, or all in one row (packed).
 
-    `input_ids` and `targets` are int64 of shape (rows, sequence); `targets[r, t]` is the token that
-    follows position t, or IGNORED. Causal attention keeps the padding behind every real token out of
-    its sight, so no attention mask is needed.
+    Causal attention keeps the padding behind every real token out of its sight, so no attention mask is
+    needed. In a packed row each sample's positions begin at 0, which is how transformers tells them apart.
+    Flat positions are row × sequence + column.
     """
 
     input_ids: Tensor
+    """int64 of shape (rows, sequence)."""
+    predicted: Tensor
+    """Flat positions whose next token counts for the loss; int64 of shape (targets,)."""
     targets: Tensor
+    """That next token; int64 of shape (targets,)."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample, on the host."""
+    weights: Tensor | None = None
+    """How much each target counts, fp32 of shape (targets,); null: all 1."""
+    position_ids: Tensor | None = None
+    """int64 of shape (1, sequence), of a packed row."""
+    real: Tensor | None = None
+    """Flat positions of all tokens that are no padding; int64 of shape (tokens,)."""
+    owner: Tensor | None = None
+    """The sample, counted from 0, that each real token belongs to; int64 of shape (tokens,)."""
 
     def to(self, device: torch.device) -> "MicroBatch":
+        """Starts the copy to the device; on a GPU it goes on by itself."""
         if device.type == "cpu":
             return self
-        return MicroBatch(
-            self.input_ids.pin_memory().to(device, non_blocking=True),
-            self.targets.pin_memory().to(device, non_blocking=True),
-        )
+        moved: dict[str, Any] = {
+            name: value.pin_memory().to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How samples are laid into a micro-batch."""
+
+    pad_id: int
+    packed: bool = False
+    routed: bool = False
+    """The model routes: say which tokens are real, and whose."""
+    bucketed_to: int | None = None
+    """Compiled models: rows and lengths are rounded up to a few shapes of about so many tokens."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -68,58 +95,95 @@ def after(cursor: Cursor, window: int, samples: int) -> Cursor:
     return Cursor(cursor.epoch + 1, 0) if consumed >= samples else Cursor(cursor.epoch, consumed)
 
 
-def cut_window(lengths: Sequence[int] | Lengths, cut: Cut, *, by_length: bool = True) -> Groups:
+def cut_window(
+    lengths: Sequence[int] | Lengths,
+    cut: Cut,
+    *,
+    by_length: bool = True,
+    packed: bool = False,
+    first: np.random.Generator | None = None,
+) -> Groups:
     """Micro-batches as groups of positions in the window, each position exactly once.
 
     Args:
         lengths: tokens of each sample of the window.
-        by_length: longest first, so that little is padded; false keeps the window's own order, for
-            clipping that depends on the split and must not depend on lengths.
+        cut: a token budget, a number of micro-batches, or a size; all are upper bounds on memory.
+        by_length: order by length, longest first, so that little is padded; false keeps the order given.
+        packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
+        first: draws the first micro-batch at random, before the rest is ordered; null: no such one.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    order = np.argsort(-sizes, kind="stable") if by_length else np.arange(len(sizes))
-    ordered = sizes[order]
+    array = np.asarray(lengths, dtype=np.int64)
+    positions = np.arange(len(array))
+    head: Groups = []
+    if first is not None and (drawn := _drawn(array, cut, packed, first)):
+        head = [drawn]
+        positions = np.setdiff1d(positions, drawn)
+        if isinstance(cut, FixedCount):
+            cut = FixedCount(micro_batches=cut.micro_batches - 1)
+    if by_length:
+        positions = positions[np.argsort(-array[positions], kind="stable")]
+    ordered = array[positions]
     match cut:
         case TokenBudget(tokens=tokens):
-            bounds = _by_budget(ordered, tokens)
+            bounds = _by_budget(ordered, tokens, packed)
         case FixedCount(micro_batches=count):
-            bounds = _by_count(ordered, count) if by_length else _evenly(len(ordered), count)
+            bounds = _by_count(ordered, count, packed) if by_length else _evenly(len(ordered), count)
         case FixedSize(samples=rows):
             bounds = _evenly(len(ordered), ceil(len(ordered) / rows))
-    return [order[start:stop].tolist() for start, stop in bounds]
+    return head + [positions[start:stop].tolist() for start, stop in bounds]
 
 
-def _by_budget(ordered: Lengths, tokens: int) -> list[tuple[int, int]]:
-    """As many rows as rows × longest allows, and at least one."""
-    bounds, start, longest = [], 0, 0
+def _drawn(lengths: Lengths, cut: Cut, packed: bool, random: np.random.Generator) -> list[int]:
+    """A first micro-batch drawn at random, within the cut; none where it would be the whole window."""
+    order = random.permutation(len(lengths))
+    match cut:
+        case TokenBudget(tokens=tokens):
+            start, stop = _by_budget(lengths[order], tokens, packed)[0]
+            rows = stop - start
+        case FixedCount(micro_batches=count):
+            rows = ceil(len(order) / count)
+        case FixedSize(samples=size):
+            rows = size
+    return order[:rows].tolist() if rows < len(order) else []
+
+
+def _by_budget(ordered: Lengths, tokens: int, packed: bool) -> list[tuple[int, int]]:
+    """As many samples as the budget allows, and at least one."""
+    bounds, start, longest, total = [], 0, 0, 0
     for position, length in enumerate(ordered.tolist()):
-        longest = max(longest, length)
-        if position > start and longest * (position - start + 1) > tokens:
+        longest, total = max(longest, length), total + length
+        taken = total if packed else longest * (position - start + 1)
+        if position > start and taken > tokens:
             bounds.append((start, position))
-            start, longest = position, length
+            start, longest, total = position, length, length
     return [*bounds, (start, len(ordered))] if len(ordered) else []
 
 
-def _by_count(ordered: Lengths, count: int) -> list[tuple[int, int]]:
-    """Exactly min(count, rows) groups, the largest of them with as few padded tokens as possible."""
+def _by_count(ordered: Lengths, count: int, packed: bool) -> list[tuple[int, int]]:
+    """Exactly min(count, samples) groups, the largest of them with as few tokens as possible."""
     count = min(count, len(ordered))
-    low, high = int(ordered[0]), int(ordered[0]) * len(ordered)
+    low, high = int(ordered.max()), int(ordered.max()) * len(ordered)
     while low < high:
         middle = (low + high) // 2
-        if len(_by_budget(ordered, middle)) <= count:
+        if len(_by_budget(ordered, middle, packed)) <= count:
             high = middle
         else:
             low = middle + 1
-    bounds = _by_budget(ordered, low)
+    bounds = _by_budget(ordered, low, packed)
     while len(bounds) < count:
         widest = max(
             (i for i, (start, stop) in enumerate(bounds) if stop - start > 1),
-            key=lambda i: int(ordered[bounds[i][0]]) * (bounds[i][1] - bounds[i][0]),
+            key=lambda i: tokens_of(ordered[slice(*bounds[i])], packed),
         )
         start, stop = bounds[widest]
         middle = (start + stop) // 2
         bounds[widest : widest + 1] = [(start, middle), (middle, stop)]
     return bounds
+
+
+def tokens_of(lengths: Lengths, packed: bool = False) -> int:
+    """Tokens that a device works on for a micro-batch of these lengths, padding included."""
+    return int(lengths.sum()) if packed else int(lengths.max()) * len(lengths)
 
 
 def _evenly(rows: int, count: int) -> list[tuple[int, int]]:
@@ -130,17 +194,59 @@ def _evenly(rows: int, count: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def collate(
-    read: Callable[[int], tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]],
-    samples: Sequence[int],
-    pad_id: int,
-) -> MicroBatch:
-    """Reads samples (their tokens, and which of these count) and pads them to the longest."""
-    rows = [read(sample) for sample in samples]
-    longest = max(len(tokens) for tokens, _ in rows)
-    input_ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
-    targets = np.full((len(rows), longest), IGNORED, dtype=np.int64)
-    for row, (tokens, counts) in enumerate(rows):
-        input_ids[row, : len(tokens)] = tokens
-        targets[row, : len(tokens) - 1] = np.where(counts[1:], tokens[1:], IGNORED)
-    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets))
+Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""A sample's tokens, and which of them count."""
+
+
+def collate(rows: Sequence[Row], form: Form, weights: Sequence[float] | None = None) -> MicroBatch:
+    """Lays samples into a micro-batch.
+
+    Args:
+        rows: each sample's tokens, and which of these count for the loss.
+        weights: how much each sample's tokens count; null: all alike.
+    """
+    lengths = np.array([len(tokens) for tokens, _ in rows])
+    if form.packed:
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        shape = (1, int(lengths.sum()))
+    else:
+        shape = _bucket(lengths, form.bucketed_to) if form.bucketed_to else (len(rows), int(lengths.max()))
+        starts = np.arange(len(rows)) * shape[1]
+    input_ids = np.full(shape[0] * shape[1], form.pad_id, dtype=np.int64)
+    for start, (tokens, _) in zip(starts, rows, strict=True):
+        input_ids[start : start + len(tokens)] = tokens
+    # Position t predicts token t + 1: the first token of a sample is never a target.
+    own = [np.flatnonzero(counts[1:]) for _, counts in rows]
+    predicted = np.concatenate([start + at for start, at in zip(starts, own, strict=True)])
+    targets = np.concatenate([tokens[at + 1] for (tokens, _), at in zip(rows, own, strict=True)])
+    uneven = weights is not None and any(weight != 1.0 for weight in weights)
+    real = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids).view(*shape),
+        predicted=torch.from_numpy(predicted),
+        targets=torch.from_numpy(targets.astype(np.int64)),
+        lengths=tuple(lengths.tolist()),
+        weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), [len(at) for at in own]))
+        if uneven
+        else None,
+        position_ids=torch.from_numpy(_positions(lengths)).unsqueeze(0) if form.packed else None,
+        real=torch.from_numpy(real) if form.routed else None,
+        owner=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)) if form.routed else None,
+    )
+
+
+def _positions(lengths: Lengths) -> Lengths:
+    return np.concatenate([np.arange(length) for length in lengths])
+
+
+def rounded(lengths: Lengths) -> Lengths:
+    """Lengths as compiled models see them: rounded up, in eighths of a power of two."""
+    steps = np.maximum(8, 2 ** (np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64) - 3))
+    return -(-lengths // steps) * steps
+
+
+def _bucket(lengths: Lengths, tokens: int) -> tuple[int, int]:
+    """A shape that holds the rows, one of a few: rows in powers of two, as far as the tokens allow."""
+    length = int(rounded(lengths).max())
+    power = 2 ** (len(lengths) - 1).bit_length()
+    return (power if power * length <= tokens else len(lengths)), length

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from workers.run_directory import sync
+from workers.run_directory import sync, write_whole
 
 KEPT = 2
-"""Checkpoints that stay: the newest, and one to fall back to."""
+"""Checkpoints that stay: the newest, and one to fall back to; beside them the best, where one is marked."""
+
+BEST = "best"
+"""The file that holds the best checkpoint's name."""
 
 
 @dataclass
@@ -42,6 +45,27 @@ class TrainingState:
     loss_scale_good_windows: int = 0
     token_budget: int | None = None
     """Tokens per micro-batch learned by running out of memory."""
+    failed_tokens: int | None = None
+    """The smallest micro-batch that did not fit, in tokens."""
+    largest_done: int = 0
+    """The largest micro-batch that did fit since, in tokens."""
+    windows_since_failure: int = 0
+    checkpointing: bool = False
+    """Gradient checkpointing was switched on, since one sample did not fit without it."""
+    batch: int | None = None
+    """The effective batch that a ramp has arrived at."""
+    windows_since_growth: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    noise: list[list[float]] = field(default_factory=list)
+    """The measurements of the noise scale (noise_scale.Measurement)."""
+    equivalence_error: float | None = None
+    eval_loss: float | None = None
+    evaluated_at: int = -1
+    """The step of the last evaluation."""
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+    stopped_early: bool = False
 
 
 class AllDamaged(Exception):
@@ -61,7 +85,8 @@ def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.
     save_file(dict(_trained(model)), partial / "model.safetensors")
     tensors, scalars = _flat(optimizer)
     save_file(tensors, partial / "optimizer.safetensors")
-    (partial / "state.json").write_text(json.dumps({"state": asdict(state), "optimizer": scalars}))
+    content = {"state": asdict(state), "optimizer": scalars, "updates": _updates(optimizer)}
+    (partial / "state.json").write_text(json.dumps(content))
     manifest = {file.name: _digest(file) for file in sorted(partial.iterdir())}
     (partial / "manifest.json").write_text(json.dumps(manifest))
     for path in (*partial.iterdir(), partial):
@@ -102,16 +127,17 @@ def newest_first(folder: Path) -> list[Path]:
 
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
     content = json.loads((path / "state.json").read_text())
-    weights = load_file(path / "model.safetensors")
-    with torch.no_grad():
-        for name, parameter in _trained(model):
-            parameter.copy_(weights[name])
+    load_weights(path, model)
     state: dict[int, dict[str, Any]] = {}
     flat = {**load_file(path / "optimizer.safetensors"), **content["optimizer"]}
     for key, value in flat.items():
         index, name = key.split(".", 1)
         state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    groups = optimizer.state_dict()["param_groups"]
+    for group, updates in zip(groups, content["updates"], strict=True):
+        if updates is not None:
+            group["step"] = updates
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     return TrainingState(**content["state"])
 
 
@@ -123,13 +149,22 @@ def _flat(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str
     """The optimizer's state as `index.name`: tensors, and everything that is none."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, float | None] = {}
+    seen: set[int] = set()
     for index, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
             if isinstance(value, Tensor):
-                tensors[f"{index}.{name}"] = value.contiguous()
+                own = value.detach().contiguous()
+                shared = own.data_ptr() in seen  # bitsandbytes has one table for all parameters
+                tensors[f"{index}.{name}"] = own.clone() if shared else own
+                seen.add(own.data_ptr())
             else:
                 scalars[f"{index}.{name}"] = value
     return tensors, scalars
+
+
+def _updates(optimizer: torch.optim.Optimizer) -> list[int | None]:
+    """The updates that some optimizers (pytorch_optimizer's) count by group."""
+    return [group.get("step") for group in optimizer.param_groups]
 
 
 def _is_whole(path: Path) -> bool:
@@ -140,9 +175,32 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
+def keep_as_best(folder: Path, checkpoint: Path) -> None:
+    """Marks a checkpoint as the best so far: it stays, and an earlier best goes its way."""
+    write_whole(folder / BEST, checkpoint.name)
+    _retire(folder)
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint marked as best, if it is there and whole."""
+    mark = folder / BEST
+    path = folder / mark.read_text() if mark.exists() else None
+    return path if path is not None and _is_whole(path) else None
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Loads a checkpoint's weights, and nothing else."""
+    weights = load_file(path / "model.safetensors")
+    with torch.no_grad():
+        for name, parameter in _trained(model):
+            parameter.copy_(weights[name])
+
+
 def _retire(folder: Path) -> None:
+    kept = (folder / BEST).read_text() if (folder / BEST).exists() else None
     for path in newest_first(folder)[KEPT:]:
-        shutil.rmtree(path)
+        if path.name != kept:
+            shutil.rmtree(path)
     for partial in folder.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
 

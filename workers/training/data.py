@@ -1,10 +1,10 @@
 """Training data: read line by line, tokenised once into an Arrow file, read from there by memory map."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from workers.training.faults import CannotTrain
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
+Taken = npt.NDArray[np.bool_]
 Piece = tuple[str, bool]
 """A stretch of text, and whether its tokens count for the loss."""
 
 _CHUNK = 1000
-_SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.bool_()))])
+_SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
+"""`counts` in bytes, not bits, so that it is read without a copy."""
 
 
 @dataclass
@@ -51,17 +53,22 @@ class Prepared:
 class Samples:
     """The tokenised samples: lengths in memory, tokens on disk.
 
-    `lengths` and `targets` are int64 of shape (samples,): tokens, and tokens that count for the loss.
+    `lengths` and `targets` are int64 of shape (samples,): tokens, and tokens that count for the loss;
+    `weights`, fp32 of that shape, is how much each of these counts.
     """
 
     def __init__(self, folder: Path) -> None:
         self._source = pa.memory_map(str(folder / "samples.arrow"))
         reader = pa.ipc.open_file(self._source)
-        self._chunks = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        self._starts = np.cumsum([0] + [len(chunk) for chunk in self._chunks])
+        chunks = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
+        self._offsets = [chunk.column("tokens").offsets.to_numpy() for chunk in chunks]
+        self._tokens = [chunk.column("tokens").values.to_numpy() for chunk in chunks]
+        self._counts = [chunk.column("counts").values.to_numpy().view(np.bool_) for chunk in chunks]
         sizes = np.load(folder / "sizes.npy")
         self.lengths: npt.NDArray[np.int64] = sizes[0]
         self.targets: npt.NDArray[np.int64] = sizes[1]
+        self.weights: npt.NDArray[np.float32] = np.load(folder / "weights.npy")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -70,21 +77,38 @@ class Samples:
         """The tokens of a sample, and which of them count."""
         chunk = int(np.searchsorted(self._starts, sample, side="right")) - 1
         row = sample - int(self._starts[chunk])
-        tokens, counts = (self._chunks[chunk].column(name)[row].values for name in ("tokens", "counts"))
-        return tokens.to_numpy(), counts.to_numpy(zero_copy_only=False)
+        start, stop = self._offsets[chunk][row : row + 2]
+        return self._tokens[chunk][start:stop], self._counts[chunk][start:stop]
+
+    def denominator(self, samples: npt.NDArray[np.int64]) -> float:
+        """What the summed loss of these samples is divided by: their target tokens, weighted."""
+        return float(np.dot(self.weights[samples].astype(np.float64), self.targets[samples]))
 
     def close(self) -> None:
-        self._chunks = []
+        self._tokens, self._counts, self._offsets = [], [], []
         self._source.close()
 
 
-def prepare(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepared:
+def held_out(spec: DataSpec, seed: int) -> Taken:
+    """Which lines of the training file are kept for validation, by the seed; all false without a share."""
+    taken = np.zeros(spec.examples, dtype=np.bool_)
+    order = np.random.Generator(np.random.PCG64([seed, spec.examples])).permutation(spec.examples)
+    taken[order[: spec.held_out()]] = True
+    return taken
+
+
+def prepare(
+    spec: DataSpec, source: Path, tokenizer: Any, folder: Path, taken: Taken | None = None
+) -> Prepared:
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
+
+    Args:
+        taken: which of the file's examples, bool of shape (examples,); null: all.
 
     Raises:
         CannotTrain: a bad line, a line longer than allowed, or nothing in it that counts for a loss.
     """
-    key = _key(spec, tokenizer)
+    key = _key(spec, tokenizer, taken)
     done = folder / "prepared.json"
     if done.exists():
         stored = json.loads(done.read_text())
@@ -93,7 +117,7 @@ def prepare(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepa
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
-    prepared = _write(spec, source, tokenizer, folder)
+    prepared = _write(spec, source, tokenizer, folder, taken)
     if prepared.targets == 0:
         raise CannotTrain(
             "nothing_to_learn",
@@ -119,32 +143,38 @@ def _check_content(spec: DataSpec, source: Path) -> None:
         )
 
 
-def _key(spec: DataSpec, tokenizer: Any) -> str:
+def _key(spec: DataSpec, tokenizer: Any, taken: Taken | None) -> str:
     content = (
         spec.model_dump_json(),
+        hashlib.sha256(taken.tobytes()).hexdigest() if taken is not None else None,
         tokenizer.get_vocab(),
         tokenizer.get_chat_template() if tokenizer.chat_template else None,
     )
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepared:
+def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path, taken: Taken | None) -> Prepared:
     prepared = Prepared()
     lengths: list[int] = []
     targets: list[int] = []
+    weights: list[float] = []
     tokeniser = Tokeniser(tokenizer)
     examples = read_examples(spec, source)
+    if taken is not None:
+        examples = itertools.compress(examples, taken)
     with pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer:
-        while chunk := list(islice(examples, _CHUNK)):
+        while chunk := list(itertools.islice(examples, _CHUNK)):
             rows = [
-                row
-                for number, tokens, counts in tokeniser.rows(chunk)
+                (*row, example.weight)
+                for (_, example), (number, tokens, counts) in zip(chunk, tokeniser.rows(chunk), strict=True)
                 for row in fit_length(spec, number, tokens, counts, prepared)
             ]
-            writer.write_batch(_record(rows))
-            lengths += [len(tokens) for tokens, _ in rows]
-            targets += [int(sum(counts[1:])) for _, counts in rows]
+            writer.write_batch(_record([(tokens, counts) for tokens, counts, _ in rows]))
+            lengths += [len(tokens) for tokens, _, _ in rows]
+            targets += [int(sum(counts[1:])) if weight else 0 for _, counts, weight in rows]
+            weights += [weight for _, _, weight in rows]
     np.save(folder / "sizes.npy", np.array([lengths, targets], dtype=np.int64).reshape(2, -1))
+    np.save(folder / "weights.npy", np.array(weights, dtype=np.float32))
     prepared.samples, prepared.tokens, prepared.targets = len(lengths), sum(lengths), sum(targets)
     prepared.longest = max(lengths, default=0)
     prepared.without_targets = targets.count(0)
@@ -152,7 +182,10 @@ def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path) -> Prepar
 
 
 def _record(rows: list[tuple[list[int], list[bool]]]) -> pa.RecordBatch:
-    columns = ([tokens for tokens, _ in rows], [counts for _, counts in rows])
+    columns = (
+        [np.asarray(tokens, np.int32) for tokens, _ in rows],
+        [np.asarray(counts, np.uint8) for _, counts in rows],
+    )
     arrays = [pa.array(column, item.type) for column, item in zip(columns, _SCHEMA, strict=True)]
     return pa.record_batch(arrays, schema=_SCHEMA)
 

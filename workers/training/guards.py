@@ -1,57 +1,81 @@
 """What is done where a window cannot go on: the samples at fault, smaller micro-batches, or the end."""
 
 from collections.abc import Callable
+from statistics import fmean, pstdev
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from workers.training.batches import Groups
+from app.schemas.spec import Plan
+from workers.training.checkpoint import TrainingState
 from workers.training.faults import CannotTrain
+from workers.training.memory import GIB
 from workers.training.window import Closed, Window
 
 MAX_SKIPPED_IN_A_ROW = 10
 """So many windows that cannot be applied, one after another, end the job."""
 
+RECENT = 50
+"""Windows whose losses a spike is measured against."""
+
+LEAST_RECENT = 10
+
+WINDOWS_BEFORE_GROWTH = 50
+"""So many windows without running out of memory before a larger micro-batch is tried again."""
+
+_WORTH_GROWING = 1.1
+
 Indices = npt.NDArray[np.int64]
 
 
-def close(window: Window) -> Closed:
+def close(window: Window, accept: Callable[[float], bool] | None) -> Closed:
     """Closes a window.
 
     Raises:
         CannotTrain: the optimizer's step itself runs out of memory, which smaller micro-batches do not mend.
     """
     try:
-        return window.close()
+        return window.close(accept)
     except torch.OutOfMemoryError:
         raise CannotTrain(
             "out_of_memory",
             "out of memory in the optimizer's step, which does not depend on the micro-batch: freeze some of "
-            "the model, choose sgd, or use a GPU with more memory",
+            "the model, choose adafactor or lora, or use a GPU with more memory",
         ) from None
 
 
-def samples_at_fault(
-    window: Window, loss_of: Callable[[int], Tensor], samples: Indices, targets_of: Indices
-) -> list[int]:
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device, or the host, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def samples_at_fault(window: Window, add: Callable[[int], None], samples: Indices) -> list[int]:
     """The samples whose loss or gradient is not finite on its own: each is replayed alone.
 
     Args:
-        loss_of: the summed loss of one sample.
-        samples: those of the window that was not applied.
-        targets_of: target tokens by sample; one without any cannot be at fault.
+        add: opens the window and adds one sample to it.
+        samples: those of the window that was not applied, without those that have no target.
     """
     faults = []
     for sample in samples.tolist():
-        if targets_of[sample] == 0:
-            continue
-        window.open(denominator=int(targets_of[samples].sum()))
-        window.add(loss_of(sample))
+        add(sample)
         if not window.finite():
             faults.append(sample)
     return faults
+
+
+def spike(losses: list[float], threshold: float) -> Callable[[float], bool]:
+    """Whether a window's loss may be trained on: not beyond `threshold` standard deviations above the recent
+    ones (a z-score); always, while fewer than LEAST_RECENT are known."""
+
+    def accept(loss: float) -> bool:
+        recent = losses[-RECENT:]
+        if len(recent) < LEAST_RECENT:
+            return True
+        return loss - fmean(recent) <= threshold * pstdev(recent)
+
+    return accept
 
 
 def give_up_after_too_many(skipped_in_a_row: int) -> None:
@@ -66,18 +90,48 @@ def give_up_after_too_many(skipped_in_a_row: int) -> None:
         )
 
 
-def smaller_budget(groups: Groups, lengths: Indices, *, allowed: bool) -> int:
-    """Half of the largest micro-batch's tokens.
+def learn_smaller_budget(state: TrainingState, tokens: int) -> int:
+    """The budget after a micro-batch of so many tokens did not fit: what did fit lately, or half."""
+    state.failed_tokens = min(tokens, state.failed_tokens or tokens)
+    known = state.largest_done
+    state.token_budget = known if tokens // 2 < known < tokens else tokens // 2
+    state.largest_done = state.windows_since_failure = 0
+    return state.token_budget
 
-    Raises:
-        CannotTrain: it is a single sample already, or smaller micro-batches are not allowed.
+
+def learn_larger_budget(state: TrainingState, largest: int, limit: int | None) -> int | None:
+    """Notes a window that went well; after enough of them the budget goes half way back to what failed.
+
+    Args:
+        largest: tokens of the window's largest micro-batch.
+        limit: the plan's own budget, which is never exceeded; null: it has none.
+
+    Returns:
+        The new budget, or null where it stays.
     """
-    widest = max(groups, key=lambda group: len(group) * int(lengths[group].max()))
-    tokens = len(widest) * int(lengths[widest].max())
-    if len(widest) == 1 or not allowed:
-        raise CannotTrain(
-            "out_of_memory",
-            f"out of memory at a micro-batch of {len(widest)} samples and {tokens} tokens: lower max_length, "
-            "set gradient_checkpointing, leave auto_adjust_batch_size on, or use a GPU with more memory",
-        )
-    return tokens // 2
+    if state.token_budget is None or state.failed_tokens is None:
+        return None
+    state.largest_done = max(state.largest_done, largest)
+    state.windows_since_failure += 1
+    middle = (state.token_budget + state.failed_tokens) // 2
+    larger = middle if limit is None else min(middle, limit)
+    if state.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _WORTH_GROWING * state.token_budget:
+        return None
+    state.token_budget, state.windows_since_failure = larger, 0
+    return larger
+
+
+def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
+    """The end of a job whose smallest micro-batch does not fit: what would take less memory, predicted."""
+    remedies = [
+        f"{remedy.change} ({remedy.predicted_peak_bytes / GIB:.2f} GiB)"
+        for remedy in plan.remedies
+        if not remedy.change.startswith("gradient_checkpointing")
+    ]
+    asked = "leave auto_adjust_batch_size on, " if samples > 1 else ""
+    return CannotTrain(
+        "out_of_memory",
+        f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, with "
+        f"gradient checkpointing too: {asked}use a GPU with more memory, or take one of these, with the peak "
+        f"predicted for one sample: {'; '.join(remedies) or 'a smaller model'}",
+    )

@@ -1,21 +1,226 @@
-"""The loss: the sum of the target tokens' cross-entropies, to be divided by the window's count once."""
+"""The loss: the weighted sum of the target tokens' cross-entropies, to be divided by the window's count once.
 
+Only positions whose next token counts reach the output head; a prompt's or padding's logits are never
+made. Where a model's logits are its head's, scaled or soft-capped, they are made a chunk of positions at
+a time, so that the whole of (tokens × vocabulary) never exists; of any other model the model's own logits
+are taken.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
-from workers.training.batches import IGNORED, MicroBatch
+from workers.training.batches import MicroBatch
+
+CHUNK = 2**23
+"""Logits made at a time, in elements: 32 MiB of fp32."""
+
+LEAST_ROWS = 128
+"""Positions in a chunk at least, so that the matrix products stay efficient."""
+
+_FP16_GRADIENT_SCALE = 256.0
+"""Keeps small probabilities above fp16's smallest numbers in the products of a chunk."""
 
 
-def loss_sum(model: Any, batch: MicroBatch) -> Tensor:
-    """Sum over the batch's target tokens of -log p(target), in nats: a scalar, at least in fp32.
+@dataclass(frozen=True)
+class Head:
+    """How logits come from hidden states: cap × tanh(scale × (hidden · weightᵀ + bias) / cap)."""
 
-    `model` maps (rows, sequence) ids to logits of shape (rows, sequence, vocabulary).
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    cap: float | None
+
+    @property
+    def rows(self) -> int:
+        """Positions in a chunk."""
+        return max(LEAST_ROWS, CHUNK // self.weight.shape[0])
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward pass gives: the summed loss, a scalar of at least fp32, and what routers said.
+
+    `router_logits` holds one tensor of shape (rows × sequence, experts) for each layer with experts.
     """
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(
-        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+
+    loss_sum: Tensor
+    router_logits: tuple[Tensor, ...] = ()
+
+
+class TokenLoss:
+    """Maps a micro-batch to its summed loss, in nats.
+
+    Args:
+        model: a causal language model.
+        smoothing: the share of the target's probability that goes to the whole vocabulary evenly
+            (Szegedy et al. 2016, section 7).
+        chunked: take the output head apart, if it can be.
+        routed: also return the router logits.
+    """
+
+    def __init__(
+        self, model: Any, *, smoothing: float = 0.0, chunked: bool = True, routed: bool = False
+    ) -> None:
+        self._model = model
+        self._smoothing = smoothing
+        self._arguments = {"output_router_logits": True} if routed else {}
+        self.head = head_of(model) if chunked else None
+
+    def __call__(self, batch: MicroBatch) -> Forward:
+        arguments = self._arguments_for(batch)
+        if self.head is None:
+            output = self._model(input_ids=batch.input_ids, **arguments)
+            logits = output.logits.flatten(0, 1).index_select(0, batch.predicted)
+            loss = self._of_logits(logits, batch)
+        else:
+            output = backbone_of(self._model)(input_ids=batch.input_ids, **arguments)
+            hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.predicted)
+            loss = self._of_hidden(hidden, batch, self.head)
+        return Forward(loss, tuple(output.router_logits) if self._arguments else ())
+
+    def router_logits(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """What the routers say, without loss or gradient."""
+        with torch.no_grad():
+            output = backbone_of(self._model)(input_ids=batch.input_ids, **self._arguments_for(batch))
+        return tuple(output.router_logits)
+
+    def _arguments_for(self, batch: MicroBatch) -> dict[str, Any]:
+        packed = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        return {**self._arguments, **packed, "use_cache": False}
+
+    def _of_logits(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        reduction = "sum" if batch.weights is None else "none"
+        losses = F.cross_entropy(logits, batch.targets, reduction=reduction, label_smoothing=self._smoothing)
+        return losses if batch.weights is None else (losses * batch.weights.to(losses.dtype)).sum()
+
+    def _of_hidden(self, hidden: Tensor, batch: MicroBatch, head: Head) -> Tensor:
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        plain = head.cap is None and head.scale == 1.0 and not self._smoothing and batch.weights is None
+        precise = autocast is None and hidden.dtype in (torch.float32, torch.float64)
+        if plain and precise and hasattr(F, "linear_cross_entropy") and hidden.dtype == head.weight.dtype:
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=head.rows)
+            return F.linear_cross_entropy(
+                hidden,
+                head.weight,
+                batch.targets,
+                linear_bias=head.bias,
+                reduction="sum",
+                options=options if len(hidden) > head.rows else None,
+            )
+        dtype = autocast or torch.promote_types(hidden.dtype, head.weight.dtype)
+        with torch.autocast(kind, enabled=False):
+            loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+                hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype
+            )
+        return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Linear head and cross-entropy together, whose gradients are made in the forward pass, by chunks.
+
+    With p = softmax(z) and the smoothed target q, dL/dz = weight × (p - q); the products with the head's
+    weight and the hidden states follow at once, so that a chunk's logits are gone before the next's are
+    made (the idea of Hsu et al. 2024, Liger Kernel, section 3.2).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        token_weights: Tensor | None,
+        smoothing: float,
+        head: Head,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
+        matrix = weight.to(dtype)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, len(hidden), head.rows):
+            part = slice(start, start + head.rows)
+            states, own = hidden[part].to(dtype), targets[part].unsqueeze(1)
+            logits = F.linear(states, matrix, None if bias is None else bias.to(dtype)).to(wide)
+            slope: Tensor | float = head.scale
+            if head.scale != 1.0:
+                logits *= head.scale
+            if head.cap is not None:
+                logits = torch.tanh(logits.div_(head.cap))
+                slope = (1.0 - logits * logits) * head.scale
+                logits = logits * head.cap
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            losses = normaliser - (1.0 - smoothing) * logits.gather(1, own)
+            if smoothing:
+                losses = losses - smoothing * logits.mean(-1, keepdim=True)
+            if token_weights is not None:
+                losses = losses * token_weights[part].unsqueeze(1)
+            total += losses.sum()
+            if not (wants_hidden or wants_weight or wants_bias):
+                continue
+            error = logits.sub_(normaliser).exp_()
+            if smoothing:
+                error -= smoothing / error.shape[1]
+            error.scatter_add_(1, own, torch.full_like(own, -(1.0 - smoothing), dtype=wide))
+            if token_weights is not None:
+                error *= token_weights[part].unsqueeze(1)
+            if head.scale != 1.0 or head.cap is not None:
+                error *= slope
+            up = _FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
+            narrow = (error * up if up != 1.0 else error).to(dtype)
+            if to_hidden is not None:
+                to_hidden[part] = (narrow @ matrix).to(wide) / up if up != 1.0 else narrow @ matrix
+            if to_weight is not None:
+                if narrow.dtype == wide:
+                    to_weight.addmm_(narrow.t(), states)
+                else:
+                    to_weight += (narrow.t() @ states).to(wide) / up
+            if to_bias is not None:
+                to_bias += error.sum(0)
+        ctx.gradients = (to_hidden, to_weight, to_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss makes its gradients once: it takes one backward, not two")
+        found = [
+            None if gradient is None else gradient.mul_(outer[0]).to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return *found, None, None, None, None, None
+
+
+def backbone_of(model: Any) -> Any:
+    """The part of a causal language model that gives hidden states; adapters are inside of it."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner.base_model
+
+
+def head_of(model: Any) -> Head | None:
+    """The output head, if it is a plain linear layer; null where only the model itself knows its logits.
+
+    Modelled are Gemma 2's soft-capping, Cohere's factor and Granite's divisor. Whether nothing else
+    happens to the logits is checked before training (`certificate.same_loss`).
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    output = inner.get_output_embeddings()
+    if type(output) is not nn.Linear or inner.base_model is inner:
+        return None
+    config = inner.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+    return Head(output.weight, output.bias, float(scale) / float(divisor), float(cap) if cap else None)

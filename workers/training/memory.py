@@ -1,4 +1,4 @@
-"""Memory of the trainer: allocated on a GPU, resident on a CPU. GiB."""
+"""Memory of the trainer: allocated on a GPU, resident on a CPU."""
 
 import os
 import resource
@@ -9,16 +9,23 @@ import torch
 GIB = 2**30
 
 
-def in_use_gb(device: torch.device) -> float:
-    """Memory in use now."""
+def in_use(device: torch.device) -> int:
+    """Bytes in use now."""
     if device.type == "cuda":
-        return round(torch.cuda.memory_allocated(device) / GIB, 4)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / GIB, 4)
+        return torch.cuda.memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # not Linux
+        return peak(device)
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def peak_gb(device: torch.device) -> float:
-    """The most memory in use since the process started."""
+def peak(device: torch.device) -> int:
+    """The most bytes in use since the process started."""
     if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / GIB, 4)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 4)
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gib(count: int) -> float:
+    """Bytes as GiB, to a hundred kilobytes."""
+    return round(count / GIB, 4)

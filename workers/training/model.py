@@ -1,29 +1,40 @@
 """Loading a base model, preparing it for training, and saving it where from_pretrained finds it."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.schemas.spec import Order, Plan, Spec
+from app.schemas.spec import LoraSpec, MethodSpec, Order, Plan, Spec
 from workers.run_directory import sync
 from workers.training.faults import CannotTrain
+from workers.training.loss import backbone_of
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16": 2e-2}
+"""How far two ways to reckon the same may differ, relatively, by precision."""
 
-def load(order: Order) -> tuple[Any, Any]:
-    """The model, in fp32 and in training mode, and its tokenizer. Only safetensors, never code.
+_COMPILED_SHAPES = 64
+
+
+def load(order: Order) -> tuple[Any, Any, list[str]]:
+    """The model in training mode, its tokenizer, and what was done otherwise than asked.
+
+    Only safetensors, never code. Weights are in fp32, in pure_bf16 in bf16, in 4 bits under QLoRA.
 
     Raises:
-        CannotTrain: files that are missing, cannot be fetched, or hold no causal language model.
+        CannotTrain: files that are missing, cannot be fetched, or hold no causal language model; a package
+            that is not installed.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -31,19 +42,52 @@ def load(order: Order) -> tuple[Any, Any]:
         ensure_tiny_gpt2(Path(order.model_path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(order.model_path, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            order.model_path,
-            dtype=torch.float32,
-            attn_implementation=order.spec.attention,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        try:
+            model, notes = _read(order, order.spec.attention), []
+        except ValueError as error:
+            if order.spec.attention != "sdpa" or "attention" not in str(error):
+                raise
+            model, notes = _read(order, "eager"), ["the model has no sdpa attention: eager is used"]
+    except ImportError as error:
+        raise CannotTrain("not_installed", _first_line(error, order)) from error
     except (OSError, ValueError) as error:
         raise CannotTrain(
             "model_not_loaded",
-            f"the model {order.spec.model.name} could not be loaded: {_without_paths(error, order)}",
+            f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order)}",
         ) from error
-    return _trainable(model, order.spec), tokenizer
+    return _trainable(model, order.spec), tokenizer, notes
+
+
+def _read(order: Order, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    quantised = {}
+    if order.spec.method.name == "qlora":
+        quantised = {"quantization_config": _four_bits(), "device_map": {"": order.plan.device}}
+    return AutoModelForCausalLM.from_pretrained(
+        order.model_path,
+        dtype=torch.bfloat16 if order.plan.precision == "pure_bf16" else torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **quantised,
+    )
+
+
+def _four_bits() -> Any:
+    """QLoRA's weights (Dettmers et al. 2023): NF4, with the scales quantised again."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise CannotTrain(
+            "not_installed", "qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
 
 
 def _trainable(model: Any, spec: Spec) -> Any:
@@ -55,12 +99,66 @@ def _trainable(model: Any, spec: Spec) -> Any:
         )
     # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
     model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    if spec.method.lora is not None:
+        model = _with_adapters(model, spec.method.lora)
     if spec.gradient_checkpointing:
-        # The name since transformers 5.2x; releases before it have only the older one.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        recompute_activations(model)
     _freeze(model, spec.freeze)
+    if spec.compile:
+        torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
+        backbone_of(model).compile(dynamic=False)
     return model.train()
+
+
+def _with_adapters(model: Any, lora: LoraSpec) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) if lora.target_modules else "all-linear",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise CannotTrain("lora", f"lora: {str(error).splitlines()[0]}") from error
+
+
+def recompute_activations(model: Any) -> None:
+    """Gradient checkpointing: activations are made again in the backward; the gradient is the same."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    # The name since transformers 5.2x; releases before it have only the older one.
+    enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@contextlib.contextmanager
+def without_randomness(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout and no jitter inside; what recomputes activations goes on doing so."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    was = {module: module.training for module in model.modules()}
+    for module in was:
+        module.training = module.training and isinstance(module, GradientCheckpointingLayer)
+    try:
+        yield
+    finally:
+        for module, training in was.items():
+            module.training = training
+
+
+def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """The trainable parameters by layer: a block of the model, or what lies outside of its blocks."""
+    layers: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts = name.removeprefix("base_model.model.").split(".")
+            numbered = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+            end = numbered + 1 if numbered is not None else max(1, len(parts) - 1)
+            layers.setdefault(".".join(parts[:end]), []).append(parameter)
+    return layers
 
 
 def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
@@ -78,6 +176,8 @@ def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
 
 def device_of(plan: Plan) -> torch.device:
     """The device of a plan; on a GPU the memory limit is enforced from here on."""
+    if plan.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
     if plan.device == "cpu":
         if plan.threads:
             torch.set_num_threads(plan.threads)
@@ -96,13 +196,18 @@ def device_of(plan: Plan) -> torch.device:
 
 def autocast(plan: Plan) -> Any:
     """The context of a forward pass in the plan's precision."""
-    if plan.precision == "fp32":
+    if plan.precision not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(plan.device, dtype=AUTOCAST[plan.precision])
 
 
-def save(model: Any, tokenizer: Any, target: Path) -> tuple[str, ...]:
-    """Writes the model as a whole or not at all; gives the names of its files."""
+def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[str, ...]:
+    """Writes the model, or its adapters alone, as a whole or not at all; gives the names of the files.
+
+    Merging adapters changes `model` itself.
+    """
+    if method.lora is not None and method.lora.merge:
+        model = model.merge_and_unload()
     for leftover in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(leftover)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -116,6 +221,6 @@ def save(model: Any, tokenizer: Any, target: Path) -> tuple[str, ...]:
     return tuple(sorted(file.name for file in target.iterdir()))
 
 
-def _without_paths(error: Exception, order: Order) -> str:
+def _first_line(error: Exception, order: Order) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return first.replace(order.model_path, order.spec.model.name)

@@ -15,13 +15,42 @@ def warmup_of(schedule: ScheduleSpec, steps_total: int) -> int:
 def rate_factor(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     """The share of the peak learning rate for the update number `step`, counted from 0.
 
-    Linear warmup from 0, then constant, or down to 0 at the end linearly or along half a cosine
-    (Loshchilov and Hutter, 2017, without restarts): the values of transformers' schedules.
+    A warmup from `warmup_start`, straight, along a parabola, or at that rate all along; then constant, or
+    down to `final` at the end, linearly or along half a cosine (Loshchilov and Hutter 2017, without
+    restarts): transformers' values. `one_cycle` has PyTorch's: up along half a cosine and down along
+    another (Smith and Topin 2018).
     """
+    if schedule.name == "one_cycle":
+        return _one_cycle(schedule, step, steps_total)
     warmup = warmup_of(schedule, steps_total)
     if step < warmup:
-        return step / max(1, warmup)
+        return _warming(schedule, step / max(1, warmup))
     if schedule.name == "constant":
         return 1.0
     done = min(1.0, (step - warmup) / max(1, steps_total - warmup))
-    return 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + cos(pi * done))
+    left = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + cos(pi * done))
+    return schedule.final + (1.0 - schedule.final) * left
+
+
+def _warming(schedule: ScheduleSpec, done: float) -> float:
+    start = schedule.warmup_start
+    match schedule.warmup_shape:
+        case "linear":
+            return start + (1.0 - start) * done
+        case "quadratic":
+            return start + (1.0 - start) * done**2
+        case "constant":
+            return start
+
+
+def _one_cycle(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
+    first = 1.0 / schedule.div_factor
+    last = first / schedule.final_div_factor
+    top = schedule.pct_start * steps_total - 1.0
+    if step <= top:
+        return _half_cosine(first, 1.0, step / top)
+    return _half_cosine(1.0, last, min(1.0, (step - top) / max(1.0, steps_total - 1.0 - top)))
+
+
+def _half_cosine(start: float, end: float, done: float) -> float:
+    return end + (start - end) * 0.5 * (1.0 + cos(pi * done))

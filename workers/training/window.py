@@ -1,31 +1,38 @@
 """The window: one effective batch being accumulated, exactly and all or nothing.
 
-Use it in any loop of your own: it needs parameters, an optimizer, and for each window the number of
-target tokens over all of its micro-batches.
+Use it in any loop of your own. It needs parameters, an optimizer, and for each window the number of
+target tokens (or the weight) over all of its micro-batches:
 
-    window = Window(model.parameters(), optimizer, clipping=Clipping(1.0))
-    window.open(denominator=target_tokens_of_the_whole_window)
-    for micro_batch in micro_batches:
-        window.add(loss_sum(model, micro_batch))     # the sum over tokens, not their mean
-    result = window.close()
+    window = Window(model.parameters(), optimizer, Clipping(1.0))
+    for batch in batches:                                 # each a list of micro-batches
+        window.open(denominator=sum(m.targets for m in batch), micro_batches=len(batch))
+        for micro_batch in batch:
+            window.add(loss_sum(model, micro_batch))      # the sum over tokens, not their mean
+        if window.should_update:
+            closed = window.close()                       # clipped, checked, stepped
+            print(closed.loss, closed.grad_norm, closed.applied)
+
+tests/training/test_own_loop.py is such a loop.
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from workers.training import memory
+from workers.training.gradients import Held, InPlace
 
 
 @dataclass(frozen=True)
 class Clipping:
     """How gradients are bounded; `limit` null: not at all."""
 
-    limit: float | None
+    limit: float | None = None
     mode: Literal["after_accumulation", "each_micro_batch", "value"] = "after_accumulation"
 
 
@@ -53,17 +60,33 @@ class LossScale:
 class Closed:
     """What became of a window.
 
-    `loss` is the mean over its target tokens, `grad_norm` the global norm of the whole window's
-    gradient before clipping. Where `applied` is false, weights, optimizer and gradients are as they
-    were before the window; with `overflow` the same window is to be replayed at the lower loss scale.
-    `optimizer_seconds` is the host's time in the optimizer; on a GPU that only starts its kernels.
+    Where `applied` is false, weights, optimizer and gradients are as they were before the window. With
+    `overflow` the same window is to be replayed, at the loss scale that was lowered; with `refused` its
+    numbers are finite, and `accept` would not have them.
     """
 
     loss: float
+    """The mean over the window's target tokens, unscaled."""
     grad_norm: float
+    """Global norm of the whole window's gradient, before clipping."""
     applied: bool
     overflow: bool = False
+    refused: bool = False
+    micro_batches: int = 0
+    share: float = 0.0
+    """The sum of what was added as `share`."""
+    tapped_norm: float | None = None
+    """The gradient's norm when `tap()` was called."""
+    micro_losses: tuple[float, ...] = ()
+    """Each micro-batch's part of `loss`; only where asked for."""
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    """The norm of each layer's gradient before clipping; only where asked for."""
+    seconds: float = 0.0
+    """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
+    """The host's time in the optimizer; on a GPU that only starts its kernels."""
+    memory_bytes: int = 0
+    """In use when the window was closed: allocated on a GPU, resident on a CPU."""
 
 
 class Window:
@@ -71,87 +94,222 @@ class Window:
 
     Args:
         parameters: those that the optimizer trains.
-        optimizer: stepped once per window that is finite; its gradients are set to None after every window.
+        optimizer: stepped once per window that is finite; its gradients are None after every window.
+        clipping: of the gradient, once it is whole.
         loss_scale: for fp16 autocast; null for every other precision.
+        gradients: where gradients are summed; null: in place.
+        layers: parameters by layer, for `Closed.layer_norms`.
+        keep_micro_losses: for `Closed.micro_losses`.
     """
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
         optimizer: torch.optim.Optimizer,
-        clipping: Clipping,
+        clipping: Clipping = Clipping(),
         loss_scale: LossScale | None = None,
+        *,
+        gradients: InPlace | Held | None = None,
+        layers: Mapping[str, Sequence[Tensor]] | None = None,
+        keep_micro_losses: bool = False,
     ) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._gradients = gradients or InPlace(parameters)
         self._optimizer = optimizer
         self._clipping = clipping
         self._scale = loss_scale
+        self._layers = layers or {}
+        self._keep_micro_losses = keep_micro_losses
+        self._count = 0
+        self._expected: int | None = None
         self._denominator = 1.0
+        self._opened = 0.0
         self._loss: Tensor | None = None
+        self._share: Tensor | None = None
+        self._tapped: Tensor | None = None
+        self._micro_losses: list[Tensor] = []
 
-    def open(self, denominator: int) -> None:
+    @property
+    def accumulation_step(self) -> int:
+        """Micro-batches since `open()`."""
+        return self._count
+
+    @property
+    def should_update(self) -> bool:
+        """Whether as many micro-batches were added as `open()` was told."""
+        return self._count == self._expected
+
+    def open(self, denominator: float, micro_batches: int | None = None) -> None:
         """Starts a window whose losses are to be divided by `denominator`, once, as a whole.
+
+        Args:
+            denominator: target tokens of the window, or the sum of their weights.
+            micro_batches: how many will be added, for `should_update`.
 
         Raises:
             ValueError: there is nothing to divide by.
         """
-        if denominator < 1:
-            raise ValueError(f"a window needs at least one target token, not {denominator}")
+        if not denominator > 0:
+            raise ValueError(f"a window needs at least one target token, not {denominator:g}")
         self.abandon()
+        self._count = 0
         self._denominator = float(denominator)
+        self._expected = micro_batches
+        self._opened = time.perf_counter()
 
-    def add(self, loss_sum: Tensor) -> None:
-        """Backward of one micro-batch: the sum of its token losses, a scalar. Reads nothing back."""
-        share = loss_sum / self._denominator
-        (share * self._scale.value if self._scale else share).backward()
-        share = share.detach()
-        self._loss = share if self._loss is None else self._loss + share
+    def add(self, loss_sum: Tensor, share: Tensor | None = None) -> None:
+        """Backward of one micro-batch. Reads nothing back from the device.
+
+        Args:
+            loss_sum: the sum of its token losses, a scalar.
+            share: a term that is a share of the window's already and is not divided, such as this
+                micro-batch's part of a balance loss; a scalar.
+        """
+        loss = loss_sum / self._denominator
+        whole = loss if share is None else loss + share
+        (whole * self._scale.value if self._scale else whole).backward()
+        loss = loss.detach()
+        self._loss = loss if self._loss is None else self._loss + loss
+        if share is not None:
+            self._share = share.detach() if self._share is None else self._share + share.detach()
+        if self._keep_micro_losses:
+            self._micro_losses.append(loss)
+        self._count += 1
         if self._clipping.mode == "each_micro_batch" and self._clipping.limit is not None:
-            self._clip(self._norm(), self._clipping.limit * (self._scale.value if self._scale else 1.0))
+            scaled_limit = self._clipping.limit * (self._scale.value if self._scale else 1.0)
+            sums = list(self._gradients.sums().values())
+            _clip(sums, _norm(_norms(sums)), scaled_limit)
 
-    def close(self) -> Closed:
-        """Decides with one read from the device whether the window is applied, and applies it."""
+    def tap(self) -> None:
+        """Notes the norm of the gradient so far, for `Closed.tapped_norm`. Reads nothing back."""
+        norm = _norm(_norms(list(self._gradients.sums().values())))
+        self._tapped = norm / self._scale.value if self._scale else norm
+
+    def close(self, accept: Callable[[float], bool] | None = None) -> Closed:
+        """Decides with one read from the device whether the window is applied, and applies it.
+
+        Args:
+            accept: asked with the window's loss, if that and the gradient are finite; false: not applied.
+        """
         assert self._loss is not None, "close() before the first add()"
+        sums = self._gradients.sums()
+        gradients = list(sums.values())
         if self._scale:
-            torch._foreach_mul_(self._gradients(), 1.0 / self._scale.value)
-        norm_on_device = self._norm()
-        loss, norm = torch.stack([self._loss.to(norm_on_device.dtype), norm_on_device]).tolist()
-        if not (isfinite(loss) and isfinite(norm)):
-            overflow = self._scale is not None and isfinite(loss) and self._scale.value > self._scale.smallest
+            torch._foreach_mul_(gradients, 1.0 / self._scale.value)
+        norms = _norms(gradients)
+        norm_on_device = _norm(norms)
+        closed = self._read(norm_on_device, dict(zip(sums, norms, strict=True)))
+        if not (isfinite(closed.loss) and isfinite(closed.share) and isfinite(closed.grad_norm)):
+            overflow = (
+                self._scale is not None
+                and isfinite(closed.loss + closed.share)
+                and self._scale.value > self._scale.smallest
+            )
             if overflow and self._scale:
                 self._scale.overflowed()
-            self.abandon()
-            return Closed(loss, norm, applied=False, overflow=overflow)
+            return self._ended(closed, overflow=overflow)
+        if accept is not None and not accept(closed.loss):
+            return self._ended(closed, refused=True)
         if self._clipping.limit is not None:
             if self._clipping.mode == "value":
-                clip_grad_value_(self._parameters, self._clipping.limit)
+                torch._foreach_clamp_min_(gradients, -self._clipping.limit)
+                torch._foreach_clamp_max_(gradients, self._clipping.limit)
             else:
-                self._clip(norm_on_device, self._clipping.limit)
+                _clip(gradients, norm_on_device, self._clipping.limit)
+        del sums, gradients
         began = time.perf_counter()
+        self._gradients.deliver()
         self._optimizer.step()
         seconds = time.perf_counter() - began
         if self._scale:
             self._scale.held()
-        self.abandon()
-        return Closed(loss, norm, applied=True, optimizer_seconds=seconds)
+        return self._ended(closed, applied=True, optimizer_seconds=seconds)
 
     def finite(self) -> bool:
         """Whether loss and gradient so far are finite; the window is abandoned."""
         assert self._loss is not None, "finite() before the first add()"
-        finite = bool((self._loss.isfinite() & self._norm().isfinite()).item())
+        norm = _norm(_norms(list(self._gradients.sums().values())))
+        loss = self._loss if self._share is None else self._loss + self._share
+        finite = bool((loss.isfinite() & norm.to(loss.device).isfinite()).item())
         self.abandon()
         return finite
 
     def abandon(self) -> None:
         """Forgets what was accumulated; weights and optimizer are untouched."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._loss = None
+        self._gradients.forget()
+        self._loss = self._share = self._tapped = None
+        self._micro_losses = []
 
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+    def gradient(self) -> dict[Tensor, Tensor]:
+        """The gradient summed so far, by parameter, without the loss scale; it stays the window's own."""
+        scale = self._scale.value if self._scale else 1.0
+        return {p: g / scale if self._scale else g for p, g in self._gradients.sums().items()}
 
-    def _norm(self) -> Tensor:
-        return get_total_norm(self._gradients())
+    def _read(self, norm: Tensor, norms: dict[Tensor, Tensor]) -> Closed:
+        """The one read from the device."""
+        assert self._loss is not None
+        layers = {
+            name: own
+            for name, parameters in self._layers.items()
+            if (own := [norms[p] for p in parameters if p in norms])
+        }
+        values = [self._loss, norm, *([] if self._share is None else [self._share])]
+        values += [] if self._tapped is None else [self._tapped]
+        values += [*self._micro_losses, *(_norm(own) for own in layers.values())]
+        wider = torch.promote_types(norm.dtype, self._loss.dtype)
+        numbers = iter(torch.stack([value.to(self._loss.device, wider) for value in values]).tolist())
+        return Closed(
+            loss=next(numbers),
+            grad_norm=next(numbers),
+            applied=False,
+            micro_batches=self._count,
+            share=0.0 if self._share is None else next(numbers),
+            tapped_norm=None if self._tapped is None else next(numbers),
+            micro_losses=tuple(next(numbers) for _ in self._micro_losses),
+            layer_norms={name: next(numbers) for name in layers},
+        )
 
-    def _clip(self, norm: Tensor, limit: float) -> None:
-        clip_grads_with_norm_(self._parameters, limit, norm)
+    def _ended(
+        self,
+        closed: Closed,
+        *,
+        applied: bool = False,
+        overflow: bool = False,
+        refused: bool = False,
+        optimizer_seconds: float = 0.0,
+    ) -> Closed:
+        assert self._loss is not None
+        device, seconds = self._loss.device, time.perf_counter() - self._opened
+        self.abandon()
+        return Closed(
+            **{
+                **vars(closed),
+                "applied": applied,
+                "overflow": overflow,
+                "refused": refused,
+                "optimizer_seconds": optimizer_seconds,
+                "seconds": seconds,
+                "memory_bytes": memory.in_use(device),
+            }
+        )
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """The norm of each, at least in fp32."""
+    if not gradients:
+        return []
+    wider = torch.promote_types(gradients[0].dtype, torch.float32)
+    return list(torch._foreach_norm(gradients, 2, wider))
+
+
+def _norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of all together."""
+    if not norms:
+        return torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return norm
+
+
+def _clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
+    """Scales the gradients down to a norm of at most `limit`, as torch's clip_grad_norm_ does."""
+    if gradients:
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,181 @@
+"""A window, worked through: micro-batches forward and backward, replayed where it must be, one step.
+
+This and `window.py` are the accumulation; they are read together.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.profiler import record_function
+
+from workers.training import guards
+from workers.training import model as models
+from workers.training.batches import Cursor, Groups, MicroBatch, cut_window, tokens_of
+from workers.training.noise_scale import Measurement
+from workers.training.prefetch import prefetched
+from workers.training.start import Indices, Training
+from workers.training.window import Closed
+
+
+class StopRequested(Exception):
+    """Between two micro-batches the trainer was told to stop; the window was abandoned."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A window that was worked through, applied or not. Seconds of wall time."""
+
+    closed: Closed
+    groups: Groups
+    padded_tokens: int
+    data_seconds: float
+    seconds: float
+    measurement: Measurement | None
+
+
+def train_window(training: Training, window: Indices, denominator: float) -> Trained:
+    """Forward and backward of every micro-batch, and one optimizer step if the sum is finite.
+
+    The window is replayed as a whole, from the same random state, after an fp16 overflow (at half the
+    loss scale) and after running out of memory (in smaller micro-batches, or recomputing activations).
+    """
+    spec, state, began = training.order.spec, training.state, time.perf_counter()
+    accept = guards.spike(state.recent_losses, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
+    while True:
+        groups = cut(training, window, measured=_measures(training))
+        data_seconds, padded_tokens, failed = 0.0, 0, False
+        try:
+            observe_routing(training, window, groups)
+            seed_window(spec.seed, training.cursor)
+            training.window.open(denominator, len(groups))
+            batches = prefetched(training.loader, lambda g: training.fetch(window[g].tolist()), groups)
+            for number in range(len(groups)):
+                if training.stop():
+                    training.window.abandon()
+                    raise StopRequested
+                asked = time.perf_counter()
+                with record_function("accrue.data"):
+                    batch = next(batches)
+                data_seconds += time.perf_counter() - asked
+                padded_tokens += batch.input_ids.numel()
+                add(training, batch)
+                if number == 0 and len(groups) > 1 and _measures(training):
+                    training.window.tap()
+        except RuntimeError as error:
+            if not guards.is_out_of_memory(error):
+                raise
+            failed = True  # handled once the error, and the tensors in its frames, are gone
+        if failed:
+            make_room(training, groups, training.lengths_of(window))
+            continue
+        closed = guards.close(training.window, accept)
+        if not closed.overflow:
+            seconds = time.perf_counter() - began
+            measurement = _measurement(training, window, groups, closed, denominator)
+            return Trained(closed, groups, padded_tokens, data_seconds, seconds, measurement)
+        training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
+
+
+def add(training: Training, batch: MicroBatch) -> None:
+    """Forward and backward of one micro-batch into the open window."""
+    with record_function("accrue.forward"):
+        forward = training.forward(batch)
+        balance = training.balance
+        share = balance.share(forward.router_logits, batch) if balance else None
+    with record_function("accrue.backward"):
+        training.window.add(forward.loss_sum, share)
+
+
+def cut(training: Training, window: Indices, *, measured: bool = False) -> Groups:
+    """A window's micro-batches, as groups of positions in it."""
+    first = None
+    if measured:
+        place = [training.order.spec.seed, training.state.epoch, training.state.consumed]
+        first = np.random.Generator(np.random.PCG64(place))
+    return cut_window(
+        training.lengths_of(window),
+        training.cut,
+        by_length=training.order.spec.clip_mode != "each_micro_batch",
+        packed=training.form.packed,
+        first=first,
+    )
+
+
+def seed_window(seed: int, cursor: Cursor) -> None:
+    """Seeds dropout from the place in the data: a resume or a replay sees what the first run saw."""
+    mixed = np.random.SeedSequence([seed, cursor.epoch, cursor.consumed]).generate_state(1, np.uint64)
+    torch.manual_seed(int(mixed[0]) >> 1)
+
+
+def observe_routing(training: Training, window: Indices, groups: Groups) -> None:
+    """The first forward of a mixture of experts, without gradient, which counts what the routers choose.
+
+    It draws the same random numbers as the second, so that both route alike.
+    """
+    balance = training.balance
+    if balance is None:
+        return
+    balance.begin(len(window))
+    if balance.scope != "window":
+        return
+    seed_window(training.order.spec.seed, training.cursor)
+    with record_function("accrue.routing"):
+        for group in groups:
+            batch = training.fetch(window[group].tolist())
+            with training.autocast():
+                balance.observe(training.token_loss.router_logits(batch), batch)
+
+
+def _measures(training: Training) -> bool:
+    """Whether the noise scale is measured in the window at hand."""
+    spec = training.order.spec
+    every = spec.noise_scale_every
+    return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"
+
+
+def _measurement(
+    training: Training, window: Indices, groups: Groups, closed: Closed, denominator: float
+) -> Measurement | None:
+    if closed.tapped_norm is None or not closed.applied:
+        return None
+    first = window[groups[0]]
+    return Measurement(
+        first_norm=closed.tapped_norm,
+        first_samples=len(first),
+        first_targets=training.samples.denominator(first),
+        norm=closed.grad_norm,
+        samples=len(window),
+        targets=denominator,
+    )
+
+
+def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
+    """Takes less memory after running out of it: smaller micro-batches, or activations made twice.
+
+    Raises:
+        CannotTrain: neither is left.
+    """
+    training.window.abandon()
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    spec, state = training.order.spec, training.state
+    widest = max(groups, key=lambda group: tokens_of(lengths[group], training.form.packed))
+    tokens = tokens_of(lengths[widest], training.form.packed)
+    if len(widest) > 1 and spec.auto_adjust_batch_size:
+        budget = guards.learn_smaller_budget(state, tokens)
+        message = f"Out of memory: the window is replayed with at most {budget} tokens a micro-batch."
+        training.reporter.event(
+            "out_of_memory", message, "warning", token_budget=budget, failed_tokens=tokens
+        )
+    elif not (spec.gradient_checkpointing or state.checkpointing):
+        state.checkpointing = True
+        models.recompute_activations(training.model)
+        message = (
+            f"Out of memory at {len(widest)} samples and {tokens} tokens: the window is replayed with "
+            "gradient checkpointing, which gives the same gradient for more computation."
+        )
+        training.reporter.event("out_of_memory", message, "warning", failed_tokens=tokens)
+    else:
+        raise guards.out_of_remedies(training.order.plan, len(widest), tokens)

@@ -1,0 +1,103 @@
+"""A mixture of experts' balance loss, exact however the window is split.
+
+The loss of Switch Transformers (Fedus et al. 2021, equations 4 to 6), as transformers has it: with E
+experts, F_e the share of (token, layer) rows that chose expert e among their top k, and P_e the mean
+routing probability, it is coefficient × E × Σ F_e × P_e. A product of means is no sum over tokens: a mean
+of micro-batches' losses is another loss, and a sum of them is K times as strong.
+
+- `window`: F is counted over the whole window by a first forward without gradient. F has no gradient
+  (it comes from an argmax), and P is a mean over rows, so that with F known the loss is a sum over rows.
+- `sequence`: the same product within each sequence, averaged over the window's sequences (as in
+  DeepSeek-V3, 2024, equations 17 to 20). A sum over sequences, at no cost, but another loss.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from workers.training.batches import MicroBatch
+
+
+@dataclass
+class Balance:
+    """The balance loss of one window after another."""
+
+    coefficient: float
+    experts: int
+    top_k: int
+    scope: Literal["window", "sequence"]
+    _chosen: Tensor | None = field(default=None, repr=False)
+    _rows: int = 0
+    _sequences: int = 0
+
+    def begin(self, sequences: int) -> None:
+        """Starts a window of so many sequences."""
+        self._chosen, self._rows, self._sequences = None, 0, sequences
+
+    def observe(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> None:
+        """Counts what the routers chose for a micro-batch of the window; for the scope `window` only."""
+        for logits in router_logits:
+            probabilities = self._probabilities(logits, batch)
+            chosen = self._choices(probabilities).sum(0)
+            self._chosen = chosen if self._chosen is None else self._chosen + chosen
+            self._rows += len(probabilities)
+
+    def share(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
+        """This micro-batch's share of the window's loss: shares add up to the whole. A scalar."""
+        if self.scope == "sequence":
+            return self._by_sequence(router_logits, batch)
+        assert self._chosen is not None, "share() before observe()"
+        fractions = self._chosen / self._rows
+        sums = torch.stack([self._probabilities(logits, batch).sum(0) for logits in router_logits]).sum(0)
+        return self.coefficient * self.experts * (fractions * sums).sum() / self._rows
+
+    def chosen(self) -> Tensor:
+        """How often each expert was chosen in the window; shape (experts,)."""
+        assert self._chosen is not None, "chosen() before observe()"
+        return self._chosen
+
+    def _by_sequence(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
+        assert batch.owner is not None, "a batch of a model that routes says whose its tokens are"
+        chosen: Tensor | None = None
+        sums: Tensor | None = None
+        rows: Tensor | None = None
+        for logits in router_logits:
+            probabilities = self._probabilities(logits, batch)
+            zeros = probabilities.new_zeros(len(batch.lengths), self.experts)
+            ones = probabilities.new_ones(len(probabilities))
+            own = zeros.index_add(0, batch.owner, self._choices(probabilities))
+            likely = zeros.index_add(0, batch.owner, probabilities)
+            count = zeros[:, 0].index_add(0, batch.owner, ones)
+            chosen = own if chosen is None else chosen + own
+            sums = likely if sums is None else sums + likely
+            rows = count if rows is None else rows + count
+        assert chosen is not None
+        assert sums is not None
+        assert rows is not None
+        squared = (rows * rows).unsqueeze(1)
+        return self.coefficient * self.experts * (chosen * sums / squared).sum() / self._sequences
+
+    def _probabilities(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """Routing probabilities of the real tokens, without padding; shape (tokens, experts)."""
+        assert batch.real is not None, "a batch of a model that routes says which of its tokens are real"
+        wider = torch.promote_types(logits.dtype, torch.float32)
+        return logits.flatten(0, -2).index_select(0, batch.real).to(wider).softmax(-1)
+
+    def _choices(self, probabilities: Tensor) -> Tensor:
+        """1 where an expert is among the top k; shape (tokens, experts), without gradient."""
+        detached = probabilities.detach()
+        return torch.zeros_like(detached).scatter_(1, detached.topk(self.top_k, dim=-1).indices, 1.0)
+
+
+def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Balance | None:
+    """The balance loss that a model's config names; null where it names none or `scope` is none."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = inner.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if scope == "none" or not (coefficient and experts and top_k):
+        return None
+    return Balance(float(coefficient), int(experts), int(top_k), scope)

@@ -1,0 +1,141 @@
+"""The equivalence certificate: before training, that the plan gives the gradient of another split.
+
+And that the loss which is trained is the model's own: a head that was taken apart must give the same.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import numpy as np
+from torch import Tensor
+
+from workers.training import guards
+from workers.training import model as models
+from workers.training.accumulate import StopRequested, add, cut, make_room, observe_routing
+from workers.training.batches import Groups
+from workers.training.faults import CannotTrain
+from workers.training.start import Training
+from workers.training.window import Window
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Relative differences; `gradient_error` is |plan - reference| / |reference| over all parameters."""
+
+    gradient_error: float
+    micro_batches: int
+    reference_micro_batches: int
+
+
+def compare(
+    window: Window, accumulate: Callable[[Groups], None], plan: Groups, reference: Groups
+) -> Certificate:
+    """Compares the gradients of two splits of one window. Holds one gradient on the host.
+
+    Args:
+        accumulate: opens the window and adds the micro-batches of a split, with nothing random.
+    """
+    accumulate(reference)
+    held = {p: gradient.detach().cpu().clone() for p, gradient in window.gradient().items()}
+    window.abandon()
+    accumulate(plan)
+    difference = norm = 0.0
+    for parameter, gradient in window.gradient().items():
+        one = held.pop(parameter).double()
+        difference += float((gradient.detach().cpu().double() - one).square().sum())
+        norm += float(one.square().sum())
+    window.abandon()
+    error = float("inf") if held or not isfinite(norm) else sqrt(difference / norm) if norm else 0.0
+    return Certificate(error, len(plan), len(reference))
+
+
+def smaller_split(plan: Groups) -> Groups:
+    """Every micro-batch in two; where all are single samples, the same in the opposite order."""
+    if all(len(group) == 1 for group in plan):
+        return plan[::-1]
+    halves = [(group[: (len(group) + 1) // 2], group[(len(group) + 1) // 2 :]) for group in plan]
+    return [half for pair in halves for half in pair if half]
+
+
+def choices_differ(chosen: Sequence[Tensor]) -> int:
+    """How many of a mixture's choices fell out otherwise in two splits: ties that rounding decides."""
+    first, second = chosen
+    return int((first - second).abs().sum().item() / 2)
+
+
+def certify(training: Training) -> None:
+    """Before the first step: the first window's gradient under the plan against that of a smaller split.
+
+    Raises:
+        CannotTrain: they differ by more than rounding.
+    """
+    spec, state = training.order.spec, training.state
+    window = training.next_window()
+    denominator = training.samples.denominator(window)
+    if not spec.certificate or spec.clip_mode == "each_micro_batch" or state.equivalence_error is not None:
+        return
+    if state.step or denominator == 0.0 or training.finished:
+        return
+    chosen = []
+
+    def accumulate(groups: Groups) -> None:
+        observe_routing(training, window, groups)
+        if training.balance is not None and training.balance.scope == "window":
+            chosen.append(training.balance.chosen())
+        training.window.open(denominator)
+        for group in groups:
+            if training.stop():
+                training.window.abandon()
+                raise StopRequested
+            add(training, training.fetch(window[group].tolist()))
+
+    while True:
+        groups, failed, certified = cut(training, window), False, None
+        chosen.clear()
+        try:
+            with models.without_randomness(training.model):
+                split = smaller_split(groups)
+                certified = compare(training.window, accumulate, groups, split)
+        except RuntimeError as error:
+            if not guards.is_out_of_memory(error):
+                raise
+            failed = True
+        if failed:
+            make_room(training, groups, training.lengths_of(window))
+            continue
+        assert certified is not None
+        scale = training.loss_scale
+        if np.isfinite(certified.gradient_error) or scale is None or scale.value <= scale.smallest:
+            break
+        scale.overflowed()
+    _judge(training, certified, choices_differ(chosen) if chosen else 0)
+
+
+def _judge(training: Training, certified: Certificate, flips: int) -> None:
+    """Puts the certificate on record, or ends the job."""
+    error, tolerance = certified.gradient_error, models.TOLERANCE[training.order.plan.precision]
+    figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
+    if not np.isfinite(error):
+        message = "No certificate: the first window's gradient is not finite."
+        training.reporter.event("certificate", message, "warning", **{**figures, "gradient_error": None})
+        return
+    training.state.equivalence_error = error
+    splits = f"{certified.micro_batches} and {certified.reference_micro_batches} micro-batches"
+    if error <= tolerance:
+        message = f"The first window's gradient in {splits} differs by {error:.1e} (tolerance {tolerance:g})."
+        training.reporter.event("certificate", message, **figures)
+    elif flips:
+        message = (
+            f"The first window's gradient in {splits} differs by {error:.1e}, since rounding decided {flips} "
+            "choices of experts otherwise."
+        )
+        training.reporter.event("certificate", message, "warning", **figures)
+    else:
+        raise CannotTrain(
+            "not_equivalent",
+            f"the first window's gradient in {splits} differs by {error:.1e}, more than the {tolerance:g} "
+            f"that rounding allows in {training.order.plan.precision}: this model mixes the samples of a "
+            "micro-batch, so that accumulating changes what is learned; equivalence_check: false trains all "
+            "the same",
+        )

@@ -1,0 +1,67 @@
+"""Where a window's gradients are summed: in place, or held in fp32, or on the host."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class InPlace:
+    """Summed by autograd in each parameter's `grad`, in the parameter's own precision."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def sums(self) -> dict[Tensor, Tensor]:
+        """The sum so far of each parameter that has one."""
+        return {p: p.grad for p in self._parameters if p.grad is not None}
+
+    def deliver(self) -> None:
+        """Puts the sums where an optimizer looks for them."""
+
+    def forget(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+class Held:
+    """Summed outside of `grad`, which each backward leaves empty as soon as a parameter's gradient is known.
+
+    Costs 4 bytes a parameter where that is more precise than the parameter, and no device memory between
+    micro-batches where the host holds the sums. The optimizer sees each sum rounded once to its parameter.
+
+    Args:
+        on_host: sums live in host memory, and come back to the device for the optimizer's step only.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, on_host: bool) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._on_host = on_host
+        self._sums: dict[Tensor, Tensor] = {}
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def sums(self) -> dict[Tensor, Tensor]:
+        """The sum so far of each parameter that has one."""
+        return self._sums
+
+    def deliver(self) -> None:
+        """Puts the sums where an optimizer looks for them."""
+        for parameter in list(self._sums):
+            parameter.grad = self._sums.pop(parameter).to(parameter.device, parameter.dtype)
+
+    def forget(self) -> None:
+        self._sums.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "the hook runs after a gradient was accumulated"
+        device = torch.device("cpu") if self._on_host else gradient.device
+        held = self._sums.get(parameter)
+        if held is None:
+            wider = torch.promote_types(gradient.dtype, torch.float32)
+            self._sums[parameter] = gradient.to(device, wider)
+        else:
+            held.add_(gradient.to(device))

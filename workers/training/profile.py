@@ -1,0 +1,48 @@
+"""One window under torch.profiler: where its time goes, as figures, a trace and a memory snapshot."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+AT_STEP = 3
+"""The update that is profiled, counted from 1: the first ones warm up."""
+
+PHASES = ("data", "routing", "forward", "backward", "synchronise", "optimizer")
+"""`record_function` names the trainer gives to its phases, after "accrue."."""
+
+Result = TypeVar("Result")
+
+
+def profiled(
+    folder: Path, device: torch.device, work: Callable[[], Result]
+) -> tuple[Result, dict[str, float]]:
+    """Does the work under the profiler, and writes trace.json (and memory.pickle on a GPU) into the folder.
+
+    Returns:
+        What the work gave, and seconds by phase: of the host, and on a GPU `device_` of its kernels.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    if on_gpu:
+        torch.cuda.memory._record_memory_history()
+    try:
+        with profile(activities=activities) as profiler:
+            result = work()
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+    finally:
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    seconds = {}
+    for row in profiler.key_averages():
+        phase = row.key.removeprefix("accrue.")
+        if phase in PHASES and phase != row.key:
+            seconds[phase] = row.cpu_time_total / 1e6
+            if on_gpu:
+                seconds[f"device_{phase}"] = row.device_time_total / 1e6
+    return result, seconds

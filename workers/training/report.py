@@ -1,0 +1,119 @@
+"""What a run says of itself: the banner at its start, and a line for every step."""
+
+import logging
+import time
+from dataclasses import asdict
+
+import torch
+
+from app.schemas.run import LogLine, NoiseScale
+from app.schemas.spec import TokenBudget
+from workers.training import memory
+from workers.training.accumulate import Trained
+from workers.training.batches import Cursor
+from workers.training.data import Prepared
+from workers.training.start import Indices, Training
+
+log = logging.getLogger("accrue.trainer")
+
+
+def tell_start(training: Training, prepared: Prepared) -> None:
+    """The banner: what will be trained, on what, and how."""
+    spec, plan = training.order.spec, training.order.plan
+    notes = prepared.notes(spec.data.max_length)
+    training.reporter.event(
+        "data",
+        f"{prepared.samples} samples, {prepared.tokens} tokens, the longest {prepared.longest}"
+        + (f"; {', '.join(notes)}." if notes else "."),
+        "warning" if notes else "info",
+        **asdict(prepared),
+    )
+    banner = _banner(training)
+    for name, value in banner.items():
+        log.info("%-18s %s", name, value)
+    training.reporter.event(
+        "training",
+        "; ".join(f"{name} {value}" for name, value in banner.items()) + ".",
+        steps_total=training.steps_total,
+        cut=training.cut.model_dump(),
+        parameters=sum(p.numel() for p in training.model.parameters()),
+        trainable_parameters=sum(p.numel() for p in training.model.parameters() if p.requires_grad),
+        threads=plan.threads,
+        banner=banner,
+    )
+
+
+def _banner(training: Training) -> dict[str, str]:
+    spec, plan, steps = training.order.spec, training.order.plan, training.steps_total
+    device = plan.devices[0]
+    name = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
+    cut = training.cut
+    epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.samples), 2)
+    size = f"{cut.tokens} tokens" if isinstance(cut, TokenBudget) else f"{device.micro_batch_size} samples"
+    return {
+        "epochs": f"{epochs:g}",
+        "steps": str(steps),
+        "optimizer": spec.optimizer.name,
+        "learning rate": f"{spec.optimizer.learning_rate:g}, {spec.schedule.name}",
+        "device": name,
+        "micro-batch": f"at most {size}",
+        "accumulation steps": f"about {device.accumulation_steps}",
+        "effective batch": str(spec.effective_batch_size),
+        "precision": plan.precision,
+        "predicted memory": f"{device.predicted_peak_bytes / 2**30:.2f} GiB",
+    }
+
+
+def log_line(
+    training: Training,
+    at: Cursor,
+    window: Indices,
+    trained: Trained,
+    batch: int,
+    rate: float,
+    noise: NoiseScale | None,
+) -> LogLine:
+    """The step that was just made, as the log has it."""
+    spec, state, closed = training.order.spec, training.state, trained.closed
+    tokens = int(training.samples.lengths[window].sum())
+    remembers = spec.log_memory_usage
+    return LogLine(
+        attempt=training.order.attempt,
+        step=state.step,
+        micro_step=state.micro_step,
+        batch_idx=at.consumed // spec.effective_batch_size,
+        epoch=at.epoch,
+        samples=len(window),
+        loss=closed.loss,
+        loss_ema=state.loss_ema or 0.0,
+        gradient_accumulation_steps=len(trained.groups),
+        effective_batch_size=batch,
+        physical_batch_size=max(map(len, trained.groups)),
+        learning_rate=rate,
+        grad_norm=closed.grad_norm,
+        tokens=int(training.samples.targets[window].sum()),
+        input_tokens=tokens,
+        padded_tokens=trained.padded_tokens,
+        tokens_per_second=tokens / trained.seconds,
+        memory_gb=memory.gib(closed.memory_bytes) if remembers else None,
+        peak_gb=memory.gib(memory.peak(training.device)) if remembers else None,
+        noise_scale=noise.value if noise else None,
+        skipped=state.skipped,
+        time=time.time(),
+        data_seconds=trained.data_seconds,
+        forward_backward_seconds=trained.seconds - trained.data_seconds - closed.optimizer_seconds,
+        optimizer_seconds=closed.optimizer_seconds,
+        aux_loss=closed.share if training.balance else None,
+        micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
+        gradient_norms=dict(closed.layer_norms) if spec.log_gradients else None,
+    )
+
+
+def _micro_means(training: Training, window: Indices, trained: Trained) -> tuple[float, ...]:
+    """Each micro-batch's own mean loss, from its part of the window's."""
+    whole = training.samples.denominator(window)
+    own = [training.samples.denominator(window[group]) for group in trained.groups]
+    return tuple(
+        part * whole / share if share else 0.0
+        for part, share in zip(trained.closed.micro_losses, own, strict=True)
+    )

@@ -1,0 +1,282 @@
+"""Everything that a run needs, put together: model, data, optimizer, window, and where it left off."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from app.schemas.spec import Cut, FixedCount, Order, TokenBudget
+from workers.run_directory import Reporter, RunDirectory
+from workers.training import checkpoint, ramp
+from workers.training import model as models
+from workers.training.balance import Balance, balance_of
+from workers.training.batches import (
+    Cursor,
+    Form,
+    MicroBatch,
+    collate,
+    epoch_order,
+    rounded,
+    window_at,
+)
+from workers.training.checkpoint import TrainingState
+from workers.training.data import Prepared, Samples, held_out, prepare
+from workers.training.faults import CannotTrain
+from workers.training.gradients import Held, InPlace
+from workers.training.loss import Forward, TokenLoss
+from workers.training.loss_checks import keeps_documents_apart, same_loss
+from workers.training.optimizer import make_optimizer
+from workers.training.trackers import Trackers
+from workers.training.window import Clipping, LossScale, Window
+
+FIRST_FP16_SCALE = 65536.0
+
+Stop = Callable[[], bool]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass
+class Training:
+    """A run in progress: everything that one window needs."""
+
+    order: Order
+    run: RunDirectory
+    reporter: Reporter
+    trackers: Trackers
+    stop: Stop
+    device: torch.device
+    model: Any
+    optimizer: torch.optim.Optimizer
+    window: Window
+    loss_scale: LossScale | None
+    token_loss: TokenLoss
+    balance: Balance | None
+    samples: Samples
+    validation: Samples | None
+    form: Form
+    state: TrainingState
+    loader: ThreadPoolExecutor
+    _order_of_epoch: tuple[int, Indices] = field(default=(-1, np.empty(0, np.int64)))
+
+    def fetch(self, samples: list[int]) -> MicroBatch:
+        """Reads samples from disk into one micro-batch on the device."""
+        rows = [self.samples.read(sample) for sample in samples]
+        return collate(rows, self.form, self.samples.weights[samples].tolist()).to(self.device)
+
+    def forward(self, batch: MicroBatch) -> Forward:
+        """The summed loss of a micro-batch, in the plan's precision."""
+        with self.autocast():
+            return self.token_loss(batch)
+
+    def autocast(self) -> Any:
+        return models.autocast(self.order.plan)
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.state.epoch, self.state.consumed)
+
+    @property
+    def cut(self) -> Cut:
+        """How windows are cut: by the plan, or by the token budget learned since."""
+        if self.state.token_budget is not None:
+            return TokenBudget(tokens=self.state.token_budget)
+        cut, asked = self.order.plan.cut, self.order.spec.effective_batch_size
+        grown = ramp.batch_now(self.order.spec, self.state) / asked
+        if isinstance(cut, FixedCount) and grown > 1:
+            return FixedCount(micro_batches=round(cut.micro_batches * grown))
+        return cut
+
+    @property
+    def steps_total(self) -> int:
+        return ramp.steps_total(self.order.spec, self.state, len(self.samples))
+
+    @property
+    def finished(self) -> bool:
+        epochs = self.order.spec.epochs
+        if self.state.stopped_early:
+            return True
+        return self.state.epoch >= epochs if epochs is not None else self.state.step >= self.steps_total
+
+    def next_window(self) -> Indices:
+        """The samples of the window at the cursor."""
+        epoch = self.state.epoch
+        if self._order_of_epoch[0] != epoch:
+            order = epoch_order(len(self.samples), self.order.spec.seed, epoch)
+            self._order_of_epoch = (epoch, order)
+        batch = ramp.batch_now(self.order.spec, self.state)
+        return window_at(self.cursor, self._order_of_epoch[1], batch)
+
+    def lengths_of(self, window: Indices) -> Indices:
+        """Tokens that each sample of a window takes, as they are cut by."""
+        lengths = self.samples.lengths[window]
+        return rounded(lengths) if self.form.bucketed_to else lengths
+
+    def close(self) -> None:
+        self.loader.shutdown()
+        self.samples.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def start(
+    run: RunDirectory, order: Order, reporter: Reporter, trackers: Trackers, stop: Stop
+) -> tuple[Training, Prepared]:
+    """Loads model and data, and resumes from the newest checkpoint that is whole.
+
+    Raises:
+        CannotTrain: the job cannot be trained as it stands.
+    """
+    spec, plan = order.spec, order.plan
+    device = models.device_of(plan)
+    model, tokenizer, notes = models.load(order)
+    for note in notes:
+        reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
+    prepared, samples, validation = _data(run, order, tokenizer)
+    if spec.method.name != "qlora":
+        model.to(device)
+    optimizer = make_optimizer(spec.optimizer, model.parameters())
+    state = _resume(run, model, optimizer, reporter)
+    if state.checkpointing:
+        models.recompute_activations(model)
+    scale = LossScale(state.loss_scale or FIRST_FP16_SCALE, good_windows=state.loss_scale_good_windows)
+    balance = balance_of(model, spec.aux_scope)
+    training = Training(
+        order=order,
+        run=run,
+        reporter=reporter,
+        trackers=trackers,
+        stop=stop,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        window=_window(order, model, optimizer, scale if plan.precision == "fp16" else None),
+        loss_scale=scale if plan.precision == "fp16" else None,
+        token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
+        balance=balance,
+        samples=samples,
+        validation=validation,
+        form=_form(order, tokenizer, balance),
+        state=state,
+        loader=ThreadPoolExecutor(1, thread_name_prefix="loader"),
+    )
+    _check_loss(training)
+    _check_packing(training)
+    return training, prepared
+
+
+def _data(run: RunDirectory, order: Order, tokenizer: Any) -> tuple[Prepared, Samples, Samples | None]:
+    """The tokenised samples to train on, and those to evaluate on."""
+    spec = order.spec.data
+    taken = held_out(spec, order.spec.seed) if spec.held_out() else None
+    source = Path(order.data_file)
+    prepared = prepare(spec, source, tokenizer, run.data, None if taken is None else ~taken)
+    samples = Samples(run.data)
+    if spec.validation is None:
+        return prepared, samples, None
+    folder = run.data / "validation"
+    if order.validation_file is None:
+        prepare(spec, source, tokenizer, folder, taken)
+    else:
+        own = spec.model_copy(
+            update={
+                "file_id": spec.validation.file_id,
+                "sha256": spec.validation.sha256,
+                "format": spec.validation.format,
+                "validation": None,
+            }
+        )
+        prepare(own, Path(order.validation_file), tokenizer, folder)
+    return prepared, samples, Samples(folder)
+
+
+def _window(order: Order, model: Any, optimizer: torch.optim.Optimizer, scale: LossScale | None) -> Window:
+    spec = order.spec
+    parameters = list(model.parameters())
+    low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
+    held = spec.accumulate_gradients_on_cpu or (low and spec.accumulate_in_fp32)
+    return Window(
+        parameters,
+        optimizer,
+        Clipping(spec.gradient_clipping, spec.clip_mode),
+        scale,
+        gradients=Held(parameters, on_host=spec.accumulate_gradients_on_cpu) if held else InPlace(parameters),
+        layers=models.layers_of(model) if spec.log_gradients else None,
+        keep_micro_losses=spec.log_micro_losses,
+    )
+
+
+def _form(order: Order, tokenizer: Any, balance: Balance | None) -> Form:
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    budget = order.plan.devices[0].micro_batch_size * order.spec.data.max_length
+    return Form(
+        pad_id=pad_id,
+        packed=order.spec.data.packing,
+        routed=balance is not None,
+        bucketed_to=budget if order.spec.compile and not order.spec.data.packing else None,
+    )
+
+
+def _check_loss(training: Training) -> None:
+    """Falls back to the model's own logits where its head alone does not give them."""
+    counted = np.flatnonzero(training.samples.targets)
+    shortest = int(counted[training.samples.lengths[counted].argmin()])
+    with training.autocast(), models.without_randomness(training.model):
+        if training.token_loss.head is None:
+            return
+        error = same_loss(training.model, training.token_loss, training.fetch([shortest]))
+    if not error <= models.TOLERANCE[training.order.plan.precision]:
+        training.token_loss.head = None
+        training.reporter.event(
+            "changed",
+            f"The model does more to its logits than its output head says (loss differs by {error:.1e}): its "
+            "own are taken, whole, which needs more memory.",
+            "warning",
+            loss_error=error,
+        )
+
+
+def _check_packing(training: Training) -> None:
+    """Falls back to padding where the model's attention does not keep packed samples apart."""
+    if not training.form.packed:
+        return
+    counted = np.flatnonzero(training.samples.targets)
+    chosen = counted[np.argsort(training.samples.lengths[counted], kind="stable")][:2].tolist()
+    rows = [training.samples.read(sample) for sample in chosen]
+    padded = Form(training.form.pad_id, routed=training.form.routed)
+    with training.autocast(), models.without_randomness(training.model):
+        error = keeps_documents_apart(
+            training.model,
+            collate(rows, training.form).to(training.device),
+            collate(rows, padded).to(training.device),
+        )
+    if not error <= models.TOLERANCE[training.order.plan.precision]:
+        training.form = padded
+        training.reporter.event(
+            "changed",
+            f"The model's attention does not keep packed samples apart (loss differs by {error:.1e}): they "
+            "are padded instead.",
+            "warning",
+        )
+
+
+def _resume(
+    run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter
+) -> TrainingState:
+    try:
+        state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
+    except checkpoint.AllDamaged as error:
+        message = f"every checkpoint is damaged ({error}): look at the disk, and submit the job again"
+        raise CannotTrain("checkpoints_damaged", message) from None
+    for name in damaged:
+        message = f"Checkpoint {name} is damaged and was passed over."
+        reporter.event("checkpoint_damaged", message, "warning")
+    if state is None:
+        return TrainingState()
+    reporter.event("resumed", f"Resumed at step {state.step}.", step=state.step, epoch=state.epoch,
+                   samples=state.consumed)  # fmt: skip
+    return state

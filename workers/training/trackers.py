@@ -1,0 +1,109 @@
+"""Writers of the run's figures for TensorBoard, Weights & Biases and MLflow, where asked for.
+
+Each writes below the run directory and needs no network; `wandb sync` or an MLflow server take it from there.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from app.schemas.run import LogLine
+from app.schemas.spec import Order, Tracker
+from workers.training.faults import CannotTrain
+
+FIGURES = (
+    "loss", "loss_ema", "aux_loss", "learning_rate", "grad_norm", "effective_batch_size",
+    "gradient_accumulation_steps", "tokens_per_second", "memory_gb", "peak_gb", "noise_scale", "skipped",
+)  # fmt: skip
+
+
+class Writer(Protocol):
+    def write(self, step: int, figures: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All writers that a job asked for, as one.
+
+    Raises:
+        CannotTrain: a package is not installed.
+    """
+
+    def __init__(self, names: Sequence[Tracker], order: Order, folder: Path) -> None:
+        make: dict[Tracker, Callable[[Order, Path], Writer]] = {
+            "tensorboard": TensorBoard,
+            "wandb": WandB,
+            "mlflow": MLflow,
+        }
+        self._writers: list[Writer] = [make[name](order, folder) for name in names]
+
+    def step(self, line: LogLine) -> None:
+        figures = {name: float(value) for name in FIGURES if (value := getattr(line, name)) is not None}
+        self.write(line.step, {f"train/{name}": value for name, value in figures.items()})
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(step, figures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+class TensorBoard:
+    def __init__(self, order: Order, folder: Path) -> None:
+        _needed("tensorboard")
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, order: Order, folder: Path) -> None:
+        self._run: Any = _needed("wandb").init(
+            project="accrue", id=order.job_id, resume="allow", mode="offline", dir=str(folder),
+            config=order.spec.model_dump(mode="json"),
+        )  # fmt: skip
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        self._run.log(figures, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    def __init__(self, order: Order, folder: Path) -> None:
+        self._mlflow = _needed("mlflow")
+        self._mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+        self._mlflow.set_experiment("accrue")
+        self._mlflow.start_run(run_name=order.job_id)
+        self._mlflow.log_params({"model": order.spec.model.name, "seed": order.spec.seed})
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        self._mlflow.log_metrics(figures, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _needed(package: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise CannotTrain(
+            "not_installed", f"report_to {package} needs the package {package}: pip install {package}"
+        ) from error
