@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.training import table
 from tests.training.small_models import Window64, make_window64
 
 torch.set_num_threads(1)
@@ -11,3 +12,11 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def window64() -> Window64:
     return make_window64()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of test_against_trainer.py, where its tests have run."""
+    if table.LINES:
+        terminalreporter.write_sep("=", "beside Hugging Face Trainer: relative errors")
+        for line in table.rendered():
+            terminalreporter.write_line(line)

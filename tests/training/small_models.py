@@ -21,7 +21,7 @@ from workers.training.loss import TokenLoss
 VOCABULARY = 61
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=VOCABULARY,
+        n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ),
     "llama": lambda: LlamaConfig(

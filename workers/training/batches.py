@@ -17,6 +17,10 @@ from torch import Tensor
 
 from app.schemas.spec import Cut, FixedCount, FixedSize, TokenBudget
 
+_COST_OF_A_MICRO_BATCH = 0.25
+"""What a micro-batch costs beside its tokens, as a share of the token budget (tests/benchmarks: on a CPU,
+33 ms at 5,000 tokens/s, or 160 of 512 tokens, for a model of 4 million parameters; 60 for one of 30)."""
+
 Lengths = npt.NDArray[np.int64]
 Groups = list[list[int]]
 
@@ -125,7 +129,8 @@ def cut_window(
     ordered = array[positions]
     match cut:
         case TokenBudget(tokens=tokens):
-            bounds = _by_budget(ordered, tokens, packed)
+            padded = by_length and not packed
+            bounds = _cheapest(ordered, tokens) if padded else _by_budget(ordered, tokens, packed)
         case FixedCount(micro_batches=count):
             bounds = _by_count(ordered, count, packed) if by_length else _evenly(len(ordered), count)
         case FixedSize(samples=rows):
@@ -145,6 +150,28 @@ def _drawn(lengths: Lengths, cut: Cut, packed: bool, random: np.random.Generator
         case FixedSize(samples=size):
             rows = size
     return order[:rows].tolist() if rows < len(order) else []
+
+
+def _cheapest(ordered: Lengths, tokens: int) -> list[tuple[int, int]]:
+    """Within the budget, the cut of samples in falling length that costs least: its padded tokens, and for
+    each micro-batch a share of the budget, since a device takes time for one however small it is.
+
+    By dynamic programming from the shortest sample backwards: best[i] is the cost of cutting all from i on.
+    """
+    each = tokens * _COST_OF_A_MICRO_BATCH
+    count = len(ordered)
+    best, ends = np.zeros(count + 1), np.zeros(count, dtype=np.int64)
+    rows = np.arange(1, count + 1)
+    for i in range(count - 1, -1, -1):
+        most = min(count - i, max(1, tokens // int(ordered[i])))
+        costs = ordered[i] * rows[:most] + best[i + 1 : i + most + 1]
+        taken = int(costs.argmin())
+        best[i], ends[i] = costs[taken] + each, i + taken + 1
+    bounds, start = [], 0
+    while start < count:
+        bounds.append((start, int(ends[start])))
+        start = bounds[-1][1]
+    return bounds
 
 
 def _by_budget(ordered: Lengths, tokens: int, packed: bool) -> list[tuple[int, int]]:

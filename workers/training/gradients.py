@@ -38,8 +38,7 @@ class Held:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._on_host = on_host
         self._sums: dict[Tensor, Tensor] = {}
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._take)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
 
     def sums(self) -> dict[Tensor, Tensor]:
         """The sum so far of each parameter that has one."""
@@ -54,6 +53,12 @@ class Held:
         self._sums.clear()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def release(self) -> None:
+        """Lets the parameters go: their gradients are autograd's again."""
+        self.forget()
+        for hook in self._hooks:
+            hook.remove()
 
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,7 +56,9 @@ def load(order: Order) -> tuple[Any, Any, list[str]]:
             "model_not_loaded",
             f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order)}",
         ) from error
-    return _trainable(model, order.spec), tokenizer, notes
+    with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
+        model = _trainable(model, order.spec)
+    return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in warned]
 
 
 def _read(order: Order, attention: str) -> Any:
@@ -100,7 +103,7 @@ def _trainable(model: Any, spec: Spec) -> Any:
     # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
     model.warn_if_padding_and_no_attention_mask = lambda *_: None
     if spec.method.lora is not None:
-        model = _with_adapters(model, spec.method.lora)
+        model = with_adapters(model, spec.method.lora)
     if spec.gradient_checkpointing:
         recompute_activations(model)
     _freeze(model, spec.freeze)
@@ -110,8 +113,9 @@ def _trainable(model: Any, spec: Spec) -> Any:
     return model.train()
 
 
-def _with_adapters(model: Any, lora: LoraSpec) -> Any:
+def with_adapters(model: Any, lora: LoraSpec) -> Any:
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -119,6 +123,7 @@ def _with_adapters(model: Any, lora: LoraSpec) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules) if lora.target_modules else "all-linear",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's layers
     )
     try:
         return get_peft_model(model, config)

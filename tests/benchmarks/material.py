@@ -1,0 +1,115 @@
+"""What the benchmarks train: models made from configs, and the standard library's docstrings."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app import demo_data
+from app.schemas.spec import AskedSplit, Cut, Order, Spec
+from tests.specs import cpu_plan, make_optimizer, make_schedule, make_spec
+from workers.run_directory import RunDirectory
+from workers.training.batches import epoch_order
+
+VOCABULARY = 4096
+EFFECTIVE_BATCH = 64
+MAX_LENGTH = 512
+SEED = 7
+RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama of so many layers and width, and the windows that it is timed over."""
+
+    layers: int
+    width: int
+    windows: int
+
+
+SIZES = {"small": Size(4, 256, 9), "medium": Size(8, 512, 5)}
+
+
+def write_docstrings(path: Path, samples: int, fixed: int | None = None) -> None:
+    """So many docstrings as text; `fixed`: joined, so that each is longer than so many tokens."""
+    texts = [sample.completion for sample in demo_data.samples()]
+    order = np.random.default_rng(SEED).permutation(len(texts))
+    if fixed is not None:
+        joined = " ".join(texts[i] for i in order)
+        texts = [joined[i : i + 12 * fixed] for i in range(0, len(joined), 12 * fixed)]
+        order = np.arange(len(texts))
+    chosen = [texts[i] for i in order if texts[i].strip()][:samples]
+    assert len(chosen) == samples, f"only {len(chosen)} of {samples} samples"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen))
+
+
+def make_tokenizer(texts: list[str]) -> Any:
+    """Byte-level BPE learned from the texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|pad|>"]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[1])
+
+
+def make_model(size: Size, folder: Path, data: Path) -> None:
+    """A Llama from its config, with a tokenizer learned from the data, in a folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    tokenizer = make_tokenizer(texts)
+    config = LlamaConfig(
+        hidden_size=size.width, intermediate_size=size.width * 8 // 3, num_hidden_layers=size.layers,
+        num_attention_heads=size.width // 64, num_key_value_heads=size.width // 64, vocab_size=VOCABULARY,
+        max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def lay_run(folder: Path, model: Path, data: Path, cut: Cut, windows: int, **changes: Any) -> RunDirectory:
+    """A run directory for so many windows of the data, in one epoch's order."""
+    examples = len(data.read_text().splitlines())
+    spec: Spec = make_spec(
+        seed=SEED,
+        effective_batch_size=EFFECTIVE_BATCH,
+        max_steps=windows,
+        optimizer=make_optimizer("adamw", RATE),
+        schedule=make_schedule("constant"),
+        split=AskedSplit(accumulation_steps=None, micro_batch_size=None, devices=1),
+        save_every=10**6,
+        certificate=True,
+        **changes,
+    )
+    own = spec.data.model_copy(
+        update={
+            "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+            "examples": examples,
+            "max_length": MAX_LENGTH,
+        }
+    )
+    spec = spec.model_copy(update={"data": own})
+    run = RunDirectory(folder)
+    run.write_order(
+        Order(
+            job_id="ftjob-bench", attempt=1, spec=spec, plan=cpu_plan(spec, cut=cut, threads=2),
+            data_file=str(data), model_path=str(model),
+        )
+    )  # fmt: skip
+    return run
+
+
+def order_of_samples(samples: int) -> list[int]:
+    """The order in which the trainer sees them in its first epoch."""
+    order: list[int] = epoch_order(samples, SEED, 0).tolist()
+    return order
