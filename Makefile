@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test serve check format migrate clean
+.PHONY: help setup demo test test-slow bench-trainer bench-variance serve check format migrate clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make .venv, which holds the accrue command
 	@echo "Ready: $(BIN)/accrue --help"
@@ -26,6 +26,9 @@ demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happen
 
 test: check ## Run every check and every test
 	$(BIN)/python -m pytest
+
+test-slow: $(STAMP) ## Run the tests that take minutes
+	$(BIN)/python -m pytest --slow -m slow
 
 check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check .

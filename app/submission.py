@@ -113,6 +113,11 @@ def freeze(
             "early_stopping needs something to evaluate on: set validation_split or validation_file_id.",
             field="training_config.early_stopping",
         )
+    if training.compile and dataset.packing:
+        raise Unprocessable(
+            "compile and packing exclude each other: packed rows have a shape of their own each time.",
+            field="training_config.compile",
+        )
     samples = data.examples - own.held_out() if dataset.overlength != "split" else None
     batch = resolve_batch(config, devices, recommended_batch(samples))
     return Spec(

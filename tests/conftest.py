@@ -12,6 +12,19 @@ from app.settings import Settings
 configure("INFO", "json")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run what takes minutes (make test-slow)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what takes minutes, saying so."""
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make test-slow"))
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     settings = Settings(

@@ -59,7 +59,7 @@ def model_of(family: str, dtype: torch.dtype, lora: bool, checkpointing: bool) -
     if lora:
         with warnings.catch_warnings(action="ignore"):  # peft on what is no linear layer
             lora_spec = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
-            model = with_adapters(model, lora_spec).to(dtype)
+            model = with_adapters(model, lora_spec, seed=1).to(dtype)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():  # B begins at zero, where A would have no gradient
             for name, parameter in model.named_parameters():

@@ -79,8 +79,8 @@ class Form:
     packed: bool = False
     routed: bool = False
     """The model routes: say which tokens are real, and whose."""
-    bucketed_to: int | None = None
-    """Compiled models: rows and lengths are rounded up to a few shapes of about so many tokens."""
+    buckets: "Buckets | None" = None
+    """Rows and lengths are rounded up to a few shapes, for a compiled model."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -237,7 +237,7 @@ def collate(rows: Sequence[Row], form: Form, weights: Sequence[float] | None = N
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         shape = (1, int(lengths.sum()))
     else:
-        shape = _bucket(lengths, form.bucketed_to) if form.bucketed_to else (len(rows), int(lengths.max()))
+        shape = form.buckets.shape(lengths) if form.buckets else (len(rows), int(lengths.max()))
         starts = np.arange(len(rows)) * shape[1]
     input_ids = np.full(shape[0] * shape[1], form.pad_id, dtype=np.int64)
     for start, (tokens, _) in zip(starts, rows, strict=True):
@@ -266,14 +266,25 @@ def _positions(lengths: Lengths) -> Lengths:
     return np.concatenate([np.arange(length) for length in lengths])
 
 
-def rounded(lengths: Lengths) -> Lengths:
-    """Lengths as compiled models see them: rounded up, in eighths of a power of two."""
-    steps = np.maximum(8, 2 ** (np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64) - 3))
-    return -(-lengths // steps) * steps
+@dataclass(frozen=True)
+class Buckets:
+    """The few shapes that a compiled model sees.
 
+    Lengths go up in eighths of a power of two, as far as `longest`; rows in powers of two, as far as `tokens`
+    in all allow.
+    """
 
-def _bucket(lengths: Lengths, tokens: int) -> tuple[int, int]:
-    """A shape that holds the rows, one of a few: rows in powers of two, as far as the tokens allow."""
-    length = int(rounded(lengths).max())
-    power = 2 ** (len(lengths) - 1).bit_length()
-    return (power if power * length <= tokens else len(lengths)), length
+    tokens: int
+    longest: int
+
+    def length(self, lengths: Lengths) -> Lengths:
+        """Each length, rounded up."""
+        steps = 2 ** (np.log2(np.maximum(lengths, 64)).astype(np.int64) - 3)
+        rounded: Lengths = np.minimum(-(-lengths // steps) * steps, self.longest)
+        return rounded
+
+    def shape(self, lengths: Lengths) -> tuple[int, int]:
+        """Rows and length that hold the samples."""
+        length = int(self.length(lengths).max())
+        power = 2 ** (len(lengths) - 1).bit_length()
+        return (power if power * length <= self.tokens else len(lengths)), length

@@ -48,19 +48,24 @@ def train(training: Training) -> None:
     """Window after window, with the evaluations and checkpoints that fall due between them."""
     spec, state = training.order.spec, training.state
     saved_at = state.step
+    _evaluate_if_due(training)  # the one that an interruption cut short
     while not training.finished:
         if training.stop():
             raise StopRequested
         advance(training)
-        due = spec.eval_every is not None and state.step % spec.eval_every == 0
-        if due and state.step > max(0, state.evaluated_at):
-            evaluate(training)
+        _evaluate_if_due(training)
         if state.step % spec.save_every == 0 and state.step > saved_at:
             save_checkpoint(training)
             saved_at = state.step
     if training.validation is not None and state.evaluated_at != state.step:
         evaluate(training)
     save_checkpoint(training)
+
+
+def _evaluate_if_due(training: Training) -> None:
+    every, state = training.order.spec.eval_every, training.state
+    if every is not None and state.step % every == 0 and state.step > max(0, state.evaluated_at):
+        evaluate(training)
 
 
 def advance(training: Training) -> None:

@@ -101,19 +101,31 @@ def _trainable(model: Any, spec: Spec) -> Any:
             f"max_length {spec.data.max_length} is longer than {spec.model.name}'s {positions} positions",
         )
     # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
-    model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
     if spec.method.lora is not None:
-        model = with_adapters(model, spec.method.lora)
+        model = with_adapters(model, spec.method.lora, spec.seed)
     if spec.gradient_checkpointing:
         recompute_activations(model)
     _freeze(model, spec.freeze)
     if spec.compile:
+        _check_compiler()
         torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
         backbone_of(model).compile(dynamic=False)
     return model.train()
 
 
-def with_adapters(model: Any, lora: LoraSpec) -> Any:
+def _check_compiler() -> None:
+    """torch.compile writes C++ for a CPU, and on a GPU for what starts its kernels."""
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        raise CannotTrain(
+            "no_compiler", "compile needs a C++ compiler: install g++, or leave training_config.compile out"
+        )
+
+
+def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
+    """The model with low-rank adapters, which alone are trained; the seed fixes what they begin with."""
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
@@ -126,7 +138,9 @@ def with_adapters(model: Any, lora: LoraSpec) -> Any:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's layers
     )
     try:
-        return get_peft_model(model, config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return get_peft_model(model, config)
     except ValueError as error:
         raise CannotTrain("lora", f"lora: {str(error).splitlines()[0]}") from error
 

@@ -16,12 +16,12 @@ from workers.training import checkpoint, ramp
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import (
+    Buckets,
     Cursor,
     Form,
     MicroBatch,
     collate,
     epoch_order,
-    rounded,
     window_at,
 )
 from workers.training.checkpoint import TrainingState
@@ -114,7 +114,7 @@ class Training:
     def lengths_of(self, window: Indices) -> Indices:
         """Tokens that each sample of a window takes, as they are cut by."""
         lengths = self.samples.lengths[window]
-        return rounded(lengths) if self.form.bucketed_to else lengths
+        return self.form.buckets.length(lengths) if self.form.buckets else lengths
 
     def close(self) -> None:
         self.loader.shutdown()
@@ -217,7 +217,7 @@ def _form(order: Order, tokenizer: Any, balance: Balance | None) -> Form:
         pad_id=pad_id,
         packed=order.spec.data.packing,
         routed=balance is not None,
-        bucketed_to=budget if order.spec.compile and not order.spec.data.packing else None,
+        buckets=Buckets(budget, order.spec.data.max_length) if order.spec.compile else None,
     )
 
 

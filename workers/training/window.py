@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from workers.training import memory
 from workers.training.gradients import Held, InPlace
@@ -217,8 +218,9 @@ class Window:
                 _clip(gradients, norm_on_device, self._clipping.limit)
         del sums, gradients
         began = time.perf_counter()
-        self._gradients.deliver()
-        self._optimizer.step()
+        with record_function("accrue.optimizer"):
+            self._gradients.deliver()
+            self._optimizer.step()
         seconds = time.perf_counter() - began
         if self._scale:
             self._scale.held()
@@ -256,7 +258,8 @@ class Window:
         values += [] if self._tapped is None else [self._tapped]
         values += [*self._micro_losses, *(_norm(own) for own in layers.values())]
         wider = torch.promote_types(norm.dtype, self._loss.dtype)
-        numbers = iter(torch.stack([value.to(self._loss.device, wider) for value in values]).tolist())
+        with record_function("accrue.synchronise"):
+            numbers = iter(torch.stack([value.to(self._loss.device, wider) for value in values]).tolist())
         return Closed(
             loss=next(numbers),
             grad_norm=next(numbers),

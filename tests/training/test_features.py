@@ -1,0 +1,402 @@
+"""What a job can ask for beyond the plain run: it trains, ends well, and resumes to the bit where it may."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.schemas.spec import (
+    EarlyStopping,
+    FixedSize,
+    LoraSpec,
+    MethodSpec,
+    RampSpec,
+    TokenBudget,
+    ValidationSpec,
+)
+from tests.runs import events_of, lay_order, log_of, small_data, write_texts
+from tests.specs import make_optimizer, make_spec
+from tests.training.test_fit import interrupted_at, run_to_end, spoil, weights
+from workers.run_directory import RunDirectory
+from workers.training.checkpoint import best, newest_first
+from workers.training.faults import CannotTrain
+
+OPTIMIZERS = ("adamw", "lion", "lamb", "lars", "sgd", "adafactor")
+
+
+def lora(*, merge: bool = False, targets: tuple[str, ...] | None = None) -> MethodSpec:
+    return MethodSpec(
+        name="lora", lora=LoraSpec(r=4, alpha=8, dropout=0.1, target_modules=targets, merge=merge)
+    )
+
+
+def raw_log(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [event for event in events_of(run) if event["type"] == kind]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any) -> None:
+    rates = {"sgd": 0.3, "lars": 5.0, "lion": 3e-4, "adafactor": 1e-2}
+    spec = make_spec(
+        data=small_data(), max_steps=12, save_every=100, gradient_clipping=None,
+        optimizer=make_optimizer(name, rates.get(name, 3e-3)),
+    )  # fmt: skip
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    run_to_end(plain)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
+    interrupted_at(run, 17)
+    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=8))
+    run_to_end(run)
+    assert log_of(plain)[-1]["loss"] < 0.97 * log_of(plain)[0]["loss"]
+    assert log_of(run) == log_of(plain)
+    assert all(torch.equal(a, weights(run)[name]) for name, a in weights(plain).items())
+
+
+def test_an_optimizer_whose_package_is_missing_says_so(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), optimizer=make_optimizer("adamw_8bit")))
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        with pytest.raises(CannotTrain, match="pip install bitsandbytes"):
+            run_to_end(run)
+
+
+def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    spec = make_spec(data=small_data(), max_steps=12, method=lora())
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    outcome = run_to_end(plain)
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= set(outcome.files)
+    assert "model.safetensors" not in outcome.files
+    assert log_of(plain)[-1]["loss"] < log_of(plain)[0]["loss"]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2")
+    adapted = PeftModel.from_pretrained(base, plain.model)
+    ids = torch.arange(5).unsqueeze(0)
+    with adapted.disable_adapter():
+        before = adapted(input_ids=ids).logits
+    assert not torch.equal(adapted(input_ids=ids).logits, before)
+
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))  # dropout 0.1, resumed in the middle
+    interrupted_at(run, 13)
+    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=8))
+    run_to_end(run)
+    ours, theirs = (load_file(each.model / "adapter_model.safetensors") for each in (run, plain))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_merged_adapters_are_a_model_of_their_own(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = make_spec(data=small_data(), max_steps=5, method=lora(merge=True, targets=("c_attn",)))
+    run = lay_order(tmp_path / "run", spec)
+    assert "model.safetensors" in run_to_end(run).files
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2")
+    merged = AutoModelForCausalLM.from_pretrained(run.model)
+    changed = {
+        name
+        for name, tensor in base.state_dict().items()
+        if not torch.equal(tensor, merged.state_dict()[name])
+    }
+    assert changed == {f"transformer.h.{layer}.attn.c_attn.weight" for layer in (0, 1)}
+
+
+def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), method=lora(targets=("nothing",))))
+    with pytest.raises(CannotTrain, match=r"lora: .*nothing"):
+        run_to_end(run)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": small_data(packing=True)},
+        {"accumulate_gradients_on_cpu": True},
+        {"gradient_checkpointing": True},
+        {"attention": "eager"},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_saves_time_or_memory_trains_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
+    spec = make_spec(data=small_data(), max_steps=6, certificate=True)
+    plain = lay_order(tmp_path / "plain", spec, cut=TokenBudget(tokens=200))
+    other = lay_order(tmp_path / "other", spec.model_copy(update=changes), cut=TokenBudget(tokens=200))
+    if "data" in changes:
+        other = lay_order(tmp_path / "other", spec.model_copy(update=changes), cut=TokenBudget(tokens=200))
+    run_to_end(plain)
+    outcome = run_to_end(other)
+    assert outcome.equivalence_error is not None
+    assert outcome.equivalence_error <= 1e-5
+    for a, b in zip(log_of(plain), log_of(other), strict=True):
+        assert (a["samples"], a["tokens"]) == (b["samples"], b["tokens"])
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-5)
+    assert of_kind(other, "changed") == []
+
+
+def test_packing_leaves_no_padding(tmp_path: Path) -> None:
+    run = lay_order(
+        tmp_path / "run", make_spec(data=small_data(packing=True), max_steps=4), cut=TokenBudget(tokens=200)
+    )
+    run_to_end(run)
+    assert all(line["padded_tokens"] == line["input_tokens"] for line in raw_log(run))
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
+    spec = make_spec(data=small_data(), max_steps=10, accumulate_in_fp32=in_fp32, certificate=True)
+    run = lay_order(tmp_path / "run", spec, precision="pure_bf16", cut=FixedSize(samples=4))
+    outcome = run_to_end(run)
+    assert outcome.equivalence_error is not None
+    assert outcome.equivalence_error <= 2e-2
+    assert log_of(run)[-1]["loss"] < 0.9 * log_of(run)[0]["loss"]
+    assert weights(run)["transformer.wte.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_certificate_is_on_record_and_changes_nothing(tmp_path: Path, precision: str) -> None:
+    spec = make_spec(data=small_data(), max_steps=3)
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=4), precision=precision)
+    run_to_end(plain)
+    certified = spec.model_copy(update={"certificate": True})
+    run = lay_order(tmp_path / "run", certified, cut=FixedSize(samples=4), precision=precision)
+    outcome = run_to_end(run)
+    [event] = of_kind(run, "certificate")
+    assert event["data"]["gradient_error"] == outcome.equivalence_error
+    assert (event["data"]["micro_batches"], event["data"]["reference_micro_batches"]) == (4, 8)
+    if precision != "fp16":  # whose loss scale the certificate may have lowered already
+        assert log_of(run) == log_of(plain)
+
+
+def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that depends on how many samples a micro-batch has is none that can be accumulated."""
+    spoil(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
+    spec = make_spec(data=small_data(), max_steps=3, certificate=True)
+    with pytest.raises(CannotTrain, match="equivalence_check: false"):
+        run_to_end(lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8)))
+
+
+def test_a_validation_share_is_kept_out_of_training(tmp_path: Path) -> None:
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(data=small_data(validation=share), max_steps=None, epochs=2, eval_every=2)
+    run = lay_order(tmp_path / "run", spec)
+    outcome = run_to_end(run)
+    assert sum(line["samples"] for line in log_of(run)) == 2 * 32
+    evaluations = of_kind(run, "evaluation")
+    assert [event["data"]["step"] for event in evaluations] == [2, 4]
+    assert evaluations[-1]["data"]["loss"] == outcome.eval_loss
+    assert outcome.eval_loss < 5.6
+
+
+def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path) -> None:
+    """The loss is the token-weighted mean of the saved model over the file, however it is cut."""
+    import hashlib
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = write_texts(tmp_path / "validation.jsonl", 12, seed=9)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    own = ValidationSpec(file_id="file-2", sha256=digest, format="text", share=None)
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4))
+    order = run.order().model_copy(update={"validation_file": str(path)})
+    run.write_order(order)
+    outcome = run_to_end(run)
+    model = AutoModelForCausalLM.from_pretrained(run.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    total = count = 0.0
+    for line in path.read_text().splitlines():
+        ids = torch.tensor([[*tokenizer(json.loads(line)["text"]).input_ids, 256]])
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    assert outcome.eval_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
+    """A rate so high that the validation loss soon rises."""
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(
+        data=small_data(validation=share), max_steps=60, eval_every=2, save_every=100,
+        optimizer=make_optimizer("adamw", 0.03), early_stopping=EarlyStopping(patience=3),
+    )  # fmt: skip
+    run = lay_order(tmp_path / "run", spec)
+    outcome = run_to_end(run)
+    assert outcome.best_step is not None
+    assert outcome.steps == outcome.best_step + 6 < 60
+    losses = {event["data"]["step"]: event["data"]["loss"] for event in of_kind(run, "evaluation")}
+    assert outcome.eval_loss == min(losses.values()) == losses[outcome.best_step]
+    kept = best(run.checkpoints)
+    assert kept is not None
+    saved = load_file(kept / "model.safetensors")
+    assert all(
+        torch.equal(tensor, weights(run)[name]) for name, tensor in saved.items() if name in weights(run)
+    )
+    assert len(newest_first(run.checkpoints)) <= 3
+
+
+def test_an_evaluated_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(data=small_data(validation=share), max_steps=8, eval_every=2, save_every=100)
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=4))
+    run_to_end(plain)
+    for looks in (9, 10, 11, 12):
+        run = lay_order(tmp_path / f"run{looks}", spec, cut=FixedSize(samples=4))
+        interrupted_at(run, looks)
+        lay_order(tmp_path / f"run{looks}", spec, attempt=2, cut=FixedSize(samples=4))
+        run_to_end(run)
+        assert log_of(run) == log_of(plain)
+        steps = {event["data"]["step"] for event in of_kind(run, "evaluation")}
+        assert steps == {2, 4, 6, 8}
+
+
+@pytest.mark.parametrize("name", ["linear", "noise_scale", "loss_variance"])
+def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: Any) -> None:
+    ramp = RampSpec(name=name, warmup_steps=4, loss_variance_threshold=1e-9, max_effective_batch_size=40)
+    spec = make_spec(
+        data=small_data(),
+        max_steps=14,
+        ramp=ramp,
+        effective_batch_size=8,
+        noise_scale_every=1,
+        save_every=100,
+    )
+    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=2))
+    run_to_end(plain)
+    sizes = [line["effective_batch_size"] for line in raw_log(plain)]
+    if name == "linear":
+        assert sizes[:6] == [2, 4, 5, 7, 8, 8]
+    elif name == "loss_variance":
+        assert sizes == [8] * 10 + [16] * 4
+    else:
+        assert all(8 <= size <= 40 for size in sizes)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=2))
+    interrupted_at(run, 30)
+    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=2))
+    run_to_end(run)
+    assert log_of(run) == log_of(plain)
+
+
+def test_a_loss_spike_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twelfth window's loss is tripled: no step is made of it, and its highest samples are named."""
+    calls = 0
+
+    def tripled(batch: Any) -> float:
+        nonlocal calls
+        calls += 1
+        return 3.0 if calls == 12 else 1.0
+
+    spoil(monkeypatch, tripled)
+    spec = make_spec(data=small_data(), max_steps=14, loss_spike_zscore=4.0)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=16))
+    run_to_end(run)
+    [skipped] = of_kind(run, "skipped")
+    assert "spike" in skipped["message"]
+    assert 1 <= len(skipped["data"]["samples"]) <= 5
+    assert [line["step"] for line in log_of(run)] == list(range(1, 15))
+
+
+def test_a_skipped_window_leaves_weights_and_moments_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.training import fit as training
+
+    honest, compared = training.train_window, []
+
+    def watched(run: Any, window: Any, denominator: float) -> Any:
+        before = [p.detach().clone() for p in run.model.parameters()]
+        moments = [v.clone() for s in run.optimizer.state.values() for v in s.values()]
+        trained = honest(run, window, denominator)
+        if not trained.closed.applied:
+            after = [v for s in run.optimizer.state.values() for v in s.values()]
+            same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+            compared.append(same and all(torch.equal(a, b) for a, b in zip(moments, after, strict=True)))
+        return trained
+
+    monkeypatch.setattr(training, "train_window", watched)
+    calls = 0
+
+    def broken(batch: Any) -> float:
+        nonlocal calls
+        calls += 1
+        return float("nan") if calls == 2 else 1.0
+
+    spoil(monkeypatch, broken)
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
+    run_to_end(run)
+    assert len(of_kind(run, "skipped")) == 1
+    assert compared == [True]
+
+
+def test_logs_on_request(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=3, log_micro_losses=True, log_gradients=True)
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=4))
+    run_to_end(run)
+    for line in raw_log(run):
+        assert len(line["micro_losses"]) == line["gradient_accumulation_steps"] > 1
+        assert min(line["micro_losses"]) < line["loss"] < max(line["micro_losses"])
+        norms = line["gradient_norms"]
+        assert {"transformer.h.0", "transformer.h.1", "transformer.wte"} <= norms.keys()
+        assert sum(norm**2 for norm in norms.values()) == pytest.approx(line["grad_norm"] ** 2, rel=1e-5)
+
+
+def test_a_profile_on_request(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=4, profile=True))
+    run_to_end(run)
+    [event] = of_kind(run, "profile")
+    assert {"data", "forward", "backward", "synchronise", "optimizer"} == event["data"]["seconds"].keys()
+    assert all(seconds > 0 for seconds in event["data"]["seconds"].values())
+    assert json.loads((run.path / "profile" / "trace.json").read_text())["traceEvents"]
+
+
+def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(data=small_data(validation=share), max_steps=4, report_to=("tensorboard",))
+    run = lay_order(tmp_path / "run", spec)
+    outcome = run_to_end(run)
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    logged = [point.value for point in events.Scalars("train/loss")]
+    assert logged == pytest.approx([line["loss"] for line in log_of(run)])
+    assert events.Scalars("validation/loss")[-1].value == pytest.approx(outcome.eval_loss)
+
+
+def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=2))
+    run_to_end(run)
+    [event] = of_kind(run, "training")
+    assert event["data"]["banner"].keys() == {
+        "epochs", "steps", "optimizer", "learning rate", "device", "micro-batch", "accumulation steps",
+        "effective batch", "precision", "predicted memory",
+    }  # fmt: skip
+    assert "effective batch 16" in event["message"]
+
+
+def test_weighted_lines_count_as_they_weigh(tmp_path: Path) -> None:
+    """A line of weight 3 trains like three of the same line; one of weight 0 like none."""
+    texts = [f"text number {i} " + "x" * i for i in range(8)]
+    weighted = [{"text": text, "weight": [1, 3, 0, 1][i % 4]} for i, text in enumerate(texts)]
+    repeated = [{"text": line["text"]} for line in weighted for _ in range(int(line["weight"]))]
+    losses = []
+    for name, lines in (("weighted", weighted), ("repeated", repeated)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        spec = make_spec(
+            data=small_data(examples=len(lines)), max_steps=5, effective_batch_size=len(lines), epochs=None
+        )
+        run = lay_order(folder / "run", spec)
+        run_to_end(run)
+        losses.append([line["loss"] for line in log_of(run)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,150 @@
+"""Nothing is read from the device before a window's end by our frames; transformers' reads are listed.
+
+A read is what makes a GPU's host wait: a tensor's value as a Python number or its copy to the host. They
+are caught on a CPU too, as the operations that they are.
+"""
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.schemas.spec import FixedSize
+from tests.runs import lay_order, small_data
+from tests.specs import make_spec
+from workers.run_directory import Reporter, RunDirectory
+from workers.training import accumulate
+from workers.training.start import Training, start
+from workers.training.trackers import Trackers
+
+ROOT = Path(__file__).parents[2]
+READS = {
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::equal",
+    "aten::masked_select",
+}
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads by the innermost frame that is ours or transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function._schema.name in READS:
+            self.found[_origin()] += 1
+        return function(*arguments, **(named or {}))
+
+
+def _origin() -> str:
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT / "workers"):
+            return f"accrue {path.name}:{frame.name}"
+        if "transformers" in path.parts or "peft" in path.parts:
+            return f"transformers {path.name}:{frame.name}"
+    return "elsewhere"
+
+
+def reads_of_a_window(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], int]:
+    """Reads between a window's opening and its closing, and its micro-batches."""
+    order = run.order()
+    monkeypatch.setattr(torch.Tensor, "tolist", _noted(torch.Tensor.tolist))
+    monkeypatch.setattr(torch.Tensor, "cpu", _noted(torch.Tensor.cpu))
+    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
+        training, _ = start(run, order, reporter, trackers, lambda: False)
+        window = training.next_window()
+        groups = accumulate.cut(training, window)
+        batches = [training.fetch(window[group].tolist()) for group in groups]
+        training.window.open(training.samples.denominator(window), len(groups))
+        with HostReads() as reads:
+            CAUGHT.clear()
+            for number, batch in enumerate(batches):
+                accumulate.add(training, batch)
+                if number == 0:
+                    training.window.tap()
+        training.window.abandon()
+        training.close()
+    return reads.found + CAUGHT, len(groups)
+
+
+CAUGHT: Counter[str] = Counter()
+
+
+def _noted(honest: Any) -> Any:
+    def noted(self: torch.Tensor, *arguments: Any) -> Any:
+        CAUGHT[_origin()] += 1
+        return honest(self, *arguments)
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"clip_mode": "each_micro_batch"},
+        {"gradient_checkpointing": True},
+        {"log_micro_losses": True, "log_gradients": True},
+        {"data": small_data(packing=True)},
+    ],
+    ids=lambda changes: "+".join(changes) or "plain",
+)
+def test_our_frames_read_nothing_per_micro_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    spec = make_spec(**{"data": small_data(), "max_steps": 2, **changes})
+    found, count = reads_of_a_window(lay_order(tmp_path / "run", spec, cut=FixedSize(samples=4)), monkeypatch)
+    assert count == 4
+    theirs = {origin: reads / count for origin, reads in found.items() if not origin.startswith("accrue")}
+    print(f"reads per micro-step outside of our frames: {theirs or 'none'}")
+    assert [origin for origin in found if origin.startswith("accrue")] == []
+    known = {"transformers masking_utils.py:find_packed_sequence_indices"}
+    assert set(theirs) <= known
+
+
+def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Training.forward
+
+    def reading(self: Training, batch: Any) -> Any:
+        forward = honest(self, batch)
+        assert forward.loss_sum.item() > 0
+        return forward
+
+    monkeypatch.setattr(Training, "forward", reading)
+    run = lay_order(tmp_path / "run", make_spec(data=small_data()), cut=FixedSize(samples=4))
+    found, count = reads_of_a_window(run, monkeypatch)
+    assert sum(found.values()) >= count
+
+
+def test_a_whole_window_reads_once(tmp_path: Path) -> None:
+    """From its opening to its end, the optimizer's step included: one read, which decides."""
+    run = lay_order(tmp_path / "run", make_spec(data=small_data()), cut=FixedSize(samples=4))
+    order, reads = run.order(), 0
+    honest = torch.Tensor.tolist
+
+    def counted(self: torch.Tensor) -> Any:
+        nonlocal reads
+        reads += 1
+        return honest(self)
+
+    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
+        training, _ = start(run, order, reporter, trackers, lambda: False)
+        window = training.next_window()
+        denominator = training.samples.denominator(window)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", counted)
+            with HostReads() as found:
+                accumulate.train_window(training, window, denominator)
+        training.close()
+    assert reads == 1
+    assert [origin for origin in found.found if origin.startswith("accrue")] == []

@@ -1,0 +1,70 @@
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.schemas.run import NoiseScale
+from app.schemas.spec import RampSpec, Spec
+from tests.specs import make_spec
+from workers.training.checkpoint import TrainingState
+from workers.training.ramp import LOOK_BACK, batch_now, follow, steps_total
+
+
+def ramped(name: str, **changes: Any) -> Spec:
+    ramp = {"name": name, "warmup_steps": 0, "loss_variance_threshold": 0.01, "max_effective_batch_size": 100}
+    return make_spec(ramp=RampSpec.model_validate({**ramp, **changes}), max_steps=None, epochs=3)
+
+
+def walked(spec: Spec, samples: int) -> int:
+    """Steps of a run, counted by walking through it."""
+    state, assert_epochs = TrainingState(), spec.epochs or 0
+    while state.epoch < assert_epochs:
+        state.consumed += batch_now(spec, state)
+        state.step += 1
+        if state.consumed >= samples:
+            state.epoch, state.consumed = state.epoch + 1, 0
+    return state.step
+
+
+@given(samples=st.integers(1, 300), warmup=st.integers(1, 40))
+def test_the_steps_of_a_linear_ramp_are_known_before(samples: int, warmup: int) -> None:
+    spec = ramped("linear", warmup_steps=warmup)
+    assert spec.steps_for(samples) == walked(spec, samples)
+
+
+def test_a_linear_ramp_rises_to_the_whole_and_stays() -> None:
+    spec = ramped("linear", warmup_steps=4)
+    assert [spec.batch_at(step) for step in range(6)] == [4, 7, 10, 13, 16, 16]
+
+
+def noise(value: float, high: float | None = 1e9) -> NoiseScale:
+    return NoiseScale(value=value, low=0.0, high=high, measurements=20)
+
+
+def test_a_batch_that_follows_the_noise_at_most_doubles_and_stays_in_its_bounds() -> None:
+    spec, state = ramped("noise_scale"), TrainingState()
+    for measured, expected in ((500, 32), (500, 64), (500, 100), (60, 60), (1, 30), (1, 16), (1, 16)):
+        follow(spec, state, noise(measured))
+        assert batch_now(spec, state) == expected
+    follow(spec, state, noise(500, high=None))  # not told from zero: not followed
+    assert batch_now(spec, state) == 16
+
+
+def test_a_batch_doubles_while_the_losses_vary() -> None:
+    spec, state = ramped("loss_variance"), TrainingState()
+    sizes = []
+    for step in range(4 * LOOK_BACK):
+        state.recent_losses.append(3.0 + (step % 2 if step < 2 * LOOK_BACK else 0.0))
+        follow(spec, state, None)
+        sizes.append(batch_now(spec, state))
+    assert sizes[LOOK_BACK - 2] == 16
+    assert sizes[LOOK_BACK - 1] == 32
+    assert sizes[2 * LOOK_BACK - 1] == 64
+    assert sizes[-1] == 64
+
+
+def test_the_steps_left_are_reckoned_at_the_batch_arrived_at() -> None:
+    spec = ramped("noise_scale")
+    assert steps_total(spec, TrainingState(), 160) == 30
+    assert steps_total(spec, TrainingState(step=10, epoch=1, batch=80), 160) == 10 + 2 + 2
+    assert steps_total(spec, TrainingState(step=14, epoch=3, batch=80), 160) == 14
