@@ -30,6 +30,12 @@ test: check ## Run every check and every test
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow
 
+bench-trainer: $(STAMP) ## Time the trainer beside transformers' Trainer (about 20 minutes)
+	$(BIN)/python -m tests.benchmarks.trainer
+
+bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
+	$(BIN)/python -m tests.benchmarks.variance
+
 check: $(STAMP) ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

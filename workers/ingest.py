@@ -15,14 +15,11 @@ from app import jobs
 from app.ids import new_id
 from app.jobs import Fence
 from app.models import JobEvent, StepMetric
-from app.schemas.run import EventLine, LogLine
+from app.schemas.run import ONLY_IN_LOG, EventLine, LogLine
 from workers.run_directory import RunDirectory
 
 _READ_AT_ONCE = 4 * 2**20
 _GIB = 2**30
-
-ONLY_IN_LOG = ("micro_losses", "gradient_norms", "aux_loss")
-"""What a line of the log has beyond its row."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +141,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
     if not by_step:
         return
     insert = _insert(session)(StepMetric.__table__)
-    update = {
-        name: insert.excluded[name] for name in LogLine.model_fields if name not in ("step", *ONLY_IN_LOG)
-    }
+    update = {name: insert.excluded[name] for name in LogLine.model_fields.keys() - ONLY_IN_LOG - {"step"}}
     statement = insert.on_conflict_do_update(
         index_elements=["job_id", "step"],
         set_=update,
@@ -154,7 +149,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
     )
     session.execute(
         statement,
-        [{"job_id": job_id, **line.model_dump(exclude=set(ONLY_IN_LOG))} for line in by_step.values()],
+        [{"job_id": job_id, **line.model_dump(exclude={*ONLY_IN_LOG})} for line in by_step.values()],
     )
 
 

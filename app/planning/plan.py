@@ -22,8 +22,8 @@ from app.schemas.spec import (
     TokenBudget,
 )
 
-CPU_TOKENS = 1024
-"""A CPU's throughput no longer grows with the micro-batch beyond about a thousand tokens."""
+CPU_TOKENS = 512
+"""A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING)."""
 
 _WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
 

@@ -92,7 +92,7 @@ def _accumulation_status(job: Job, spec: Spec, plan: Plan, progress: Progress) -
         effective_batch_size=spec.effective_batch_size,
         sync_gradients=True,
         clip_before_accumulation=spec.clip_mode == "each_micro_batch",
-        accumulate_on_cpu=False,
+        accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
         accumulation_step=progress.accumulation_step,
     )
 
@@ -105,6 +105,10 @@ def _result(job: Job) -> ResultAnswer | None:
         model_path=f"runs/{job.id}/model",
         files=result["files"],
         first_loss=result["first_loss"],
+        eval_loss=result.get("eval_loss"),
+        best_step=result.get("best_step"),
+        equivalence_error=result.get("equivalence_error"),
+        noise_scale=result.get("noise_scale"),
         final_loss=result["final_loss"],
         trained_tokens=result["trained_tokens"],
         effective_batch_size=result["effective_batch_size"],

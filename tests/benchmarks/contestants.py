@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from app.schemas.spec import Cut, FixedSize, TokenBudget
-from tests.benchmarks.material import EFFECTIVE_BATCH, MAX_LENGTH, RATE, SEED, lay_run, order_of_samples
+from app.schemas.spec import FixedSize
+from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, lay_run, order_of_samples
 
 
 def resident(name: str) -> int:
@@ -37,14 +37,16 @@ def accrue(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     from workers.training.start import start
     from workers.training.trackers import Trackers
 
-    rows, tokens = asked.get("rows"), asked.get("tokens")
-    cut: Cut = FixedSize(samples=rows) if rows else TokenBudget(tokens=tokens)
-    run = lay_run(folder, Path(asked["model"]), Path(asked["data"]), cut, asked["windows"])
+    cut = FixedSize(samples=asked["rows"]) if "rows" in asked else None
+    run = lay_run(
+        folder, Path(asked["model"]), Path(asked["data"]), cut, asked["windows"], asked["max_length"]
+    )
     order = run.order()
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
         training, _ = start(run, order, reporter, trackers, lambda: False)
         before = forget_peak()
         certificate.certify(training)
+        began = time.time()
         try:
             train(training)
         except StopRequested:
@@ -54,8 +56,9 @@ def accrue(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return {
         "losses": [line["loss"] for line in lines],
-        "times": [line["time"] for line in lines],
-        "samples": [line["samples"] for line in lines],
+        "seconds": lines[-1]["time"] - began,
+        "samples": sum(line["samples"] for line in lines),
+        "padding": sum(line["padded_tokens"] for line in lines) / sum(line["input_tokens"] for line in lines),
         "peak_bytes": peak - before,
     }
 
@@ -77,7 +80,7 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(asked["model"], attn_implementation="sdpa")
     texts = [json.loads(line)["text"] for line in Path(asked["data"]).read_text().splitlines()]
     count = asked["windows"] * EFFECTIVE_BATCH
-    ids = [[*tokenizer(texts[i]).input_ids, tokenizer.eos_token_id][:MAX_LENGTH]
+    ids = [[*tokenizer(texts[i]).input_ids, tokenizer.eos_token_id][: asked["max_length"]]
            for i in order_of_samples(len(texts))[:count]]  # fmt: skip
     rows = [{"input_ids": row, "length": len(row)} for row in ids]
 
@@ -87,6 +90,9 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         def __init__(self) -> None:
             self.times: list[float] = []
             self.losses = []
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.times.append(time.time())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.times.append(time.time())
@@ -122,16 +128,48 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer.train()
     return {
         "losses": times.losses,
-        "times": times.times,
-        "samples": [EFFECTIVE_BATCH] * asked["windows"],
+        "seconds": times.times[-1] - times.times[0],
+        "samples": EFFECTIVE_BATCH * asked["windows"],
+        "padding": None,
         "peak_bytes": resident("VmHWM") - before,
     }
+
+
+def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A window of 16 equal micro-batches, less its optimizer, over 16 bare forwards and backwards."""
+    from workers.run_directory import Reporter
+    from workers.training import accumulate
+    from workers.training.start import start
+    from workers.training.trackers import Trackers
+
+    run = lay_run(
+        folder, Path(asked["model"]), Path(asked["data"]), FixedSize(samples=4), 1, asked["max_length"]
+    )
+    order = run.order()
+    ratios = []
+    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
+        training, _ = start(run, order, reporter, trackers, lambda: False)
+        training.state.step = 1  # a window in which the noise scale is not measured
+        window = training.next_window()
+        denominator = training.samples.denominator(window)
+        batches = [training.fetch(window[g].tolist()) for g in accumulate.cut(training, window)]
+        for _ in range(asked["windows"]):
+            began = time.perf_counter()
+            trained = accumulate.train_window(training, window, denominator)
+            ours = time.perf_counter() - began - trained.closed.optimizer_seconds
+            began = time.perf_counter()
+            for batch in batches:
+                (training.forward(batch).loss_sum / denominator).backward()
+                training.model.zero_grad(set_to_none=True)
+            ratios.append(ours / (time.perf_counter() - began))
+        training.close()
+    return {"micro_batches": len(batches), "ratios": ratios}
 
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
     torch.set_num_threads(2)
-    run = accrue if asked["who"] == "accrue" else hugging_face
+    run = {"accrue": accrue, "overhead": overhead, "hugging_face": hugging_face}[asked["who"]]
     sys.stdout.write("\nRESULT " + json.dumps(run(asked, Path(asked["folder"]))) + "\n")
 
 

@@ -77,8 +77,10 @@ def make_model(size: Size, folder: Path, data: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def lay_run(folder: Path, model: Path, data: Path, cut: Cut, windows: int, **changes: Any) -> RunDirectory:
-    """A run directory for so many windows of the data, in one epoch's order."""
+def lay_run(
+    folder: Path, model: Path, data: Path, cut: Cut | None, windows: int, max_length: int
+) -> RunDirectory:
+    """A run directory for so many windows of the data, in one epoch's order; cut as planned, or as said."""
     examples = len(data.read_text().splitlines())
     spec: Spec = make_spec(
         seed=SEED,
@@ -89,20 +91,20 @@ def lay_run(folder: Path, model: Path, data: Path, cut: Cut, windows: int, **cha
         split=AskedSplit(accumulation_steps=None, micro_batch_size=None, devices=1),
         save_every=10**6,
         certificate=True,
-        **changes,
     )
     own = spec.data.model_copy(
         update={
             "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
             "examples": examples,
-            "max_length": MAX_LENGTH,
+            "max_length": max_length,
         }
     )
     spec = spec.model_copy(update={"data": own})
     run = RunDirectory(folder)
+    plan = cpu_plan(spec, threads=2, **({"cut": cut} if cut else {}))
     run.write_order(
         Order(
-            job_id="ftjob-bench", attempt=1, spec=spec, plan=cpu_plan(spec, cut=cut, threads=2),
+            job_id="ftjob-bench", attempt=1, spec=spec, plan=plan,
             data_file=str(data), model_path=str(model),
         )
     )  # fmt: skip

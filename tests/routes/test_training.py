@@ -245,3 +245,111 @@ def test_answers_hold_no_absolute_path_and_no_training_text(client: TestClient, 
         text = client.get(path).text
         assert str(settings.data_dir) not in text
         assert "canary" not in text
+
+
+def training(**changes: Any) -> dict[str, Any]:
+    return {"training_config": {"max_steps": 5, **changes}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(training(optimizer=name) for name in ("adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor")),
+        training(optimizer="lars", optimizer_args={"trust_coefficient": 0.01, "nesterov": True}),
+        training(lr_scheduler="one_cycle", lr_scheduler_args={"pct_start": 0.2}),
+        training(lr_scheduler="cosine", warmup_steps=2, warmup_shape="quadratic"),
+        training(method="lora"),
+        training(method="qlora"),
+        training(method={"lora": {"r": 8, "target_modules": ["c_attn"], "merge": True}}),
+        training(label_smoothing=0.1, compile=True, attention="eager"),
+        training(report_to=["tensorboard", "wandb", "mlflow"], aux_scope="sequence"),
+        {"mixed_precision": "pure_bf16", "accumulate_in_fp32": False},
+        {"mixed_precision": "tf32", "accumulate_gradients_on_cpu": True},
+        {"accumulation_scheduler": "linear", "accumulation_warmup_steps": 10},
+        {"accumulation_scheduler": "noise_scale", "max_effective_batch_size": 512},
+        {"accumulation_scheduler": "loss_variance", "loss_variance_threshold": 0.1},
+        {"log_micro_losses": True, "log_gradients": True, "profile": True, "loss_spike_zscore": 5},
+        {"equivalence_check": False, "noise_scale_every": None},
+    ],
+    ids=str,
+)
+def test_what_the_trainer_can_do_can_be_asked_for(client: TestClient, changes: dict[str, Any]) -> None:
+    job = submit(client, **changes)
+    for name, value in changes.get("training_config", {}).items():
+        shown = job["training_config"][name]
+        assert shown == value or (isinstance(value, dict) and shown.keys() >= value.keys())
+    for name, value in changes.items():
+        if name in job["config"]:
+            assert job["config"][name] == value
+    if changes.get("accumulate_gradients_on_cpu"):
+        assert job["accumulation_status"]["accumulate_on_cpu"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "told"),
+    [
+        (training(early_stopping={"patience": 2}), "training_config", "eval_every"),
+        (
+            training(early_stopping={"patience": 2}, eval_every=1),
+            "training_config.early_stopping",
+            "validation_split",
+        ),
+        (training(optimizer="lion", optimizer_args={"eps": 1e-6}), "training_config", "takes betas"),
+        (training(optimizer="adafactor", optimizer_args={"eps": 1e-6}), "training_config", "takes none"),
+        (
+            training(optimizer="sgd", optimizer_args={"nesterov": True}),
+            "training_config.optimizer_args",
+            "momentum",
+        ),
+        (training(lr_scheduler="one_cycle", warmup_steps=5), "training_config", "pct_start"),
+        (training(lr_scheduler="constant", lr_scheduler_args={"final": 0.1}), "training_config", "final"),
+        (training(method={"qlora": {"merge": True}}), "training_config.method", "lora"),
+        ({"accumulation_scheduler": "linear"}, None, "accumulation_warmup_steps"),
+        ({"accumulation_scheduler": "noise_scale", "max_effective_batch_size": 8}, "max_effective_batch_size",
+         "smaller"),
+        ({"accumulation_scheduler": "noise_scale", "clip_mode": "each_micro_batch"}, None, "noise scale"),
+        (
+            {"dataset_config": {"texts": ["one"], "validation_split": 0.5}},
+            "dataset_config.validation_split",
+            "at least two",
+        ),
+        (
+            {"dataset_config": {"texts": ["a", "b"], "validation_file_id": "file-none"}},
+            "dataset_config.validation_file_id",
+            "No file",
+        ),
+        (
+            {"dataset_config": {"texts": ["a"], "packing": True}, **training(compile=True)},
+            "training_config.compile",
+            "packing",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_excludes_itself_is_refused_with_what_to_do(
+    client: TestClient, changes: dict[str, Any], field: str | None, told: str
+) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
+    assert answer.status_code in (404, 422), answer.text
+    problem = answer.json()["error"]
+    assert told in problem["message"]
+    if field is not None:
+        assert problem["param"].startswith(field)
+
+
+def test_a_validation_file_stays_while_a_job_needs_it(client: TestClient) -> None:
+    content = b'{"text": "one"}\n{"text": "two"}\n'
+    file_id = client.post(
+        "/v1/files", files={"file": ("v.jsonl", content)}, data={"purpose": "fine-tune"}
+    ).json()["id"]
+    data = {"texts": ["a", "b"], "validation_file_id": file_id}
+    job = submit(client, dataset_config=data, training_config={"max_steps": 5, "eval_every": 2})
+    refused = client.delete(f"/v1/files/{file_id}")
+    assert refused.status_code == 409
+    assert job["training_id"] in refused.json()["error"]["message"]
+
+
+def test_validation_lines_are_not_trained_on(client: TestClient) -> None:
+    data = {"texts": [f"text {i}" for i in range(100)], "validation_split": 0.2}
+    job = submit(client, dataset_config=data, target_effective_batch_size=10, accumulation_steps=None)
+    assert job["plan"]["steps_total"] == 3 * 8

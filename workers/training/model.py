@@ -155,17 +155,27 @@ def recompute_activations(model: Any) -> None:
 
 @contextlib.contextmanager
 def without_randomness(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout and no jitter inside; what recomputes activations goes on doing so."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
+    """No dropout and no jitter inside; layers that recompute their activations go on doing so."""
     was = {module: module.training for module in model.modules()}
+    hooks = []
     for module in was:
-        module.training = module.training and isinstance(module, GradientCheckpointingLayer)
+        module.training = False
+        if getattr(module, "gradient_checkpointing", False) and was[module]:
+            # transformers asks for `training` before it recomputes; in the forward itself it is off.
+            module.training = True
+            hooks.append(module.register_forward_pre_hook(lambda layer, _: _train(layer, on=False)))
+            hooks.append(module.register_forward_hook(lambda layer, *_: _train(layer, on=True)))
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, training in was.items():
             module.training = training
+
+
+def _train(module: torch.nn.Module, *, on: bool) -> None:
+    module.training = on
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:

@@ -1,0 +1,79 @@
+"""Memory does not grow with the accumulation steps, nor with time, and the vocabulary costs a chunk."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from app.schemas.spec import TokenBudget
+from tests.runs import lay_order, small_data
+from tests.specs import make_spec
+from tests.training.live_bytes import peak_of
+from tests.training.small_models import Window64, make_model
+from tests.training.test_fit import run_to_end
+from workers.training.batches import MicroBatch
+from workers.training.loss import TokenLoss
+from workers.training.window import Clipping, Window
+
+
+def test_the_peak_is_the_same_for_2_and_for_64_accumulation_steps(window64: Window64) -> None:
+    model = make_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    window = Window(model.parameters(), optimizer, Clipping(1.0))
+    loss = TokenLoss(model)
+    batch = window64.batch(list(range(8)))
+
+    def one_window(steps: int) -> None:
+        window.open(len(batch.targets) * steps)
+        for _ in range(steps):
+            window.add(loss(batch).loss_sum)
+        assert window.close().applied
+
+    one_window(2)
+    peaks = {steps: peak_of(lambda steps=steps: one_window(steps)) for steps in (2, 4, 8, 16, 32, 64)}
+    print(f"peak bytes by accumulation steps: {peaks}")
+    assert max(peaks.values()) <= 1.001 * min(peaks.values())
+
+
+def test_resident_memory_does_not_grow_over_two_thousand_steps(tmp_path: Path) -> None:
+    spec = make_spec(
+        data=small_data(max_length=16),
+        max_steps=2000,
+        effective_batch_size=4,
+        save_every=500,
+        certificate=True,
+    )
+    run = lay_order(tmp_path / "run", spec, cut=TokenBudget(tokens=32))
+    run_to_end(run)
+    used = [json.loads(line)["memory_gb"] for line in run.metrics.read_text().splitlines()]
+    assert len(used) == 2000
+    early, late = sum(used[200:300]) / 100, sum(used[-100:]) / 100
+    print(f"resident after 200 steps {early:.4f} GiB, after 2,000 {late:.4f} GiB: {late / early - 1:+.2%}")
+    assert late < 1.01 * early
+
+
+def test_a_chunked_loss_takes_a_third_of_the_memory_with_a_vocabulary_of_128k() -> None:
+    vocabulary = 128 * 1024
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocabulary, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, vocabulary, (2, 512))
+    predicted = torch.cat([torch.arange(511), 512 + torch.arange(511)])
+    batch = MicroBatch(ids, predicted, ids.flatten()[predicted + 1], (512, 512))
+
+    def one_pass(loss: TokenLoss) -> None:
+        loss(batch).loss_sum.backward()
+        model.zero_grad(set_to_none=True)
+
+    peaks = {}
+    for name, chunked, smoothing in (("full", False, 0.0), ("torch's", True, 0.0), ("ours", True, 0.1)):
+        loss = TokenLoss(model, chunked=chunked, smoothing=smoothing)
+        one_pass(loss)
+        peaks[name] = peak_of(lambda loss=loss: one_pass(loss))
+    print({name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})
+    assert peaks["full"] >= 3 * peaks["torch's"]
+    assert peaks["full"] >= 3 * peaks["ours"]
