@@ -103,7 +103,8 @@ class TokenLoss:
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         plain = head.cap is None and head.scale == 1.0 and not self._smoothing and batch.weights is None
         precise = autocast is None and hidden.dtype in (torch.float32, torch.float64)
-        if plain and precise and hasattr(F, "linear_cross_entropy") and hidden.dtype == head.weight.dtype:
+        several = len(hidden) > head.rows and hidden.dtype == head.weight.dtype
+        if plain and precise and several and hasattr(F, "linear_cross_entropy"):
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=head.rows)
             return F.linear_cross_entropy(
                 hidden,
@@ -111,7 +112,7 @@ class TokenLoss:
                 batch.targets,
                 linear_bias=head.bias,
                 reduction="sum",
-                options=options if len(hidden) > head.rows else None,
+                options=options,
             )
         dtype = autocast or torch.promote_types(hidden.dtype, head.weight.dtype)
         with torch.autocast(kind, enabled=False):
@@ -159,16 +160,19 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = torch.tanh(logits.div_(head.cap))
                 slope = (1.0 - logits * logits) * head.scale
                 logits = logits * head.cap
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            losses = normaliser - (1.0 - smoothing) * logits.gather(1, own)
+            target = (1.0 - smoothing) * logits.gather(1, own)
             if smoothing:
-                losses = losses - smoothing * logits.mean(-1, keepdim=True)
+                target = target + smoothing * logits.mean(-1, keepdim=True)
+            largest = logits.amax(-1, keepdim=True)
+            error = logits.sub_(largest).exp_()  # in place, as all that follows: one buffer for a chunk
+            total_of_row = error.sum(-1, keepdim=True)
+            losses = largest + total_of_row.log() - target
             if token_weights is not None:
                 losses = losses * token_weights[part].unsqueeze(1)
             total += losses.sum()
             if not (wants_hidden or wants_weight or wants_bias):
                 continue
-            error = logits.sub_(normaliser).exp_()
+            error /= total_of_row
             if smoothing:
                 error -= smoothing / error.shape[1]
             error.scatter_add_(1, own, torch.full_like(own, -(1.0 - smoothing), dtype=wide))
