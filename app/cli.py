@@ -106,6 +106,14 @@ def submit(
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
     learning_rate: Annotated[float, typer.Option("--lr", min=0, max=100, help="Peak learning rate")] = 5e-5,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Any other field of the request, as in training_config.method=lora or "
+            "dataset_config.packing=true; may be given several times",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Check and plan, queue nothing")] = False,
     watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,
     url: Url = DEFAULT_URL,
@@ -132,7 +140,10 @@ def submit(
             "accumulation_steps": steps,
             "dry_run": dry_run,
         }
-        job = client.post("/gradient-accumulation/training/with-accumulation", _given(body))
+        body = _given(body)
+        for assignment in settings or []:
+            _set(body, assignment)
+        job = client.post("/gradient-accumulation/training/with-accumulation", body)
         if as_json:
             typer.echo(json.dumps(job, indent=2))
         else:
@@ -240,6 +251,20 @@ def _newest(client: Client) -> str:
     if not data:
         raise NotFound("there is no job yet: accrue submit FILE")
     return str(data[0]["id"])
+
+
+def _set(body: dict[str, Any], assignment: str) -> None:
+    """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands."""
+    path, equals, text = assignment.partition("=")
+    *groups, name = path.split(".")
+    if not equals or not name:
+        raise typer.BadParameter(f"{assignment!r} is not FIELD=VALUE", param_hint="--set")
+    for group in groups:
+        body = body.setdefault(group, {})
+    try:
+        body[name] = json.loads(text)
+    except ValueError:
+        body[name] = text
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

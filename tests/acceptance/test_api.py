@@ -125,6 +125,32 @@ def test_each_format_from_upload_to_model(shared: Accrue, line: dict[str, Any]) 
     assert job["result"]["final_loss"] < 0.9 * job["result"]["first_loss"]
 
 
+def test_a_job_with_adapters_validation_and_the_rest_from_upload_to_result(shared: Accrue) -> None:
+    lines = [{"prompt": f"{i} and 1 is ", "completion": str(i + 1), "weight": 1 + i % 2} for i in range(40)]
+    file_id = shared.upload("".join(json.dumps(line) + "\n" for line in lines).encode())
+    job_id = shared.submit(
+        dataset_config={"file_id": file_id, "validation_split": 0.25},
+        training_config={
+            "max_steps": 20, "learning_rate": 1e-2, "method": {"lora": {"r": 8}}, "label_smoothing": 0.1,
+            "optimizer": "lion", "lr_scheduler": "one_cycle", "eval_every": 5,
+        },
+        target_effective_batch_size=10, micro_batch_size=3, log_gradients=True, noise_scale_every=1,
+    )  # fmt: skip
+    job = shared.ended(job_id)
+    assert job["status"] == "succeeded", job["error"]
+    result = job["result"]
+    assert result["equivalence_error"] <= 1e-5
+    assert 0 < result["eval_loss"] < 6
+    assert result["best_step"] in (5, 10, 15, 20)
+    assert "adapter_model.safetensors" in result["files"]
+    assert result["noise_scale"] is None or result["noise_scale"]["measurements"] == 20
+    kinds = {event["type"] for event in shared.get(f"{TRAINING}/{job_id}/events?limit=100")["data"]}
+    assert {"certificate", "evaluation", "training"} <= kinds
+    log = [json.loads(line) for line in shared.http.get(f"{TRAINING}/{job_id}/log").text.splitlines()]
+    assert len(log) == 20
+    assert all(line["gradient_norms"] for line in log)
+
+
 def test_the_openai_client_uploads_and_lists_files(shared: Accrue) -> None:
     from openai import NotFoundError, OpenAI
 
@@ -167,7 +193,11 @@ def test_the_command_plans_submits_watches_and_lists(shared: Accrue, tmp_path: P
     assert shared.command("plan", "gpt2-xl", "--gpu", "8GB").returncode == 2
     text = tmp_path / "book.txt"
     text.write_text("All work and no play. " * 40)
-    submitted = shared.command("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
+    asked = ("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
+    dry = shared.command(*asked, "--dry-run", "--json", "--set", "training_config.method=lora")
+    assert json.loads(dry.stdout)["training_config"]["method"] == "lora"
+    assert "FIELD=VALUE" in shared.command(*asked, "--set", "nothing").stderr
+    submitted = shared.command(*asked)
     assert submitted.returncode == 0, submitted.stderr
     job_id = submitted.stdout.split()[0]
     watched = shared.command("watch", job_id)
