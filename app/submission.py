@@ -108,11 +108,13 @@ def freeze(
         Unprocessable: values that exclude each other, or that the model or the data do not allow.
     """
     own = _data(data, validation, dataset, model)
-    if training.early_stopping is not None and own.validation is None:
-        raise Unprocessable(
-            "early_stopping needs something to evaluate on: set validation_split or validation_file_id.",
-            field="training_config.early_stopping",
-        )
+    for field in ("early_stopping", "eval_every"):
+        if getattr(training, field) is not None and own.validation is None:
+            raise Unprocessable(
+                f"{field} needs something to evaluate on: set validation_split or validation_file_id in "
+                "dataset_config.",
+                field=f"training_config.{field}",
+            )
     if training.compile and dataset.packing:
         raise Unprocessable(
             "compile and packing exclude each other: packed rows have a shape of their own each time.",

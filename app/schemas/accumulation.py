@@ -114,6 +114,11 @@ class AccumulationConfig(Request):
     def _ramps_agree(self) -> "AccumulationConfig":
         if self.accumulation_scheduler == "linear" and not self.accumulation_warmup_steps:
             raise ValueError("accumulation_scheduler linear needs accumulation_warmup_steps")
+        if self.accumulation_warmup_steps and self.accumulation_scheduler != "linear":
+            raise ValueError(
+                "accumulation_warmup_steps (warmup_steps here) is the ramp of accumulation_scheduler linear; "
+                "the learning rate's warmup is training_config.warmup_steps"
+            )
         if self.accumulation_scheduler == "noise_scale" and self.noise_scale_every is None:
             raise ValueError("accumulation_scheduler noise_scale needs noise_scale_every")
         if self.accumulation_scheduler == "noise_scale" and self.clip_mode == "each_micro_batch":

@@ -41,7 +41,7 @@ class LogLine(Frozen):
     """Samples of the largest micro-batch."""
     learning_rate: float
     grad_norm: float
-    """Global norm of the whole window's gradient, before clipping."""
+    """Global norm of the window's gradient before clipping (`each_micro_batch`: before the last clip)."""
     tokens: int
     """Target tokens: those that the loss is averaged over."""
     input_tokens: int

@@ -47,6 +47,28 @@ def test_a_size_is_an_upper_bound_and_sizes_are_even(lengths: list[int], rows: i
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_a_first_micro_batch_drawn_at_random_is_no_longer_than_the_rest() -> None:
+    """One of 120 tokens and seven of 20 under 1,024: all fit at once, so nothing is drawn and nothing cut."""
+    random = np.random.default_rng(0)
+    assert len(cut_window([120] + [20] * 7, TokenBudget(tokens=1024), first=random)) == 1
+    firsts = [
+        cut_window([120] + [20] * 70, TokenBudget(tokens=400), first=np.random.default_rng(seed))[0]
+        for seed in range(200)
+    ]
+    assert 0.0 < np.mean([0 in first for first in firsts]) < 0.4
+
+
+@given(
+    lengths=lengths_of_windows, tokens=st.integers(1, 5000), rows=st.integers(1, 20), by_length=st.booleans()
+)
+def test_rows_are_an_upper_bound_under_a_budget_too(
+    lengths: list[int], tokens: int, rows: int, by_length: bool
+) -> None:
+    groups = cut_window(lengths, TokenBudget(tokens=tokens), by_length=by_length, rows=rows)
+    assert max(map(len, groups)) <= rows
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+
+
 def test_sorting_by_length_pads_less() -> None:
     lengths = np.random.default_rng(0).integers(5, 500, 64)
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,46 @@ def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
     state, damaged = checkpoint.restore(tmp_path, *trained())
     assert state is not None
     assert (state.step, damaged) == (1, [])
+
+
+def test_the_same_place_with_something_learned_since_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    model, optimizer = saved_at(tmp_path, 1)
+    learned = TrainingState(step=1, consumed=1, loss=0.1, token_budget=77)
+    path = checkpoint.save(tmp_path, learned, model, optimizer)
+    assert checkpoint.save(tmp_path, learned, model, optimizer) == path
+    assert checkpoint.restore(tmp_path, *trained())[0] == learned
+
+
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for step in range(1, 6):
+        state = TrainingState(step=step)
+        if step == 2:
+            checkpoint.mark_as_best(tmp_path, state)
+            assert checkpoint.best(tmp_path) is None  # marked, not written yet
+        checkpoint.save(tmp_path, state, model, optimizer)
+    assert [path.name[:13] for path in checkpoint.newest_first(tmp_path)] == [
+        "step-00000005", "step-00000004", "step-00000002",
+    ]  # fmt: skip
+    kept = checkpoint.best(tmp_path)
+    assert kept is not None
+    assert kept.name.startswith("step-00000002")
+
+
+def test_states_in_dictionaries_come_back(tmp_path: Path) -> None:
+    """As bitsandbytes keeps its 8-bit states."""
+
+    class Wrapping(torch.optim.SGD):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict["state"]
+
+    model = nn.Linear(2, 2)
+    optimizer = Wrapping(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"step": 3, "inner": {"state1": torch.ones(3, dtype=torch.uint8)}}
+    checkpoint.save(tmp_path, TrainingState(step=1), model, optimizer)
+    checkpoint.restore(tmp_path, model, optimizer)
+    assert optimizer.loaded[0]["step"] == 3
+    assert optimizer.loaded[0]["inner"]["state1"].tolist() == [1, 1, 1]
 
 
 def test_nothing_in_it_can_run_code(tmp_path: Path) -> None:

@@ -156,6 +156,29 @@ def test_no_split_no_method_and_no_option_changes_the_gradient(
     assert float((split - whole).norm() / whole.norm()) <= TOLERANCE[setting.dtype]
 
 
+@pytest.mark.parametrize("heaviest", [1.0, 1000.0])
+def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
+    """Many positions of the same few tokens in one chunk, and weights up to the largest allowed."""
+    torch.manual_seed(0)
+    count, width, vocabulary = 8000, 16, 60
+    hidden = torch.randn(count, width).abs().requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, width)).requires_grad_()
+    targets, weights = torch.randint(0, 3, (count,)), torch.rand(count) * heaviest
+
+    def gradients(dtype: torch.dtype) -> Tensor:
+        hidden.grad = weight.grad = None
+        head = loss.Head(weight, None, 1.0, None)
+        arguments = (hidden, weight, None, targets, weights, 0.0, head, dtype, (True, True, False))
+        (loss._ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        return torch.cat([hidden.grad.flatten(), weight.grad.flatten()]).double()
+
+    exact, half = gradients(torch.float32), gradients(torch.float16)
+    assert bool(half.isfinite().all())
+    assert float((half - exact).norm() / exact.norm()) <= 1e-2
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(
     "changes",

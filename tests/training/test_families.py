@@ -99,6 +99,36 @@ def test_dropout_does_not_spoil_the_certificate(tmp_path: Path, checkpointing: b
     assert outcome.equivalence_error <= 1e-5
 
 
+def test_activations_are_recomputed_while_nothing_is_random(tmp_path: Path) -> None:
+    """OPT drops in the very layers that checkpoint: no dropout inside, and each layer's forward twice."""
+    import torch
+
+    from workers.training.model import recompute_activations, without_randomness
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["opt"]).train()
+    recompute_activations(model)
+    ids, forwards = torch.arange(20).unsqueeze(0), 0
+
+    def counted(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    model.model.decoder.layers[0].fc1.register_forward_hook(counted)
+    losses = []
+    with without_randomness(model):
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.item())
+    assert forwards == 4
+    assert losses[0] == losses[1]
+    assert model.training
+    assert all(module.training for module in model.modules())
+    other = [model(input_ids=ids, labels=ids, use_cache=False).loss.item() for _ in range(2)]
+    assert other[0] != other[1]
+
+
 def test_a_family_without_sdpa_takes_eager_attention_and_says_so(tmp_path: Path) -> None:
     """Gemma 2, whose attention scores and logits are soft-capped."""
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)

@@ -25,7 +25,7 @@ def test_a_learned_budget_comes_to_rest_just_below_what_fits(limit: int) -> None
             learn_larger_budget(state, state.token_budget, None)
     assert state.token_budget is not None
     assert state.token_budget <= limit
-    assert state.token_budget >= 0.85 * limit - 1
+    assert state.token_budget >= limit / 1.2 - 1  # growing by less than a tenth is not tried
     assert failures <= 16
 
 

@@ -224,6 +224,21 @@ def test_a_loss_that_is_no_number_is_no_overflow() -> None:
     assert (closed.applied, closed.overflow) == (False, False)
 
 
+def test_a_window_that_no_scale_helps_does_not_lower_the_scale() -> None:
+    weight, optimizer = quadratic()
+    scale = LossScale(1024.0)
+    window = Window([weight], optimizer, Clipping(None), scale)
+    for _ in range(20):
+        window.open(denominator=1)
+        window.add((weight.sum() - 7.0).abs().sqrt().sum())  # a finite loss of an infinite slope
+        closed = window.close()
+        assert not closed.applied
+        if not closed.overflow:
+            break
+    assert not closed.overflow
+    assert scale.value == 1024.0
+
+
 def test_the_scale_grows_back_after_enough_good_windows() -> None:
     scale = LossScale(8.0, windows_to_grow=3)
     for _ in range(3):

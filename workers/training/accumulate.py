@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
+from app.schemas.spec import Cut, FixedCount, FixedSize
 from workers.training import guards
 from workers.training import model as models
 from workers.training.batches import Cursor, Groups, MicroBatch, cut_window, tokens_of
@@ -94,13 +95,22 @@ def cut(training: Training, window: Indices, *, measured: bool = False) -> Group
     if measured:
         place = [training.order.spec.seed, training.state.epoch, training.state.consumed]
         first = np.random.Generator(np.random.PCG64(place))
-    return cut_window(
-        training.lengths_of(window),
-        training.cut,
-        by_length=training.order.spec.clip_mode != "each_micro_batch",
-        packed=training.form.packed,
-        first=first,
-    )
+    planned, lengths = training.order.plan.cut, training.lengths_of(window)
+
+    def groups_by(own: Cut) -> Groups:
+        return cut_window(
+            lengths,
+            own,
+            by_length=training.order.spec.clip_mode != "each_micro_batch",
+            packed=training.form.packed,
+            rows=planned.samples if isinstance(planned, FixedSize) else None,
+            first=first,
+        )
+
+    groups = groups_by(training.cut)
+    if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(window)):
+        return groups_by(planned)  # the budget learned would allow fewer than were asked for
+    return groups
 
 
 def seed_window(seed: int, cursor: Cursor) -> None:
@@ -123,6 +133,8 @@ def observe_routing(training: Training, window: Indices, groups: Groups) -> None
     seed_window(training.order.spec.seed, training.cursor)
     with record_function("accrue.routing"):
         for group in groups:
+            if training.stop():
+                raise StopRequested
             batch = training.fetch(window[group].tolist())
             with training.autocast():
                 balance.observe(training.token_loss.router_logits(batch), batch)
@@ -169,6 +181,7 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
         training.reporter.event(
             "out_of_memory", message, "warning", token_budget=budget, failed_tokens=tokens
         )
+        training.shrink_buckets()
     elif not (spec.gradient_checkpointing or state.checkpointing):
         state.checkpointing = True
         models.recompute_activations(training.model)

@@ -105,6 +105,7 @@ def cut_window(
     *,
     by_length: bool = True,
     packed: bool = False,
+    rows: int | None = None,
     first: np.random.Generator | None = None,
 ) -> Groups:
     """Micro-batches as groups of positions in the window, each position exactly once.
@@ -114,12 +115,16 @@ def cut_window(
         cut: a token budget, a number of micro-batches, or a size; all are upper bounds on memory.
         by_length: order by length, longest first, so that little is padded; false keeps the order given.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
+        rows: under a token budget, at most so many samples in one.
         first: draws the first micro-batch at random, before the rest is ordered; null: no such one.
     """
     array = np.asarray(lengths, dtype=np.int64)
     positions = np.arange(len(array))
     head: Groups = []
-    if first is not None and (drawn := _drawn(array, cut, packed, first)):
+    if first is not None:
+        drawn = _drawn(array, cut, packed, rows, first)
+        if len(drawn) == len(array):
+            return [drawn]
         head = [drawn]
         positions = np.setdiff1d(positions, drawn)
         if isinstance(cut, FixedCount):
@@ -129,8 +134,8 @@ def cut_window(
     ordered = array[positions]
     match cut:
         case TokenBudget(tokens=tokens):
-            padded = by_length and not packed
-            bounds = _cheapest(ordered, tokens) if padded else _by_budget(ordered, tokens, packed)
+            cheap = by_length and not packed
+            bounds = _cheapest(ordered, tokens, rows) if cheap else _by_budget(ordered, tokens, packed, rows)
         case FixedCount(micro_batches=count):
             bounds = _by_count(ordered, count, packed) if by_length else _evenly(len(ordered), count)
         case FixedSize(samples=rows):
@@ -138,21 +143,24 @@ def cut_window(
     return head + [positions[start:stop].tolist() for start, stop in bounds]
 
 
-def _drawn(lengths: Lengths, cut: Cut, packed: bool, random: np.random.Generator) -> list[int]:
-    """A first micro-batch drawn at random, within the cut; none where it would be the whole window."""
+def _drawn(
+    lengths: Lengths, cut: Cut, packed: bool, most: int | None, random: np.random.Generator
+) -> list[int]:
+    """A first micro-batch drawn at random, within the cut; the whole window, if it fits."""
     order = random.permutation(len(lengths))
     match cut:
         case TokenBudget(tokens=tokens):
-            start, stop = _by_budget(lengths[order], tokens, packed)[0]
+            start, stop = _by_budget(lengths[order], tokens, packed, most)[0]
             rows = stop - start
         case FixedCount(micro_batches=count):
             rows = ceil(len(order) / count)
         case FixedSize(samples=size):
             rows = size
-    return order[:rows].tolist() if rows < len(order) else []
+    drawn: list[int] = order[:rows].tolist()
+    return drawn
 
 
-def _cheapest(ordered: Lengths, tokens: int) -> list[tuple[int, int]]:
+def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[tuple[int, int]]:
     """Within the budget, the cut of samples in falling length that costs least: its padded tokens, and for
     each micro-batch a share of the budget, since a device takes time for one however small it is.
 
@@ -163,7 +171,7 @@ def _cheapest(ordered: Lengths, tokens: int) -> list[tuple[int, int]]:
     best, ends = np.zeros(count + 1), np.zeros(count, dtype=np.int64)
     rows = np.arange(1, count + 1)
     for i in range(count - 1, -1, -1):
-        most = min(count - i, max(1, tokens // int(ordered[i])))
+        most = min(count - i, max(1, tokens // int(ordered[i])), rows_at_most or count)
         costs = ordered[i] * rows[:most] + best[i + 1 : i + most + 1]
         taken = int(costs.argmin())
         best[i], ends[i] = costs[taken] + each, i + taken + 1
@@ -174,13 +182,13 @@ def _cheapest(ordered: Lengths, tokens: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def _by_budget(ordered: Lengths, tokens: int, packed: bool) -> list[tuple[int, int]]:
+def _by_budget(ordered: Lengths, tokens: int, packed: bool, rows: int | None = None) -> list[tuple[int, int]]:
     """As many samples as the budget allows, and at least one."""
     bounds, start, longest, total = [], 0, 0, 0
     for position, length in enumerate(ordered.tolist()):
         longest, total = max(longest, length), total + length
         taken = total if packed else longest * (position - start + 1)
-        if position > start and taken > tokens:
+        if position > start and (taken > tokens or position - start == rows):
             bounds.append((start, position))
             start, longest, total = position, length, length
     return [*bounds, (start, len(ordered))] if len(ordered) else []

@@ -106,7 +106,10 @@ def certify(training: Training) -> None:
             continue
         assert certified is not None
         scale = training.loss_scale
-        if np.isfinite(certified.gradient_error) or scale is None or scale.value <= scale.smallest:
+        if np.isfinite(certified.gradient_error) or scale is None:
+            break
+        if scale.value <= scale.smallest:
+            scale.not_at_fault()
             break
         scale.overflowed()
     _judge(training, certified, choices_differ(chosen) if chosen else 0)
@@ -125,10 +128,11 @@ def _judge(training: Training, certified: Certificate, flips: int) -> None:
     if error <= tolerance:
         message = f"The first window's gradient in {splits} differs by {error:.1e} (tolerance {tolerance:g})."
         training.reporter.event("certificate", message, **figures)
-    elif flips:
+    elif flips or (models.routes(training.model) and not _counts_choices(training)):
+        told = f"decided {flips} choices" if flips else "may have decided choices"
         message = (
-            f"The first window's gradient in {splits} differs by {error:.1e}, since rounding decided {flips} "
-            "choices of experts otherwise."
+            f"The first window's gradient in {splits} differs by {error:.1e}: rounding {told} of experts "
+            "otherwise."
         )
         training.reporter.event("certificate", message, "warning", **figures)
     else:
@@ -139,3 +143,7 @@ def _judge(training: Training, certified: Certificate, flips: int) -> None:
             "micro-batch, so that accumulating changes what is learned; equivalence_check: false trains all "
             "the same",
         )
+
+
+def _counts_choices(training: Training) -> bool:
+    return training.balance is not None and training.balance.scope == "window"

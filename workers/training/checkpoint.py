@@ -55,9 +55,14 @@ class TrainingState:
     batch: int | None = None
     """The effective batch that a ramp has arrived at."""
     windows_since_growth: int = 0
+    windows_in_epoch: int = 0
     recent_losses: list[float] = field(default_factory=list)
     noise: list[list[float]] = field(default_factory=list)
     """The measurements of the noise scale (noise_scale.Measurement)."""
+    own_logits: bool | None = None
+    """The model's own logits are taken, since its head alone does not give them; null: not checked yet."""
+    padded: bool | None = None
+    """Packing was given up; null: not checked yet."""
     equivalence_error: float | None = None
     eval_loss: float | None = None
     evaluated_at: int = -1
@@ -74,9 +79,13 @@ class AllDamaged(Exception):
 
 def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Writes the checkpoint of a step and returns once it is on the disk."""
-    target = folder / f"step-{state.step:08d}-{state.epoch:04d}-{state.consumed:08d}"
-    if target.exists() and _is_whole(target):
-        return target
+    target = folder / name_of(state)
+    for again in range(1, 1000):
+        if not target.exists() or not _is_whole(target):
+            break
+        if json.loads((target / "state.json").read_text())["state"] == asdict(state):
+            return target
+        target = folder / f"{name_of(state)}-{again:03d}"  # the same place, with something learned since
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{target.name}.{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -95,6 +104,11 @@ def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.
     sync(folder)
     _retire(folder)
     return target
+
+
+def name_of(state: TrainingState) -> str:
+    """The name of a state's checkpoint; later ones sort behind earlier ones."""
+    return f"step-{state.step:08d}-{state.epoch:04d}-{state.consumed:08d}"
 
 
 def restore(
@@ -132,7 +146,12 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tra
     flat = {**load_file(path / "optimizer.safetensors"), **content["optimizer"]}
     for key, value in flat.items():
         index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
+        group, _, inner = name.partition("/")
+        own = state.setdefault(int(index), {})
+        if inner:
+            own.setdefault(group, {})[inner] = value
+        else:
+            own[name] = value
     groups = optimizer.state_dict()["param_groups"]
     for group, updates in zip(groups, content["updates"], strict=True):
         if updates is not None:
@@ -152,7 +171,9 @@ def _flat(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str
     seen: set[int] = set()
     for index, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, dict):  # bitsandbytes wraps its 8-bit states
+                tensors |= {f"{index}.{name}/{key}": tensor.contiguous() for key, tensor in value.items()}
+            elif isinstance(value, Tensor):
                 own = value.detach().contiguous()
                 shared = own.data_ptr() in seen  # bitsandbytes has one table for all parameters
                 tensors[f"{index}.{name}"] = own.clone() if shared else own
@@ -175,17 +196,19 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def keep_as_best(folder: Path, checkpoint: Path) -> None:
-    """Marks a checkpoint as the best so far: it stays, and an earlier best goes its way."""
-    write_whole(folder / BEST, checkpoint.name)
-    _retire(folder)
+def mark_as_best(folder: Path, state: TrainingState) -> None:
+    """The checkpoint of this state, which is written next, will stay; an earlier best goes its way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / BEST, name_of(state))
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint marked as best, if it is there and whole."""
+    """The checkpoint marked as best, if it is there and whole; the newest of several of that place."""
     mark = folder / BEST
-    path = folder / mark.read_text() if mark.exists() else None
-    return path if path is not None and _is_whole(path) else None
+    if not mark.exists():
+        return None
+    found = [path for path in newest_first(folder) if path.name.startswith(mark.read_text())]
+    return next((path for path in found if _is_whole(path)), None)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -199,7 +222,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def _retire(folder: Path) -> None:
     kept = (folder / BEST).read_text() if (folder / BEST).exists() else None
     for path in newest_first(folder)[KEPT:]:
-        if path.name != kept:
+        if kept is None or not path.name.startswith(kept):
             shutil.rmtree(path)
     for partial in folder.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)

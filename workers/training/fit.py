@@ -1,5 +1,6 @@
 """The run, top to bottom: load, resume, certify, then window after window until the steps are made."""
 
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,8 @@ def advance(training: Training) -> None:
     else:
         trained = train_window(training, window, denominator)
     following = after(at, len(window), len(training.samples))
+    index = state.windows_in_epoch
+    state.windows_in_epoch = index + 1 if following.epoch == at.epoch else 0
     state.epoch, state.consumed = following.epoch, following.consumed
     state.micro_step += len(trained.groups) if trained else 0
     if trained is None or not trained.closed.applied:
@@ -90,7 +93,7 @@ def advance(training: Training) -> None:
     else:
         _count(training, window, trained)
         noise = noise_scale.estimate(state.noise)
-        line = log_line(training, at, window, trained, batch, rate, noise)
+        line = log_line(training, at, index, window, trained, batch, rate, noise)
         ramp.follow(spec, state, noise if trained.measurement else None)
         training.reporter.step(line)
         training.trackers.step(line)
@@ -110,10 +113,23 @@ def evaluate(training: Training) -> None:
             raise StopRequested
 
     spec, state = training.order.spec, training.state
-    loss = evaluation.validation_loss(
-        training.token_loss, training.model, training.validation, training.form,
-        _budget(training), training.device, training.autocast, between,
-    )  # fmt: skip
+    loss = None
+    tokens = min(_budget(training), spec.effective_batch_size * int(training.validation.lengths.max()))
+    while loss is None:
+        try:
+            loss = evaluation.validation_loss(
+                training.token_loss, training.model, training.validation, training.form,
+                tokens, training.device, training.autocast, between,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if not guards.is_out_of_memory(error) or tokens == 1:
+                raise
+            tokens //= 2
+    if not isfinite(loss):
+        message = f"The validation loss at step {state.step} is no number: it is passed over."
+        training.reporter.event("evaluation", message, "warning", step=state.step, loss=None, best=False)
+        state.evaluated_at = state.step
+        return
     better = evaluation.note(state, loss, spec.early_stopping)
     training.reporter.event(
         "evaluation",
@@ -124,7 +140,8 @@ def evaluate(training: Training) -> None:
     )
     training.trackers.write(state.step, {"validation/loss": loss})
     if better:
-        checkpoint.keep_as_best(training.run.checkpoints, save_checkpoint(training))
+        checkpoint.mark_as_best(training.run.checkpoints, state)
+        save_checkpoint(training)
     if state.stopped_early:
         training.reporter.event(
             "stopped_early",
@@ -231,6 +248,7 @@ def _count(training: Training, window: Indices, trained: Trained) -> None:
             f"{larger} tokens are tried.",
             token_budget=larger,
         )
+        training.shrink_buckets()
 
 
 def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
@@ -246,16 +264,20 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
             named = _highest_losses(training, counted)
             reason = f"its loss of {trained.closed.loss:.4g} is a spike; the highest losses are of samples"
         else:
-            named = guards.samples_at_fault(training.window, lambda s: _add_alone(training, s), counted)
+            whole = training.samples.denominator(window)
+            named = guards.samples_at_fault(
+                training.window, lambda s: _add_alone(training, s, whole), counted, training.stop
+            )
             reason = "its loss or gradient is not finite; samples at fault:"
         message = f"A window was not applied: {reason} {', '.join(map(str, named)) or 'none alone'}."
     training.reporter.event("skipped", message, "warning", samples=named, skipped=state.skipped)
     guards.give_up_after_too_many(state.skipped_in_a_row)
 
 
-def _add_alone(training: Training, sample: int) -> None:
+def _add_alone(training: Training, sample: int, denominator: float) -> None:
+    """Opens a window with the whole one's denominator, and adds one of its samples."""
     batch = training.fetch([sample])
-    training.window.open(training.samples.denominator(np.array([sample])))
+    training.window.open(denominator)
     if training.balance is not None:
         training.balance.begin(1)
         if training.balance.scope == "window":
@@ -266,8 +288,12 @@ def _add_alone(training: Training, sample: int) -> None:
 
 def _highest_losses(training: Training, window: Indices, count: int = 5) -> list[int]:
     """The samples with the highest mean loss, highest first."""
+    sums: list[torch.Tensor] = []
     with torch.no_grad():
-        sums = [training.forward(training.fetch([sample])).loss_sum for sample in window.tolist()]
+        for sample in window.tolist():
+            if training.stop():
+                return []
+            sums.append(training.forward(training.fetch([sample])).loss_sum)
     own = np.array([training.samples.denominator(window[[i]]) for i in range(len(window))])
     means = np.asarray(torch.stack(sums).tolist()) / own
     found: list[int] = window[np.argsort(-means)[:count]].tolist()

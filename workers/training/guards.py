@@ -50,15 +50,20 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def samples_at_fault(window: Window, add: Callable[[int], None], samples: Indices) -> list[int]:
+def samples_at_fault(
+    window: Window, add: Callable[[int], None], samples: Indices, stop: Callable[[], bool]
+) -> list[int]:
     """The samples whose loss or gradient is not finite on its own: each is replayed alone.
 
     Args:
         add: opens the window and adds one sample to it.
         samples: those of the window that was not applied, without those that have no target.
+        stop: ends the search early, with what was found so far.
     """
     faults = []
     for sample in samples.tolist():
+        if stop():
+            break
         add(sample)
         if not window.finite():
             faults.append(sample)

@@ -117,8 +117,12 @@ class TokenLoss:
         dtype = autocast or torch.promote_types(hidden.dtype, head.weight.dtype)
         with torch.autocast(kind, enabled=False):
             loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-                hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype
-            )
+                hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype,
+                tuple(
+                    torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+                    for tensor in (hidden, head.weight, head.bias)
+                ),
+            )  # fmt: skip
         return loss
 
 
@@ -141,9 +145,14 @@ class _ChunkedLoss(torch.autograd.Function):
         smoothing: float,
         head: Head,
         dtype: torch.dtype,
+        wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_hidden, wants_weight, wants_bias = wanted
+        heaviest = None
+        if token_weights is not None and dtype == torch.float16:
+            heaviest = token_weights.amax()
+            token_weights = token_weights / heaviest  # so that none leaves fp16's range
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
@@ -181,16 +190,22 @@ class _ChunkedLoss(torch.autograd.Function):
             if head.scale != 1.0 or head.cap is not None:
                 error *= slope
             up = _FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
-            narrow = (error * up if up != 1.0 else error).to(dtype)
             if to_hidden is not None:
+                narrow = (error * up if up != 1.0 else error).to(dtype)
                 to_hidden[part] = (narrow @ matrix).to(wide) / up if up != 1.0 else narrow @ matrix
             if to_weight is not None:
-                if narrow.dtype == wide:
-                    to_weight.addmm_(narrow.t(), states)
-                else:
-                    to_weight += (narrow.t() @ states).to(wide) / up
+                if dtype == wide:
+                    to_weight.addmm_(error.t(), states)
+                else:  # a sum over the chunk's positions, which fp16 must hold too
+                    share = up / len(states) if up != 1.0 else 1.0
+                    to_weight += ((error * share).to(dtype).t() @ states).to(wide) / share
             if to_bias is not None:
                 to_bias += error.sum(0)
+        if heaviest is not None:
+            total = total * heaviest
+            for gradient in (to_hidden, to_weight, to_bias):
+                if gradient is not None:
+                    gradient.mul_(heaviest)
         ctx.gradients = (to_hidden, to_weight, to_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -204,7 +219,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *found, None, None, None, None, None
+        return *found, None, None, None, None, None, None
 
 
 def backbone_of(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from workers.training.batches import MicroBatch
 from workers.training.loss import TokenLoss
@@ -15,12 +16,19 @@ def same_loss(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
     plain.head = chunked.head
     with torch.no_grad():
         expected, found = own(batch).loss_sum, plain(batch).loss_sum
-    return float((found.double() - expected.double()).abs() / expected.double().abs())
+    return _difference(found, expected, batch)
 
 
 def keeps_documents_apart(model: Any, packed: MicroBatch, padded: MicroBatch) -> float:
     """How far the loss of a packed row is from that of the same samples padded, relatively."""
     loss = TokenLoss(model, chunked=False)
     with torch.no_grad():
-        one, other = loss(packed).loss_sum.double(), loss(padded).loss_sum.double()
-    return float((one - other).abs() / other.abs())
+        found, expected = loss(packed).loss_sum, loss(padded).loss_sum
+    return _difference(found, expected, padded)
+
+
+def _difference(found: Tensor, expected: Tensor, batch: MicroBatch) -> float:
+    """Relative to the loss, or to one nat a token where the loss is smaller: a sum that is almost nothing
+    has nothing but rounding in it."""
+    least = float(len(batch.targets))
+    return float((found.double() - expected.double()).abs() / expected.double().abs().clamp(min=least))

@@ -66,7 +66,7 @@ def _read(order: Order, attention: str) -> Any:
 
     quantised = {}
     if order.spec.method.name == "qlora":
-        quantised = {"quantization_config": _four_bits(), "device_map": {"": order.plan.device}}
+        quantised = {"quantization_config": _four_bits(order.plan), "device_map": {"": order.plan.device}}
     return AutoModelForCausalLM.from_pretrained(
         order.model_path,
         dtype=torch.bfloat16 if order.plan.precision == "pure_bf16" else torch.float32,
@@ -77,7 +77,7 @@ def _read(order: Order, attention: str) -> Any:
     )
 
 
-def _four_bits() -> Any:
+def _four_bits(plan: Plan) -> Any:
     """QLoRA's weights (Dettmers et al. 2023): NF4, with the scales quantised again."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise CannotTrain(
@@ -89,7 +89,7 @@ def _four_bits() -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=AUTOCAST.get(plan.precision, torch.bfloat16),
     )
 
 
@@ -157,25 +157,39 @@ def recompute_activations(model: Any) -> None:
 def without_randomness(model: torch.nn.Module) -> Iterator[None]:
     """No dropout and no jitter inside; layers that recompute their activations go on doing so."""
     was = {module: module.training for module in model.modules()}
-    hooks = []
+    recompute = {}
     for module in was:
         module.training = False
-        if getattr(module, "gradient_checkpointing", False) and was[module]:
-            # transformers asks for `training` before it recomputes; in the forward itself it is off.
-            module.training = True
-            hooks.append(module.register_forward_pre_hook(lambda layer, _: _train(layer, on=False)))
-            hooks.append(module.register_forward_hook(lambda layer, *_: _train(layer, on=True)))
+        if getattr(module, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in vars(
+            module
+        ):
+            # transformers asks a layer's `training` whether to recompute, and its forward whether to drop.
+            module.training = was[module]
+            recompute[module] = module._gradient_checkpointing_func
+            module._gradient_checkpointing_func = _quietly(module, module._gradient_checkpointing_func)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for module, function in recompute.items():
+            module._gradient_checkpointing_func = function
         for module, training in was.items():
             module.training = training
 
 
-def _train(module: torch.nn.Module, *, on: bool) -> None:
-    module.training = on
+def _quietly(layer: torch.nn.Module, checkpoint: Any) -> Any:
+    """A checkpointing function under which the layer's own forward is not in training mode."""
+
+    def quiet(function: Any, *arguments: Any) -> Any:
+        def forward(*inner: Any) -> Any:
+            was, layer.training = layer.training, False
+            try:
+                return function(*inner)
+            finally:
+                layer.training = was
+
+        return checkpoint(forward, *arguments)
+
+    return quiet
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
@@ -253,3 +267,12 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[
 def _first_line(error: Exception, order: Order) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return first.replace(order.model_path, order.spec.model.name)
+
+
+def routes(model: Any) -> bool:
+    """Whether the model is a mixture of experts, whose near ties rounding may decide otherwise."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = inner.config.get_text_config()
+    return any(
+        getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")
+    )

@@ -67,6 +67,7 @@ def _banner(training: Training) -> dict[str, str]:
 def log_line(
     training: Training,
     at: Cursor,
+    index: int,
     window: Indices,
     trained: Trained,
     batch: int,
@@ -81,7 +82,7 @@ def log_line(
         attempt=training.order.attempt,
         step=state.step,
         micro_step=state.micro_step,
-        batch_idx=at.consumed // spec.effective_batch_size,
+        batch_idx=index,
         epoch=at.epoch,
         samples=len(window),
         loss=closed.loss,

@@ -47,7 +47,7 @@ def _one_cycle(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     first = 1.0 / schedule.div_factor
     last = first / schedule.final_div_factor
     top = schedule.pct_start * steps_total - 1.0
-    if step <= top:
+    if step < top:
         return _half_cosine(first, 1.0, step / top)
     return _half_cosine(1.0, last, min(1.0, (step - top) / max(1.0, steps_total - 1.0 - top)))
 

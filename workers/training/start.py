@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,12 @@ class Training:
         lengths = self.samples.lengths[window]
         return self.form.buckets.length(lengths) if self.form.buckets else lengths
 
+    def shrink_buckets(self) -> None:
+        """A compiled model's shapes keep within the token budget learned."""
+        buckets, budget = self.form.buckets, self.state.token_budget
+        if buckets is not None and budget is not None:
+            self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
+
     def close(self) -> None:
         self.loader.shutdown()
         self.samples.close()
@@ -164,6 +170,7 @@ def start(
         state=state,
         loader=ThreadPoolExecutor(1, thread_name_prefix="loader"),
     )
+    training.shrink_buckets()
     _check_loss(training)
     _check_packing(training)
     return training, prepared
@@ -223,13 +230,16 @@ def _form(order: Order, tokenizer: Any, balance: Balance | None) -> Form:
 
 def _check_loss(training: Training) -> None:
     """Falls back to the model's own logits where its head alone does not give them."""
-    counted = np.flatnonzero(training.samples.targets)
-    shortest = int(counted[training.samples.lengths[counted].argmin()])
+    state = training.state
+    if training.token_loss.head is None or state.own_logits is False:
+        return
+    if state.own_logits:
+        training.token_loss.head = None
+        return
     with training.autocast(), models.without_randomness(training.model):
-        if training.token_loss.head is None:
-            return
-        error = same_loss(training.model, training.token_loss, training.fetch([shortest]))
-    if not error <= models.TOLERANCE[training.order.plan.precision]:
+        error = same_loss(training.model, training.token_loss, training.fetch(_usual(training)[:1]))
+    state.own_logits = not error <= models.TOLERANCE[training.order.plan.precision]
+    if state.own_logits:
         training.token_loss.head = None
         training.reporter.event(
             "changed",
@@ -242,19 +252,20 @@ def _check_loss(training: Training) -> None:
 
 def _check_packing(training: Training) -> None:
     """Falls back to padding where the model's attention does not keep packed samples apart."""
-    if not training.form.packed:
+    state, padded = training.state, Form(training.form.pad_id, routed=training.form.routed)
+    if state.padded and training.form.packed:
+        training.form = padded
+    if not training.form.packed or state.padded is False:
         return
-    counted = np.flatnonzero(training.samples.targets)
-    chosen = counted[np.argsort(training.samples.lengths[counted], kind="stable")][:2].tolist()
-    rows = [training.samples.read(sample) for sample in chosen]
-    padded = Form(training.form.pad_id, routed=training.form.routed)
+    rows = [training.samples.read(sample) for sample in _usual(training)]
     with training.autocast(), models.without_randomness(training.model):
         error = keeps_documents_apart(
             training.model,
             collate(rows, training.form).to(training.device),
             collate(rows, padded).to(training.device),
         )
-    if not error <= models.TOLERANCE[training.order.plan.precision]:
+    state.padded = not error <= models.TOLERANCE[training.order.plan.precision]
+    if state.padded:
         training.form = padded
         training.reporter.event(
             "changed",
@@ -262,6 +273,14 @@ def _check_packing(training: Training) -> None:
             "are padded instead.",
             "warning",
         )
+
+
+def _usual(training: Training) -> list[int]:
+    """Two samples of about median length that have targets (one, where there is no other)."""
+    counted = np.flatnonzero(training.samples.targets)
+    ordered = counted[np.argsort(training.samples.lengths[counted], kind="stable")]
+    middle: list[int] = ordered[len(ordered) // 2 :][:2].tolist()
+    return middle
 
 
 def _resume(

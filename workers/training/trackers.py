@@ -90,7 +90,11 @@ class MLflow:
         self._mlflow = _needed("mlflow")
         self._mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
         self._mlflow.set_experiment("accrue")
-        self._mlflow.start_run(run_name=order.job_id)
+        known = folder / "mlflow.run"  # a resumed job goes on with its run
+        run = self._mlflow.start_run(
+            run_id=known.read_text() if known.exists() else None, run_name=order.job_id
+        )
+        known.write_text(run.info.run_id)
         self._mlflow.log_params({"model": order.spec.model.name, "seed": order.spec.seed})
 
     def write(self, step: int, figures: dict[str, float]) -> None:

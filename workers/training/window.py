@@ -45,12 +45,20 @@ class LossScale:
     smallest: float = 1.0
     windows_to_grow: int = 2000
     good_windows: int = 0
+    _before: float | None = None
+    """The scale when the window at hand first overflowed."""
 
     def overflowed(self) -> None:
+        self._before = self._before or self.value
         self.value = max(self.smallest, self.value / 2)
         self.good_windows = 0
 
+    def not_at_fault(self) -> None:
+        """No scale helps this window: the one before it is taken back."""
+        self.value, self._before = self._before or self.value, None
+
     def held(self) -> None:
+        self._before = None
         self.good_windows += 1
         if self.good_windows == self.windows_to_grow:
             self.value *= 2
@@ -205,8 +213,8 @@ class Window:
                 and isfinite(closed.loss + closed.share)
                 and self._scale.value > self._scale.smallest
             )
-            if overflow and self._scale:
-                self._scale.overflowed()
+            if self._scale:
+                self._scale.overflowed() if overflow else self._scale.not_at_fault()
             return self._ended(closed, overflow=overflow)
         if accept is not None and not accept(closed.loss):
             return self._ended(closed, refused=True)
