@@ -136,7 +136,10 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A window of 16 equal micro-batches, less its optimizer, over 16 bare forwards and backwards."""
+    """A window of 16 equal micro-batches, less its optimizer, over 16 bare forwards and backwards.
+
+    Bare is the plain loop that anyone would write: its backwards add up in the same gradients.
+    """
     from workers.run_directory import Reporter
     from workers.training import accumulate
     from workers.training.start import start
@@ -160,8 +163,8 @@ def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
             began = time.perf_counter()
             for batch in batches:
                 (training.forward(batch).loss_sum / denominator).backward()
-                training.model.zero_grad(set_to_none=True)
             ratios.append(ours / (time.perf_counter() - began))
+            training.model.zero_grad(set_to_none=True)
         training.close()
     return {"micro_batches": len(batches), "ratios": ratios}
 

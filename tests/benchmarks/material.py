@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ class Size:
     windows: int
 
 
-SIZES = {"small": Size(4, 256, 9), "medium": Size(8, 512, 5)}
+SIZES = {"small": Size(4, 256, 8), "medium": Size(8, 512, 3)}
+
+
+@cache
+def _docstrings() -> list[str]:
+    return [sample.completion for sample in demo_data.samples()]
 
 
 def write_docstrings(path: Path, samples: int, fixed: int | None = None) -> None:
     """So many docstrings as text; `fixed`: joined, so that each is longer than so many tokens."""
-    texts = [sample.completion for sample in demo_data.samples()]
+    texts = _docstrings()
     order = np.random.default_rng(SEED).permutation(len(texts))
     if fixed is not None:
         joined = " ".join(texts[i] for i in order)

@@ -77,7 +77,7 @@ def measure(size: Size, base: Path, rounds: int) -> dict[str, Any]:
             rate = result["samples"] / result["seconds"]
             print(f"round {number + 1}: {name:32} {rate:7.1f} samples/s, "
                   f"peak {result['peak_bytes'] / 2**20:6.0f} MiB", flush=True)  # fmt: skip
-    ratios = run({**held, "who": "overhead", "windows": 12}, base / "run")
+    ratios = run({**held, "who": "overhead", "windows": size.windows // 2 + 1}, base / "run")
     return {"contestants": summarised(found), "overhead": median(ratios["ratios"]), "overheads": ratios}
 
 
