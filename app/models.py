@@ -144,6 +144,9 @@ class StepMetric(Base):
     data_seconds: Mapped[float]
     forward_backward_seconds: Mapped[float]
     optimizer_seconds: Mapped[float]
+    aux_loss: Mapped[float | None]
+    micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)
+    gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
 
 
 class JobEvent(Base):

@@ -8,7 +8,7 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
 from app.models import Configuration, File, Job, JobEvent, StepMetric
-from app.schemas.run import ONLY_IN_LOG, LogLine
+from app.schemas.run import LogLine
 from app.schemas.statistics import (
     ConfigurationStatistics,
     JobPerformance,
@@ -18,7 +18,7 @@ from app.schemas.statistics import (
 )
 from app.schemas.training import ENDED
 
-_COLUMNS = [getattr(StepMetric, name) for name in LogLine.model_fields if name not in ONLY_IN_LOG]
+_COLUMNS = [getattr(StepMetric, name) for name in LogLine.model_fields]
 _SECONDS = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
 _PAGE = 1000
 

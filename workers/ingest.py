@@ -15,7 +15,7 @@ from app import jobs
 from app.ids import new_id
 from app.jobs import Fence
 from app.models import JobEvent, StepMetric
-from app.schemas.run import ONLY_IN_LOG, EventLine, LogLine
+from app.schemas.run import EventLine, LogLine
 from workers.run_directory import RunDirectory
 
 _READ_AT_ONCE = 4 * 2**20
@@ -141,7 +141,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
     if not by_step:
         return
     insert = _insert(session)(StepMetric.__table__)
-    update = {name: insert.excluded[name] for name in LogLine.model_fields.keys() - ONLY_IN_LOG - {"step"}}
+    update = {name: insert.excluded[name] for name in LogLine.model_fields if name != "step"}
     statement = insert.on_conflict_do_update(
         index_elements=["job_id", "step"],
         set_=update,
@@ -149,7 +149,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
     )
     session.execute(
         statement,
-        [{"job_id": job_id, **line.model_dump(exclude={*ONLY_IN_LOG})} for line in by_step.values()],
+        [{"job_id": job_id, **line.model_dump()} for line in by_step.values()],
     )
 
 

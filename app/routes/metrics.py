@@ -20,7 +20,7 @@ from app.schemas.training import ENDED
 
 router = APIRouter(prefix="/training", tags=["training"])
 
-COLUMNS = tuple(LogLine.model_fields)
+COLUMNS = tuple(name for name in LogLine.model_fields if name not in ("micro_losses", "gradient_norms"))
 
 
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
@@ -74,7 +74,7 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()

@@ -67,10 +67,6 @@ class LogLine(Frozen):
     """The gradient's norm by layer, before clipping, on request."""
 
 
-ONLY_IN_LOG = frozenset({"aux_loss", "micro_losses", "gradient_norms"})
-"""What a line of the log has beyond its row in the database."""
-
-
 class EventLine(Frozen):
     attempt: int
     time: float
