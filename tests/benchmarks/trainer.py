@@ -155,8 +155,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(result["sizes"]), figsize=(6 * len(result["sizes"]), 4.5))
-    for axis, (size, measured) in zip(axes, result["sizes"].items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(result["sizes"]), figsize=(6 * len(result["sizes"]), 4.5), squeeze=False
+    )
+    for axis, (size, measured) in zip(axes[0], result["sizes"].items(), strict=True):
         for name, r in measured["contestants"].items():
             if name in FIXED:
                 continue
@@ -176,16 +178,18 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    arguments = parser.parse_args()
+    rounds, sizes = arguments.rounds, {name: SIZES[name] for name in arguments.sizes}
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     result: dict[str, Any] = {
         "machine": f"CPU, 2 threads ({platform.machine()}), Python {platform.python_version()}, {packages}",
         "date": datetime.now(UTC).date().isoformat(),
         "rounds": rounds,
-        "models": {name: f"Llama, {size.layers} layers × {size.width}" for name, size in SIZES.items()},
+        "models": {name: f"Llama, {size.layers} layers × {size.width}" for name, size in sizes.items()},
     }
     with tempfile.TemporaryDirectory() as folder:
-        result["sizes"] = {name: measure(size, Path(folder) / name, rounds) for name, size in SIZES.items()}
+        result["sizes"] = {name: measure(size, Path(folder) / name, rounds) for name, size in sizes.items()}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "trainer.json").write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / "trainer.md").write_text(rendered(result))
