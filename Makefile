@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow bench-trainer bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow accuracy bench-trainer bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ test: check ## Run every check and every test
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow
+
+accuracy: $(STAMP) ## Predicted against true memory, with a table and a chart (about 10 minutes)
+	$(BIN)/python -m tests.benchmarks.accuracy
 
 bench-trainer: $(STAMP) ## Time the trainer beside transformers' Trainer (about 20 minutes)
 	$(BIN)/python -m tests.benchmarks.trainer

@@ -1,46 +1,57 @@
 """Base models by name: built in, in the models folder, in the hub's cache, or on the hub."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2 as httpx
 
 from app.errors import Unprocessable
-from app.planning import architectures
+from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
 from app.schemas.architecture import BUILT_IN_MODEL, Architecture, ModelReference
 from app.settings import Settings
+
+Source = Literal["built_in", "local", "hub"]
 
 _HUB_TIMEOUT_SECONDS = 5.0
 _LARGEST_CONFIG_BYTES = 2**20
 
 
-def find_for_training(name: str, settings: Settings) -> ModelReference:
+@dataclass(frozen=True)
+class BaseModel:
+    """A model that can be planned for."""
+
+    architecture: Architecture
+    config: dict[str, Any]
+    """The content of its config.json."""
+
+
+def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, BaseModel]:
     """A model whose weights can be had.
 
     Raises:
         Unprocessable: unknown, not reachable, or of an architecture without a rule.
     """
-    if name == BUILT_IN_MODEL:
-        return ModelReference(name=name, source="built_in", architecture=_architecture_of_built_in())
-    local = _local_config(name, settings)
-    if local is not None:
-        return ModelReference(name=name, source="local", architecture=_read(name, local))
-    config = _cached_config(name) or _hub_config(name, settings)
-    return ModelReference(name=name, source="hub", architecture=_read(name, config))
+    source: Source = "built_in"
+    config = catalogue.TINY_GPT2 if name == BUILT_IN_MODEL else None
+    if config is None:
+        source, config = "local", _local_config(name, settings)
+    if config is None:
+        source, config = "hub", _cached_config(name) or _hub_config(name, settings)
+    base = _read(name, config)
+    return ModelReference(name=name, source=source, architecture=base.architecture), base
 
 
-def find_for_planning(name: str, settings: Settings) -> Architecture:
+def find_for_planning(name: str, settings: Settings) -> BaseModel:
     """A model's sizes; of a model in the catalogue they are known without its files.
 
     Raises:
         Unprocessable: as in `find_for_training`.
     """
-    local = _local_config(name, settings)
-    if local is not None:
-        return _read(name, local)
-    return architectures.named(name) or find_for_training(name, settings).architecture
+    config = _local_config(name, settings) or catalogue.config_of(name)
+    return _read(name, config) if config is not None else find_for_training(name, settings)[1]
 
 
 def known(settings: Settings) -> list[str]:
@@ -52,10 +63,6 @@ def known(settings: Settings) -> list[str]:
         else []
     )
     return [BUILT_IN_MODEL, *local]
-
-
-def _architecture_of_built_in() -> Architecture:
-    return architectures.from_config(architectures.TINY_GPT2)
 
 
 def _configs(folder: Path) -> list[Path]:
@@ -120,8 +127,8 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
     return config
 
 
-def _read(name: str, config: dict[str, Any]) -> Architecture:
+def _read(name: str, config: dict[str, Any]) -> BaseModel:
     try:
-        return architectures.from_config(config)
+        return BaseModel(architectures.from_config(config), config)
     except UnknownArchitecture as error:
         raise Unprocessable(f"The model {name} cannot be planned for: {error}.", field="model_name") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
@@ -81,6 +82,12 @@ def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) ->
 def _sqlite_begin(connection: Any) -> None:
     writes = connection.get_execution_options().get("accrue_writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def insert_for(session: Session, table: Any) -> Any:
+    """An insert that can say what to do on a conflict, in the database's own dialect."""
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    return dialect.insert(table)
 
 
 def migrate(url: str, revision: str = "head") -> None:

@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Literal
 
-Kind = Literal["ftjob", "file", "ftevent", "worker", "accumulation"]
+Kind = Literal["ftjob", "file", "ftevent", "worker", "accumulation", "profile"]
 
 
 def new_id(kind: Kind) -> str:

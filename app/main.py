@@ -11,7 +11,18 @@ from app.database import Database, migrate
 from app.latency import LatencyGauge
 from app.middleware import EveryRequest
 from app.problems import Problem
-from app.routes import accumulation, calculators, files, gpus, metrics, performance, stats, system, training
+from app.routes import (
+    accumulation,
+    calculators,
+    files,
+    gpus,
+    metrics,
+    performance,
+    profiles,
+    stats,
+    system,
+    training,
+)
 from app.settings import Settings, get_settings
 
 log = structlog.get_logger("accrue.service")
@@ -44,7 +55,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(EveryRequest, settings=settings, latency=app.state.latency)
     problems.install(app)
     native = APIRouter()
-    for surface in (accumulation, training, metrics, calculators, stats, performance, gpus):
+    for surface in (accumulation, training, metrics, calculators, stats, performance, profiles, gpus):
         native.include_router(surface.router)
     app.include_router(native, prefix="/gradient-accumulation")
     app.include_router(native, prefix="/api/v1/gradient-accumulation", include_in_schema=False)

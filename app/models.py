@@ -178,3 +178,51 @@ class Worker(Base):
     heartbeat_at: Mapped[float]
     devices: Mapped[list[Any]]
     running: Mapped[list[Any]]
+
+
+class StoredProfile(Base):
+    """The memory of a training step, as a function of its micro-batch."""
+
+    __tablename__ = "profiles"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[float]
+    model_name: Mapped[str]
+    recipe: Mapped[dict[str, Any]]
+    sequence: Mapped[int]
+    torch_version: Mapped[str]
+    content: Mapped[dict[str, Any]]
+
+
+class ProfileRequest(Base):
+    """A profile that somebody waits for; gone once it is made."""
+
+    __tablename__ = "profile_requests"
+
+    key: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    claimed_at: Mapped[float | None]
+    model_name: Mapped[str]
+    config: Mapped[dict[str, Any]]
+    recipe: Mapped[dict[str, Any]]
+    sequence: Mapped[int]
+    error: Mapped[str | None]
+    """Why it cannot be made; such a request is not made again."""
+
+
+class PredictionError(Base):
+    """What was predicted of a job's memory, and what was measured."""
+
+    __tablename__ = "prediction_errors"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    source: Mapped[str]
+    device: Mapped[str]
+    """cpu or cuda."""
+    device_name: Mapped[str]
+    rows: Mapped[int]
+    predicted_bytes: Mapped[int] = mapped_column(BigInteger)
+    measured_bytes: Mapped[int] = mapped_column(BigInteger)

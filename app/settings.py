@@ -41,6 +41,7 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(
         30.0, gt=0, description="A trainer's time to write a checkpoint and go, before it is killed"
     )
+    profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU trainer; default: all cores")
     log_level: str = "INFO"
     log_format: str = Field("console", pattern="^(console|json)$")

@@ -9,6 +9,14 @@ from app.planning.recommendations import recommended_batch
 from app.planning.split import Asked, ConflictingBatch, Resolved, check_steps, resolve, without_accumulation
 from app.schemas.accumulation import AccumulationConfig, Precision
 from app.schemas.architecture import ModelReference
+from app.schemas.arguments import (
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULE_ARGUMENTS,
+    LoraConfig,
+    LoraMethod,
+    Method,
+    QloraMethod,
+)
 from app.schemas.examples import DataFormat
 from app.schemas.spec import (
     AskedSplit,
@@ -22,15 +30,7 @@ from app.schemas.spec import (
     Spec,
     ValidationSpec,
 )
-from app.schemas.training import (
-    OPTIMIZER_ARGUMENTS,
-    SCHEDULE_ARGUMENTS,
-    DatasetConfig,
-    LoraConfig,
-    LoraMethod,
-    QloraMethod,
-    TrainingConfig,
-)
+from app.schemas.training import DatasetConfig, TrainingConfig
 
 DEFAULT_EPOCHS = 3
 DEFAULT_MAX_LENGTH = 1024
@@ -101,8 +101,12 @@ def freeze(
     devices: int,
     *,
     profile: bool = False,
+    measured_margin: float | None = None,
 ) -> Spec:
     """The spec of a job.
+
+    Args:
+        measured_margin: what predictions so far say should be kept free of a device's memory.
 
     Raises:
         Unprocessable: values that exclude each other, or that the model or the data do not allow.
@@ -126,7 +130,7 @@ def freeze(
         model=model,
         data=own,
         seed=training.seed,
-        method=_method(training),
+        method=method_spec(training.method),
         effective_batch_size=batch.effective_batch_size,
         ramp=_ramp(config, batch.effective_batch_size),
         epochs=None if training.max_steps else (training.epochs or DEFAULT_EPOCHS),
@@ -152,7 +156,7 @@ def freeze(
         certificate=config.equivalence_check,
         noise_scale_every=config.noise_scale_every,
         split=AskedSplit(accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices),
-        memory=memory_limits(config.max_memory_usage, config.memory_safety_margin),
+        memory=memory_limits(config.max_memory_usage, config.memory_safety_margin, measured_margin),
         auto_adjust_batch_size=config.auto_adjust_batch_size,
         log_memory_usage=config.log_memory_usage,
         log_micro_losses=config.log_micro_losses,
@@ -162,12 +166,12 @@ def freeze(
     )
 
 
-def memory_limits(max_memory_usage: float, margin: float | None) -> MemoryLimits:
-    """The share of a device that may be used, with the default margin where none was given."""
-    return MemoryLimits(
-        max_memory_usage=max_memory_usage,
-        memory_safety_margin=DEFAULT_SAFETY_MARGIN if margin is None else margin,
-    )
+def memory_limits(
+    max_memory_usage: float, margin: float | None, measured: float | None = None
+) -> MemoryLimits:
+    """The share of a device that may be used; without a margin the measured one, else the default."""
+    own = next((each for each in (margin, measured) if each is not None), DEFAULT_SAFETY_MARGIN)
+    return MemoryLimits(max_memory_usage=max_memory_usage, memory_safety_margin=own)
 
 
 def _data(data: Data, validation: Data | None, dataset: DatasetConfig, model: ModelReference) -> DataSpec:
@@ -202,8 +206,13 @@ def _validation(file: Data | None, share: float | None) -> ValidationSpec | None
     return None
 
 
-def _method(training: TrainingConfig) -> MethodSpec:
-    match training.method:
+def method_spec(method: Method) -> MethodSpec:
+    """A method with every default filled in.
+
+    Raises:
+        Unprocessable: qlora with adapters to be merged.
+    """
+    match method:
         case "full":
             return MethodSpec(name="full", lora=None)
         case "lora" | "qlora" as name:

@@ -28,7 +28,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     settings = Settings(
-        data_dir=tmp_path / "data", models_dir=tmp_path / "models", offline=True, _env_file=None
+        data_dir=tmp_path / "data",
+        models_dir=tmp_path / "models",
+        offline=True,
+        profiler=False,
+        _env_file=None,
     )
     settings.make_directories()
     return settings

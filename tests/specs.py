@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from app.planning.architectures import TINY_GPT2, from_config
+from app.planning.architectures import from_config
+from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB, Device
+from app.planning.estimate import by_formula
 from app.planning.plan import make_plan
 from app.schemas.architecture import ModelReference
+from app.schemas.arguments import OPTIMIZER_ARGUMENTS
 from app.schemas.spec import (
     AskedSplit,
     DataSpec,
@@ -19,7 +22,6 @@ from app.schemas.spec import (
     ScheduleSpec,
     Spec,
 )
-from app.schemas.training import OPTIMIZER_ARGUMENTS
 
 
 def make_spec(**changes: Any) -> Spec:
@@ -93,7 +95,12 @@ def make_schedule(name: ScheduleName, **changes: Any) -> ScheduleSpec:
     return ScheduleSpec.model_validate({"name": name, **fields, **changes})
 
 
+def plan_by_formula(spec: Spec, devices: list[Device], **options: Any) -> Plan:
+    """A plan where no profile is known."""
+    return make_plan(spec, devices, by_formula(spec.model.architecture), **options)
+
+
 def cpu_plan(spec: Spec, **changes: Any) -> Plan:
     """The plan of a worker with one thread and 8 GiB."""
-    plan = make_plan(spec, [Device("cpu", "CPU", 8 * GIB, "cpu")], predicted=False, threads=1)
+    plan = plan_by_formula(spec, [Device("cpu", "CPU", 8 * GIB, "cpu")], predicted=False, threads=1)
     return plan.model_copy(update=changes)

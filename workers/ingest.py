@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 from sqlalchemy import Insert, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from app import jobs
+from app.database import insert_for
 from app.ids import new_id
 from app.jobs import Fence
 from app.models import JobEvent, StepMetric
@@ -140,7 +140,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
             by_step[line.step] = line
     if not by_step:
         return
-    insert = _insert(session)(StepMetric.__table__)
+    insert = insert_for(session, StepMetric.__table__)
     update = {name: insert.excluded[name] for name in LogLine.model_fields if name != "step"}
     statement = insert.on_conflict_do_update(
         index_elements=["job_id", "step"],
@@ -154,7 +154,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
 
 
 def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:
-    insert = _insert(session)(JobEvent.__table__).values(
+    insert = insert_for(session, JobEvent.__table__).values(
         id=new_id("ftevent"),
         job_id=job_id,
         line=offset,
@@ -167,7 +167,3 @@ def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> 
     )
     statement: Insert = insert.on_conflict_do_nothing(index_elements=["job_id", "line"])
     return statement
-
-
-def _insert(session: Session) -> Any:
-    return (postgresql if session.get_bind().dialect.name == "postgresql" else sqlite).insert

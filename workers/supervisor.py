@@ -15,7 +15,7 @@ import structlog
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from app import events, gpus, jobs, workers_seen
+from app import events, gpus, jobs, profiles, workers_seen
 from app.database import Database
 from app.ids import new_id
 from app.jobs import Fence, LostJob
@@ -26,6 +26,7 @@ from app.schemas.run import Failure
 from app.schemas.spec import Order, Plan, Spec
 from app.settings import Settings
 from workers.ingest import Position, ingest
+from workers.profiler_process import ProfilerProcess
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.trainer_process import TrainerProcess, why_it_ended
 
@@ -73,11 +74,15 @@ class Supervisor:
     def run(self) -> None:
         """Turns until stopped; then stops the trainers, and gives their jobs back."""
         log.info("worker started", worker=self.id, devices=[device.name for device in self.devices()])
+        profiler = ProfilerProcess(self.settings)
         while not self.stopped:
+            if self.settings.profiler:
+                profiler.keep_alive()
             self.turn()
             with self._guarded(None):
                 self._claim_for_free_devices()
             time.sleep(self.settings.poll_seconds)
+        profiler.end()
         for running in self.running:
             self._ask_to_stop(running, "the worker was shut down")
         while self.running or self.leaving:
@@ -211,7 +216,9 @@ class Supervisor:
 
     def _new_plan(self, spec: Spec, device: Device) -> Plan:
         threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
-        return make_plan(spec, [device], predicted=False, threads=threads)
+        with self.database.reading() as session:
+            estimates = profiles.estimates(session, spec.model.architecture)
+            return make_plan(spec, [device], estimates, predicted=False, threads=threads)
 
     def _validation_file(self, spec: Spec) -> str | None:
         validation = spec.data.validation

@@ -1,38 +1,21 @@
-"""Architectures by name and from a config.json, with their parameter counts."""
+"""Sizes of an architecture from its config.json, with its parameter count, without building it."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from app.schemas.architecture import BUILT_IN_MODEL, Architecture
+from app.planning.catalogue import config_of
+from app.schemas.architecture import Architecture
 
 
 class UnknownArchitecture(ValueError):
     """A config.json that is not one of a causal language model this can reckon with."""
 
 
-TINY_GPT2: dict[str, Any] = {
-    "model_type": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 1024, "vocab_size": 260,
-}  # fmt: skip
-"""The built-in model: one token per byte, and four special ones."""
-
-_GPT2: dict[str, Any] = {"model_type": "gpt2", "n_positions": 1024, "vocab_size": 50257}
-
-CATALOGUE: dict[str, dict[str, Any]] = {
-    BUILT_IN_MODEL: TINY_GPT2,
-    "distilbert/distilgpt2": {**_GPT2, "n_layer": 6, "n_embd": 768, "n_head": 12},
-    "openai-community/gpt2": {**_GPT2, "n_layer": 12, "n_embd": 768, "n_head": 12},
-    "openai-community/gpt2-medium": {**_GPT2, "n_layer": 24, "n_embd": 1024, "n_head": 16},
-    "openai-community/gpt2-large": {**_GPT2, "n_layer": 36, "n_embd": 1280, "n_head": 20},
-    "openai-community/gpt2-xl": {**_GPT2, "n_layer": 48, "n_embd": 1600, "n_head": 25},
-}
-"""The fields of the published config.json files that sizes depend on, by hub id."""
-
-ALIASES = {name.split("/")[1]: name for name in CATALOGUE if "gpt2" in name and name != BUILT_IN_MODEL}
-
-
 def named(name: str) -> Architecture | None:
     """The catalogue's architecture of that name, if it has one."""
-    config = CATALOGUE.get(ALIASES.get(name, name))
+    config = config_of(name)
     return from_config(config) if config else None
 
 
@@ -47,9 +30,22 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     if reader is None:
         raise UnknownArchitecture(f"model_type {family!r} is not one of {', '.join(sorted(_READERS))}")
     try:
-        return reader(config)
+        return reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnknownArchitecture(f"config.json of family {family}: {error!r}") from None
+
+
+_NO_MATTER = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "task_specific_params", "tokenizer_class", "torch_dtype",
+    "transformers_version", "use_cache",
+)  # fmt: skip
+
+
+def fingerprint_of(config: Mapping[str, Any]) -> str:
+    """A short digest of what a config.json says of the model's shape."""
+    told = {name: value for name, value in config.items() if name not in _NO_MATTER}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _gpt2(config: Mapping[str, Any]) -> Architecture:
@@ -69,14 +65,9 @@ def _gpt2(config: Mapping[str, Any]) -> Architecture:
 
 def _llama(config: Mapping[str, Any]) -> Architecture:
     """Llama and the families that share its block: grouped heads, gated feed-forward, RMS norms."""
-    family, layers, hidden = (
-        str(config["model_type"]),
-        int(config["num_hidden_layers"]),
-        int(config["hidden_size"]),
-    )
-    heads, inner, vocabulary = (
-        int(config[k]) for k in ("num_attention_heads", "intermediate_size", "vocab_size")
-    )
+    family, layers = str(config["model_type"]), int(config["num_hidden_layers"])
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    inner, vocabulary = int(config["intermediate_size"]), int(config["vocab_size"])
     key_value_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
     queries, keys = heads * head_dim, key_value_heads * head_dim
@@ -85,21 +76,35 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
         attention += queries + 2 * keys
     elif config.get("attention_bias", False):
         attention += queries + 2 * keys + hidden
-    if family == "qwen3":
-        attention += 2 * head_dim
+    if family in {"qwen3", "qwen3_moe", "gemma3_text"}:
+        attention += 2 * head_dim  # the norms of queries and keys
+    norms = 4 if family in {"gemma2", "gemma3_text"} else 2
+    experts, active, own, routed = _experts(config, family, layers)
     bias = (2 * inner + hidden) if config.get("mlp_bias", False) else 0
-    experts = int(config["num_local_experts"]) if family == "mixtral" else 1
-    router = hidden * experts if family == "mixtral" else 0
-    norms = 4 if family == "gemma2" else 2
-    block = attention + experts * (3 * hidden * inner + bias) + router + norms * hidden
-    tied = config.get("tie_word_embeddings", family in {"gemma", "gemma2"})
+    dense = 3 * hidden * inner + bias
+    mixed = experts * 3 * hidden * own + hidden * experts  # and the router
+    tied = config.get("tie_word_embeddings", family in {"gemma", "gemma2", "gemma3_text"})
     embeddings = vocabulary * hidden * (1 if tied else 2)
+    blocks = layers * (attention + norms * hidden) + routed * mixed + (layers - routed) * dense
     return Architecture(
         family=family, layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
-        head_dim=head_dim, intermediate_size=inner, vocabulary=vocabulary,
-        positions=int(config["max_position_embeddings"]), gated=True,
-        parameters=embeddings + layers * block + hidden,
+        head_dim=head_dim, intermediate_size=own if routed else inner, vocabulary=vocabulary,
+        positions=int(config["max_position_embeddings"]), gated=True, experts=experts, active_experts=active,
+        parameters=embeddings + blocks + hidden,
     )  # fmt: skip
+
+
+def _experts(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, int, int, int]:
+    """Experts, those that a token takes, their width, and the layers that have them."""
+    if family == "mixtral":
+        experts, taken = int(config["num_local_experts"]), int(config["num_experts_per_tok"])
+        return experts, taken, int(config["intermediate_size"]), layers
+    if family == "qwen3_moe":
+        experts, taken = int(config["num_experts"]), int(config["num_experts_per_tok"])
+        step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
+        routed = sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+        return experts, taken, int(config["moe_intermediate_size"]), routed
+    return 1, 1, 0, 0
 
 
 def _opt(config: Mapping[str, Any]) -> Architecture:
@@ -124,8 +129,68 @@ def _opt(config: Mapping[str, Any]) -> Architecture:
     )  # fmt: skip
 
 
+def _gpt_neox(config: Mapping[str, Any]) -> Architecture:
+    layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+    heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    vocabulary = int(config["vocab_size"])
+    bias = 4 * hidden if config.get("attention_bias", True) else 0
+    block = 4 * hidden * hidden + bias + 2 * hidden * inner + inner + hidden + 4 * hidden
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return Architecture(
+        family="gpt_neox", layers=layers, hidden_size=hidden, heads=heads, key_value_heads=heads,
+        head_dim=hidden // heads, intermediate_size=inner, vocabulary=vocabulary,
+        positions=int(config["max_position_embeddings"]), gated=False,
+        parameters=embeddings + layers * block + 2 * hidden,
+    )  # fmt: skip
+
+
+def _bloom(config: Mapping[str, Any]) -> Architecture:
+    """Positions are those of its training: ALiBi itself knows no limit."""
+    layers, hidden = int(config["n_layer"]), int(config.get("hidden_size") or config["n_embed"])
+    heads, vocabulary = int(config.get("n_head") or config["num_attention_heads"]), int(config["vocab_size"])
+    block = 12 * hidden * hidden + 9 * hidden + 4 * hidden
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+    return Architecture(
+        family="bloom", layers=layers, hidden_size=hidden, heads=heads, key_value_heads=heads,
+        head_dim=hidden // heads, intermediate_size=4 * hidden, vocabulary=vocabulary,
+        positions=int(config.get("seq_length") or 2048), gated=False,
+        parameters=embeddings + layers * block + 4 * hidden,
+    )  # fmt: skip
+
+
+def _falcon(config: Mapping[str, Any]) -> Architecture:
+    layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+    heads, vocabulary = int(config["num_attention_heads"]), int(config["vocab_size"])
+    inner, head_dim = int(config.get("ffn_hidden_size") or 4 * hidden), hidden // heads
+    grouped = bool(config.get("new_decoder_architecture", False))
+    if grouped:
+        key_value_heads = int(config.get("num_kv_heads") or heads)
+    else:
+        key_value_heads = 1 if config.get("multi_query", True) else heads
+    projected = hidden + 2 * key_value_heads * head_dim
+    norms = int(config.get("num_ln_in_parallel_attn") or (2 if grouped else 1))
+    if not grouped and not config.get("parallel_attn", True):
+        norms = 2
+    bias = projected + hidden + inner + hidden if config.get("bias", False) else 0
+    block = hidden * projected + hidden * hidden + 2 * hidden * inner + bias + norms * 2 * hidden
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+    return Architecture(
+        family="falcon", layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
+        head_dim=head_dim, intermediate_size=inner, vocabulary=vocabulary,
+        positions=int(config.get("max_position_embeddings") or 2048), gated=False,
+        parameters=embeddings + layers * block + 2 * hidden,
+    )  # fmt: skip
+
+
+_LIKE_LLAMA = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "mixtral",
+)  # fmt: skip
+
 _READERS = {
     "gpt2": _gpt2,
     "opt": _opt,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral"), _llama),
+    "gpt_neox": _gpt_neox,
+    "bloom": _bloom,
+    "falcon": _falcon,
+    **dict.fromkeys(_LIKE_LLAMA, _llama),
 }

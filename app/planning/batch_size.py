@@ -1,11 +1,13 @@
 """The calculator: the largest micro-batch that fits each device, and the split of a target."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import floor
 
 from app.planning.devices import GIB, Device
-from app.planning.memory import Memory, Method, largest_micro_batch, step_memory
+from app.planning.estimate import Estimate, Estimates, Source, largest_micro_batch
+from app.planning.memory import Memory
+from app.planning.remedies import changes
 from app.planning.split import split_over
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import (
@@ -14,6 +16,7 @@ from app.schemas.calculators import (
     DeviceSplit,
     MemoryAnswer,
 )
+from app.schemas.profile import Recipe
 from app.schemas.spec import MemoryLimits
 
 DEFAULT_TARGET = 32
@@ -25,11 +28,22 @@ class Question:
 
     model_name: str
     architecture: Architecture
-    method: Method
+    recipe: Recipe
     sequence: int
     limits: MemoryLimits
     devices: Sequence[Device]
     target: int | None
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest micro-batch that fits a device: as a whole window, and as one of several."""
+
+    once: int
+    accumulating: int
+
+    def with_steps(self, steps: int) -> int:
+        return self.once if steps == 1 else self.accumulating
 
 
 @dataclass(frozen=True)
@@ -45,26 +59,29 @@ class RawQuestion:
     target: int | None
 
 
-def answer(question: Question, warnings: list[str]) -> BatchSizeAnswer:
-    """The split by formula."""
-    largest = [_largest(question, device) for device in question.devices]
-    fits = all(largest)
+def answer(question: Question, estimates: Estimates, warnings: list[str]) -> BatchSizeAnswer:
+    """The split, by the best estimates there are."""
+    estimate = estimates(question.recipe, question.sequence)
+    largest = [_largest(estimate, device, question.limits) for device in question.devices]
     micro, split = _split(question.target, largest)
-    memory = step_memory(question.architecture, question.method, micro, question.sequence)
+    steps = max(map(len, split))
+    capacities = [each.with_steps(steps) for each in largest]
+    memory = estimate.memory(micro, accumulating=steps > 1)
+    alternatives = _alternatives(question, estimates)
     return BatchSizeAnswer(
         model_name=question.model_name,
         parameters=question.architecture.parameters,
-        fits=fits,
+        fits=all(capacities),
         actual_batch_size_per_gpu=micro,
-        accumulation_steps=max(map(len, split)),
+        accumulation_steps=steps,
         effective_batch_size=sum(map(sum, split)),
-        max_micro_batch_size=max(largest),
-        devices=_devices(question.devices, question.limits, largest, split),
+        max_micro_batch_size=max(capacities),
+        devices=_devices(question.devices, question.limits, capacities, split),
         memory=_memory(memory),
-        source="formula",
-        expected_error=None,
-        alternatives=_alternatives(question),
-        explanation=_explain(fits, split, question, memory),
+        source=estimate.source,
+        expected_error=estimate.expected_error,
+        alternatives=alternatives,
+        explanation=_explain(all(capacities), split, question, memory, estimate.source, alternatives),
         warnings=warnings,
     )
 
@@ -77,7 +94,7 @@ def answer_raw(question: RawQuestion) -> BatchSizeAnswer:
     devices = [
         Device(number, "as given", question.available_bytes, "cuda") for number in range(question.devices)
     ]
-    micro, split = _split(question.target, [room] * len(devices))
+    micro, split = _split(question.target, [Largest(room, room)] * len(devices))
     memory = Memory(
         weights_bytes=question.weights_bytes,
         gradients_bytes=question.weights_bytes,
@@ -107,16 +124,18 @@ def answer_raw(question: RawQuestion) -> BatchSizeAnswer:
     )
 
 
-def _largest(question: Question, device: Device) -> int:
-    return largest_micro_batch(
-        question.architecture, question.method, question.sequence, question.limits.budget(device.memory_bytes)
+def _largest(estimate: Estimate, device: Device, limits: MemoryLimits) -> Largest:
+    budget = limits.budget(device.memory_bytes)
+    return Largest(
+        largest_micro_batch(estimate, budget, accumulating=False), largest_micro_batch(estimate, budget)
     )
 
 
-def _split(target: int | None, largest: Sequence[int]) -> tuple[int, list[list[int]]]:
+def _split(target: int | None, largest: Sequence[Largest]) -> tuple[int, list[list[int]]]:
     """The largest micro-batch used, and each device's micro-batches; as if one sample fitted everywhere."""
-    capacities = [max(1, rows) for rows in largest]
-    split = split_over(target or min(DEFAULT_TARGET, sum(capacities)), capacities)
+    capacities = [max(1, each.accumulating) for each in largest]
+    at_once = [max(1, each.once) for each in largest]
+    split = split_over(target or min(DEFAULT_TARGET, sum(capacities)), capacities, at_once)
     return max(max(own, default=1) for own in split), split
 
 
@@ -141,54 +160,70 @@ def _devices(
 
 def _memory(memory: Memory) -> MemoryAnswer:
     return MemoryAnswer(
-        **asdict(memory),
+        **{name: size for name, size in vars(memory).items() if name.endswith("_bytes")},
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         peak_process_bytes=memory.peak_process_bytes,
     )
 
 
-_CHANGES: dict[str, Callable[[Question], Question]] = {
-    "gradient_checkpointing": lambda q: replace(q, method=replace(q.method, gradient_checkpointing=True)),
-    "mixed_precision bf16": lambda q: replace(q, method=replace(q.method, precision="bf16")),
-    "optimizer sgd": lambda q: replace(q, method=replace(q.method, optimizer="sgd")),
-    "half the max_length": lambda q: replace(q, sequence=max(2, q.sequence // 2)),
-    "twice the devices": lambda q: replace(q, devices=[*q.devices, *q.devices]),
+def _alternatives(question: Question, estimates: Estimates) -> list[Alternative]:
+    """What other choices would give: those that fit first, in the order of how little they change."""
+    found = []
+    for change in changes(question.recipe, question.sequence):
+        estimate = estimates(change.recipe, change.sequence)
+        found.append(_alternative(change.told, question, estimate, question.devices))
+    more = [*question.devices, *question.devices]
+    found.append(
+        _alternative(f"devices: {len(more)}", question, estimates(question.recipe, question.sequence), more)
+    )
+    return sorted(found, key=lambda alternative: not alternative.fits)
+
+
+def _alternative(told: str, question: Question, estimate: Estimate, devices: Sequence[Device]) -> Alternative:
+    largest = [_largest(estimate, device, question.limits) for device in devices]
+    micro, split = _split(question.target, largest)
+    steps = max(map(len, split))
+    return Alternative(
+        change=told,
+        fits=all(each.with_steps(steps) for each in largest),
+        micro_batch_size=micro,
+        accumulation_steps=steps,
+        peak_process_bytes=estimate.memory(micro, accumulating=steps > 1).peak_process_bytes,
+    )
+
+
+_BY = {
+    "formula": "By formula",
+    "simulated": "By a simulation of this step",
+    "measured": "By measurements of this step",
 }
 
 
-def _alternatives(question: Question) -> list[Alternative]:
-    """What other choices would give, where they are not made already and one sample fits."""
-    alternatives = []
-    for change, apply in _CHANGES.items():
-        changed = apply(question)
-        largest = [_largest(changed, device) for device in changed.devices]
-        if changed == question or not all(largest):
-            continue
-        micro, split = _split(changed.target, largest)
-        peak = step_memory(changed.architecture, changed.method, micro, changed.sequence).peak_process_bytes
-        alternatives.append(
-            Alternative(
-                change=change,
-                micro_batch_size=micro,
-                accumulation_steps=max(map(len, split)),
-                peak_process_bytes=peak,
-            )
-        )
-    return alternatives
-
-
-def _explain(fits: bool, split: list[list[int]], question: Question, memory: Memory) -> str:
+def _explain(
+    fits: bool,
+    split: list[list[int]],
+    question: Question,
+    memory: Memory,
+    source: Source,
+    alternatives: list[Alternative],
+) -> str:
     peak = memory.peak_process_bytes / GIB
     limit = min(question.limits.budget(device.memory_bytes) for device in question.devices) / GIB
     if not fits:
+        least = next((alternative for alternative in alternatives if alternative.fits), None)
+        remedy = (
+            f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB)."
+            if least
+            else "None of the alternatives below fits either: take a larger GPU or a smaller model."
+        )
         return (
-            f"By formula one sample of {question.sequence} tokens takes {peak:.2f} GiB, and {limit:.2f} GiB "
-            "may be used: it does not fit. The alternatives are those changes that would make it fit."
+            f"{_BY[source]} one sample of {question.sequence} tokens takes {peak:.2f} GiB, and {limit:.2f} "
+            f"GiB may be used: it does not fit. {remedy}"
         )
     steps, total = max(map(len, split)), sum(map(sum, split))
     return (
         f"{total} samples a step on {len(split)} device{'s' * (len(split) > 1)}: {steps} micro-batch"
-        f"{'es' * (steps > 1)} of at most {max(max(own, default=0) for own in split)} on each, {peak:.2f} of "
-        f"the {limit:.2f} GiB that may be used, at {question.sequence} tokens a sample."
+        f"{'es' * (steps > 1)} of at most {max(max(own, default=0) for own in split)} on each. {_BY[source]} "
+        f"that takes {peak:.2f} of the {limit:.2f} GiB that may be used, at {question.sequence} tokens each."
     )

@@ -6,15 +6,16 @@ Bytes throughout. The terms:
 - activations that a layer keeps for its backward: after Korthikanti et al., "Reducing Activation
   Recomputation in Large Transformer Models" (2022), section 4.1, counted in elements instead of bytes and
   without the attention matrix, which scaled-dot-product attention does not keep; eager attention does.
-- logits: the forward's output, its copy in fp32, the log-probabilities and their gradient; of a chunk of
-  the positions where the loss is chunked, with the gradients of the hidden states and of the output head.
+- logits: a chunk's logits in fp32, their probabilities and gradient, with the gradients of the hidden
+  states and of the output head, which the chunked loss makes at once.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from app.schemas.architecture import Architecture
-from app.schemas.spec import LoraSpec, OptimizerName, RunPrecision
+from app.schemas.profile import Recipe
+from app.schemas.spec import OptimizerName
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
@@ -35,26 +36,6 @@ LOSS_CHUNK = 2**23
 LEAST_LOSS_ROWS = 128
 """The chunked loss holds the logits of LOSS_CHUNK / vocabulary positions at a time (training/loss.py)."""
 
-_RESERVED_OVER_ALLOCATED = 1.05
-"""Room for the caching allocator's rounding and fragmentation."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """What the step is made of, beside the architecture."""
-
-    precision: RunPrecision
-    optimizer: OptimizerName
-    gradient_checkpointing: bool
-    attention: Literal["sdpa", "eager", "flash_attention_2"]
-    device: Literal["cpu", "cuda"]
-    lora: LoraSpec | None = None
-    quantised: bool = False
-    """The weights that are not trained are kept in 4 bits."""
-    accumulate_in_fp32: bool = True
-    accumulate_on_cpu: bool = False
-    chunked_loss: bool = True
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -67,6 +48,8 @@ class Memory:
     logits_bytes: int
     workspace_bytes: int
     context_bytes: int
+    reserved_over_allocated: float = 1.05
+    """The caching allocator's rounding and fragmentation; by formula, room for them."""
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -76,26 +59,28 @@ class Memory:
 
     @property
     def peak_reserved_bytes(self) -> int:
-        return int(self.peak_allocated_bytes * _RESERVED_OVER_ALLOCATED)
+        return int(self.peak_allocated_bytes * self.reserved_over_allocated)
 
     @property
     def peak_process_bytes(self) -> int:
         return self.peak_reserved_bytes + self.context_bytes
 
 
-def kept_per_token(architecture: Architecture, method: Method) -> int:
+def kept_per_token(architecture: Architecture, recipe: Recipe) -> int:
     """Elements that one layer keeps for its backward, per token."""
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     key_value = 2 * architecture.key_value_heads * architecture.head_dim
     query = architecture.heads * architecture.head_dim
     norms = 4 * hidden  # the input of each norm and its output
     attention = query + key_value + 2 * query  # q, k, v, the output and what the projection takes
-    feed_forward = (4 if architecture.gated else 3) * inner
+    feed_forward = (4 if architecture.gated else 3) * inner * architecture.active_experts
+    if architecture.experts > 1:
+        feed_forward += 3 * hidden * architecture.active_experts  # each expert's input, output, weighted
     masks = hidden if architecture.family in {"gpt2", "opt"} else 0  # two dropout masks of bytes
     return norms + attention + feed_forward + masks
 
 
-def step_memory(architecture: Architecture, method: Method, micro_batch: int, sequence: int) -> Memory:
+def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: int, sequence: int) -> Memory:
     """Memory of one steady-state step that accumulates.
 
     Args:
@@ -103,36 +88,36 @@ def step_memory(architecture: Architecture, method: Method, micro_batch: int, se
         sequence: tokens per row.
     """
     tokens = micro_batch * sequence
-    width = 4 if method.precision in ("fp32", "tf32") else 2
-    stored = 2 if method.precision == "pure_bf16" else 4
+    width = 4 if recipe.precision in ("fp32", "tf32") else 2
+    stored = 2 if recipe.precision == "pure_bf16" else 4
     parameters = architecture.parameters
-    trained = parameters if method.lora is None else lora_parameters(architecture, method.lora.r)
-    layer = tokens * kept_per_token(architecture, method) * width
-    if method.attention == "eager":
+    trained = parameters if recipe.lora is None else lora_parameters(architecture, recipe.lora.r)
+    layer = tokens * kept_per_token(architecture, recipe) * width
+    if recipe.attention == "eager":
         layer += 2 * micro_batch * architecture.heads * sequence * sequence * width
-    if method.gradient_checkpointing:
+    if recipe.gradient_checkpointing:
         activations = architecture.layers * tokens * architecture.hidden_size * width + layer
     else:
         activations = architecture.layers * layer
-    autocast_copies = parameters * width if method.precision in ("bf16", "fp16") else 0
-    frozen = (parameters - trained) * (0.5 if method.quantised else stored) if method.lora else 0
-    adapters = trained * stored if method.lora else 0
-    held_in_fp32 = stored == 2 and method.accumulate_in_fp32
-    gradient = 0 if method.accumulate_on_cpu and method.device == "cuda" else (4 if held_in_fp32 else stored)
-    on_cpu = method.device == "cpu"
-    logits = tokens * architecture.vocabulary * (3 * 4 + (width if width == 2 else 0))
-    if method.chunked_loss:
-        rows = min(tokens, max(LEAST_LOSS_ROWS, LOSS_CHUNK // architecture.vocabulary))
-        logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
-        logits += architecture.vocabulary * architecture.hidden_size * 4 if method.lora is None else 0
+    autocast_copies = parameters * width if recipe.precision in ("bf16", "fp16") else 0
+    frozen = (parameters - trained) * (0.5 if recipe.quantised else stored) if recipe.lora else 0
+    adapters = trained * stored if recipe.lora else 0
+    held_in_fp32 = stored == 2 and recipe.accumulate_in_fp32
+    gradient = 0 if recipe.accumulate_on_cpu and recipe.device == "cuda" else (4 if held_in_fp32 else stored)
+    states = OPTIMIZER_STATES[recipe.optimizer]
+    if recipe.optimizer == "sgd" and not recipe.momentum:
+        states = 0
+    rows = min(tokens, max(LEAST_LOSS_ROWS, LOSS_CHUNK // architecture.vocabulary))
+    logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
+    logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0
     return Memory(
-        weights_bytes=int(frozen + adapters if method.lora else parameters * stored) + autocast_copies,
+        weights_bytes=int(frozen + adapters if recipe.lora else parameters * stored) + autocast_copies,
         gradients_bytes=trained * gradient,
-        optimizer_bytes=int(trained * stored * OPTIMIZER_STATES[method.optimizer]),
+        optimizer_bytes=int(trained * stored * states),
         activations_bytes=activations,
         logits_bytes=logits,
-        workspace_bytes=0 if on_cpu else _CUDA_WORKSPACE,
-        context_bytes=_CPU_PROCESS if on_cpu else _CUDA_CONTEXT,
+        workspace_bytes=workspace_bytes(recipe.device),
+        context_bytes=context_bytes(recipe.device),
     )
 
 
@@ -146,17 +131,11 @@ def lora_parameters(architecture: Architecture, rank: int) -> int:
     return architecture.layers * rank * (attention + feed_forward)
 
 
-def largest_micro_batch(
-    architecture: Architecture, method: Method, sequence: int, budget_bytes: int, at_most: int = 2**20
-) -> int:
-    """The most rows whose predicted process memory is within the budget; 0 where not even one fits."""
-    if step_memory(architecture, method, 1, sequence).peak_process_bytes > budget_bytes:
-        return 0
-    low, high = 1, at_most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if step_memory(architecture, method, middle, sequence).peak_process_bytes <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:
+    """What libraries keep for themselves of the allocator's memory."""
+    return _CUDA_WORKSPACE if device == "cuda" else 0
+
+
+def context_bytes(device: Literal["cpu", "cuda"]) -> int:
+    """What a process holds beside its tensors."""
+    return _CUDA_CONTEXT if device == "cuda" else _CPU_PROCESS

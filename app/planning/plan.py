@@ -1,19 +1,20 @@
 """The plan of a job: how its spec runs on the devices at hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
 from app.planning.devices import Device
-from app.planning.memory import Method, largest_micro_batch, step_memory
+from app.planning.estimate import Estimate, Estimates, largest_micro_batch
+from app.planning.remedies import changes
 from app.planning.split import even, split_over
 from app.schemas.accumulation import Precision
+from app.schemas.profile import Recipe
 from app.schemas.spec import (
     Cut,
     FixedCount,
     FixedSize,
-    LoraSpec,
     Plan,
     PlannedDevice,
     Remedy,
@@ -43,6 +44,7 @@ class Capacity:
 def make_plan(
     spec: Spec,
     devices: Sequence[Device],
+    estimates: Estimates,
     *,
     predicted: bool,
     threads: int | None = None,
@@ -52,11 +54,13 @@ def make_plan(
 
     Args:
         devices: at least one; all CPUs or all GPUs.
+        estimates: of the memory that a step takes.
         predicted: false where the plan is a worker's own, for the device that it has.
         samples_per_second: measured before with this model on such a device, for the duration.
     """
-    method = _method(spec, devices)
-    capacities = [_capacity(spec, method, device) for device in devices]
+    recipe = recipe_of(spec, devices[0])
+    estimate = estimates(recipe, spec.data.max_length)
+    capacities = [_capacity(spec, estimate, device) for device in devices]
     cut, sizes, adjusted = _cut(spec, capacities)
     known = spec.max_steps is not None or spec.data.overlength != "split"
     steps_total = spec.steps_for(spec.data.examples - spec.data.held_out()) if known else None
@@ -67,18 +71,17 @@ def make_plan(
         actual_batch_size_per_gpu=max(max(own, default=1) for own in sizes),
         micro_batches=sum(len(own) for own in sizes),
         devices=tuple(
-            _planned(spec, method, capacity, own, cut)
-            for capacity, own in zip(capacities, sizes, strict=True)
+            _planned(estimate, capacity, own, cut) for capacity, own in zip(capacities, sizes, strict=True)
         ),
         steps_total=steps_total,
         predicted_duration_seconds=_duration(spec, steps_total, samples_per_second),
-        source="formula",
+        source=estimate.source,
         warnings=(*adjusted, *_warnings(spec, capacities, steps_total)),
-        precision=method.precision,
+        precision=recipe.precision,
         device=devices[0].kind,
         threads=threads,
         cut=cut,
-        remedies=_remedies(spec, method),
+        remedies=_remedies(spec, recipe, estimates),
     )
 
 
@@ -92,13 +95,20 @@ def precision_for(asked: Literal["auto"] | Precision, device: Device) -> RunPrec
     return "fp16" if any(old in name for old in _WITHOUT_BF16) else "bf16"
 
 
-def _method(spec: Spec, devices: Sequence[Device]) -> Method:
-    return Method(
-        precision=precision_for(spec.precision, devices[0]),
+def recipe_of(spec: Spec, device: Device) -> Recipe:
+    """How a spec's step is made on a device."""
+    return Recipe(
+        precision=precision_for(spec.precision, device),
         optimizer=spec.optimizer.name,
         gradient_checkpointing=spec.gradient_checkpointing,
         attention=spec.attention,
-        device=devices[0].kind,
+        device=device.kind,
+        momentum=spec.optimizer.name == "sgd" and bool(spec.optimizer.momentum),
+        freeze=spec.freeze,
+        packing=spec.data.packing,
+        label_smoothing=spec.label_smoothing > 0,
+        aux_scope=spec.aux_scope,
+        clips=spec.gradient_clipping is not None,
         lora=spec.method.lora,
         quantised=spec.method.name == "qlora",
         accumulate_in_fp32=spec.accumulate_in_fp32,
@@ -106,36 +116,26 @@ def _method(spec: Spec, devices: Sequence[Device]) -> Method:
     )
 
 
-_LORA = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)
-
-
-def _remedies(spec: Spec, method: Method) -> tuple[Remedy, ...]:
+def _remedies(spec: Spec, recipe: Recipe, estimates: Estimates) -> tuple[Remedy, ...]:
     """What would take less memory than the spec as it stands, each alone, for one sample of full length."""
     length = spec.data.max_length
-
-    def peak(changed: Method, sequence: int = length) -> int:
-        return step_memory(spec.model.architecture, changed, 1, sequence).peak_process_bytes
-
-    changes = [
-        ("gradient_checkpointing: true", peak(replace(method, gradient_checkpointing=True))),
-        (f"max_length: {length // 2}", peak(method, max(2, length // 2))),
-        ("optimizer: adafactor", peak(replace(method, optimizer="adafactor"))),
-        ("accumulate_gradients_on_cpu: true", peak(replace(method, accumulate_on_cpu=True))),
-        ("method: lora", peak(replace(method, lora=method.lora or _LORA))),
-        ("method: qlora", peak(replace(method, lora=method.lora or _LORA, quantised=True))),
+    peak = estimates(recipe, length).memory(1).peak_process_bytes
+    found = [
+        (change.told, estimates(change.recipe, change.sequence).memory(1).peak_process_bytes)
+        for change in changes(recipe, length)
     ]
     return tuple(
-        Remedy(change=change, predicted_peak_bytes=bytes_)
-        for change, bytes_ in sorted(changes, key=lambda pair: pair[1])
-        if bytes_ < peak(method)
+        Remedy(change=told, predicted_peak_bytes=bytes_)
+        for told, bytes_ in sorted(found, key=lambda pair: pair[1])
+        if bytes_ < peak
     )
 
 
-def _capacity(spec: Spec, method: Method, device: Device) -> Capacity:
+def _capacity(spec: Spec, estimate: Estimate, device: Device) -> Capacity:
     limit = spec.memory.budget(device.memory_bytes)
-    length = spec.data.max_length
-    largest = largest_micro_batch(spec.model.architecture, method, length, limit)
-    useful = max(1, CPU_TOKENS // length) if device.kind == "cpu" and _planned_freely(spec) else largest
+    largest = largest_micro_batch(estimate, limit)
+    free_on_cpu = device.kind == "cpu" and _planned_freely(spec)
+    useful = max(1, CPU_TOKENS // spec.data.max_length) if free_on_cpu else largest
     return Capacity(device, limit, max(1, min(largest, useful)), largest > 0)
 
 
@@ -162,15 +162,15 @@ def _cut(spec: Spec, capacities: Sequence[Capacity]) -> tuple[Cut, list[list[int
     return FixedCount(micro_batches=count), [each[start::devices] for start in range(devices)], []
 
 
-def _planned(spec: Spec, method: Method, capacity: Capacity, sizes: list[int], cut: Cut) -> PlannedDevice:
+def _planned(estimate: Estimate, capacity: Capacity, sizes: list[int], cut: Cut) -> PlannedDevice:
     rows = max(sizes, default=1)
-    peak = step_memory(spec.model.architecture, method, rows, spec.data.max_length).peak_process_bytes
+    memory = estimate.memory(rows, accumulating=len(sizes) > 1)
     return PlannedDevice(
         gpu_id=capacity.device.id,
         micro_batch_size=rows,
         accumulation_steps=len(sizes),
         token_budget=cut.tokens if isinstance(cut, TokenBudget) else None,
-        predicted_peak_bytes=peak,
+        predicted_peak_bytes=memory.peak_process_bytes,
         memory_limit_bytes=capacity.limit_bytes,
     )
 
@@ -189,7 +189,7 @@ def _warnings(spec: Spec, capacities: Sequence[Capacity], steps_total: int | Non
     tight = [str(capacity.device.id) for capacity in capacities if not capacity.fits]
     if tight:
         warnings.append(
-            f"by formula not even one sample of {spec.data.max_length} tokens fits device "
+            f"not even one sample of {spec.data.max_length} tokens fits device "
             f"{', '.join(tight)}: lower max_length, switch gradient_checkpointing on, or take more memory"
         )
     if spec.data.overlength != "split" and spec.data.examples < spec.effective_batch_size:

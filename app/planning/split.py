@@ -99,16 +99,22 @@ def even(samples: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
-def split_over(target: int, capacities: Sequence[int]) -> list[list[int]]:
+def split_over(
+    target: int, capacities: Sequence[int], at_once: Sequence[int] | None = None
+) -> list[list[int]]:
     """The micro-batches of each device: as few steps as the capacities allow, evened out.
 
     Args:
         target: samples of one optimizer step.
         capacities: the largest micro-batch of each device, in samples, each at least 1.
+        at_once: the same where it is the device's only one of the step: no gradients of an earlier one are
+            there then, so that more may fit.
 
     Returns:
         For each device its micro-batch sizes; they sum to the target over all devices.
     """
+    if at_once is not None and target <= sum(at_once):
+        return [[share] if share else [] for share in _shares(target, at_once)]
     steps = ceil(target / sum(capacities))
     shares = _shares(target, [steps * capacity for capacity in capacities])
     return [even(share, ceil(share / capacity)) for share, capacity in zip(shares, capacities, strict=True)]

@@ -1,24 +1,27 @@
 """The calculators: nothing is stored, nothing is queued."""
 
 from math import ceil
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import ValidationError
 
-from app import base_models, gpus
+from app import base_models, gpus, profiles
+from app.database import Database
 from app.errors import Unprocessable
 from app.planning import learning_rate
 from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
 from app.planning.devices import GIB, MIB, Device, parse_declared
 from app.planning.learning_rate import Rule
-from app.planning.memory import OPTIMIZER_STATES, Method
+from app.planning.memory import OPTIMIZER_STATES
 from app.planning.plan import precision_for
 from app.planning.split import split_over
-from app.routes.dependencies import CurrentSettings
+from app.profiles import Wanted
+from app.routes.dependencies import CurrentDatabase, CurrentSettings
 from app.routes.json_bodies import JsonWhateverTheHeader
 from app.routes.training import select_devices
-from app.schemas.accumulation import MAX_ACCUMULATION_STEPS
+from app.schemas.accumulation import MAX_ACCUMULATION_STEPS, Precision
+from app.schemas.architecture import Architecture
 from app.schemas.calculators import (
     AccumulationStepsAnswer,
     BatchSizeAnswer,
@@ -26,9 +29,10 @@ from app.schemas.calculators import (
     EffectiveBatchAnswer,
     LearningRateAnswer,
 )
+from app.schemas.profile import Recipe
 from app.schemas.spec import MemoryLimits, OptimizerName
 from app.settings import Settings
-from app.submission import DEFAULT_MAX_LENGTH, memory_limits
+from app.submission import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 
 router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
 
@@ -38,22 +42,29 @@ Gpus = Annotated[int, Query(ge=1, le=1024)]
 
 
 @router.post("/calculate-batch-size", summary="The micro-batch that fits, and the steps to a target")
-def calculate_batch_size(asked: BatchSizeRequest, settings: CurrentSettings) -> BatchSizeAnswer:
+def calculate_batch_size(
+    asked: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
+) -> BatchSizeAnswer:
     """From a model by name, or from raw figures in GiB and MiB."""
-    return _batch_size(asked, settings)
+    return _batch_size(asked, settings, database)
 
 
 @router.get("/calculate-batch-size", summary="The same, asked by query")
 def get_batch_size(
     settings: CurrentSettings,
+    database: CurrentDatabase,
     model_name: str,
     target_batch_size: Annotated[int | None, Query()] = None,
     gpu_ids: Annotated[list[int] | None, Query()] = None,
     declared: Annotated[list[str] | None, Query(alias="gpus")] = None,
     max_length: Annotated[int | None, Query()] = None,
+    method: Annotated[str, Query()] = "full",
     optimizer: Annotated[str, Query()] = "adamw",
+    mixed_precision: Annotated[str, Query()] = "true",
     gradient_checkpointing: Annotated[bool, Query()] = False,
     max_memory_usage: Annotated[float, Query()] = 0.9,
+    memory_safety_margin: Annotated[float | None, Query()] = None,
+    wait_seconds: Annotated[float, Query()] = 1.5,
 ) -> BatchSizeAnswer:
     given = {
         "model_name": model_name,
@@ -61,9 +72,13 @@ def get_batch_size(
         "gpu_ids": gpu_ids,
         "gpus": declared,
         "max_length": max_length,
+        "method": method,
         "optimizer": optimizer,
+        "mixed_precision": {"true": True, "false": False}.get(mixed_precision.lower(), mixed_precision),
         "gradient_checkpointing": gradient_checkpointing,
         "max_memory_usage": max_memory_usage,
+        "memory_safety_margin": memory_safety_margin,
+        "wait_seconds": wait_seconds,
     }
     try:
         asked = BatchSizeRequest.model_validate(given)
@@ -71,7 +86,7 @@ def get_batch_size(
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "query"
         raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
-    return _batch_size(asked, settings)
+    return _batch_size(asked, settings, database)
 
 
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")
@@ -145,12 +160,41 @@ def adjust_learning_rate(
     )
 
 
-def _batch_size(asked: BatchSizeRequest, settings: Settings) -> BatchSizeAnswer:
-    limits = memory_limits(asked.max_memory_usage, asked.memory_safety_margin)
+def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database) -> BatchSizeAnswer:
     if asked.model_name is None:
-        return _from_figures(asked, limits)
-    architecture = base_models.find_for_planning(asked.model_name, settings)
+        return _from_figures(asked, memory_limits(asked.max_memory_usage, asked.memory_safety_margin))
+    base = base_models.find_for_planning(asked.model_name, settings)
     devices, warnings = _devices(asked, settings)
+    recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
+    wanted = Wanted(asked.model_name, base.architecture, base.config, recipe, sequence)
+    told = profiles.ask_and_wait(database, wanted, asked.wait_seconds)
+    with database.reading() as session:
+        limits = memory_limits(
+            asked.max_memory_usage, asked.memory_safety_margin, profiles.margin(session, recipe.device)
+        )
+        question = Question(
+            asked.model_name, base.architecture, recipe, sequence, limits, devices,
+            asked.target_effective_batch_size,
+        )  # fmt: skip
+        return answer(question, profiles.estimates(session, base.architecture), [*warnings, *told])
+
+
+def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:
+    method, precision = method_spec(asked.method), asked.mixed_precision
+    auto: Literal["auto"] | Precision = (
+        ("auto" if precision else "no") if isinstance(precision, bool) else precision
+    )
+    return Recipe(
+        device=device.kind,
+        precision=precision_for(auto, device),
+        optimizer=asked.optimizer,
+        lora=method.lora,
+        quantised=method.name == "qlora",
+        gradient_checkpointing=asked.gradient_checkpointing,
+    )
+
+
+def _sequence(asked: BatchSizeRequest, architecture: Architecture) -> int:
     sequence = asked.max_length or min(architecture.positions, DEFAULT_MAX_LENGTH)
     if sequence > architecture.positions:
         raise Unprocessable(
@@ -158,20 +202,7 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings) -> BatchSizeAnswer:
             "lower it, or choose a model with a longer context.",
             field="max_length",
         )
-    precision = asked.mixed_precision
-    method = Method(
-        precision=precision_for(
-            ("auto" if precision else "no") if isinstance(precision, bool) else precision, devices[0]
-        ),
-        optimizer=asked.optimizer,
-        gradient_checkpointing=asked.gradient_checkpointing,
-        attention="sdpa",
-        device=devices[0].kind,
-    )
-    question = Question(
-        asked.model_name, architecture, method, sequence, limits, devices, asked.target_effective_batch_size
-    )
-    return answer(question, warnings)
+    return sequence
 
 
 def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:

@@ -10,12 +10,14 @@ from sqlalchemy.orm import Session
 from app import base_models, gpus, jobs, stats
 from app.errors import Unprocessable
 from app.models import Job
-from app.planning.architectures import CATALOGUE, from_config
-from app.planning.memory import Method, largest_micro_batch
+from app.planning.architectures import from_config
+from app.planning.catalogue import CATALOGUE
+from app.planning.estimate import ByFormula, largest_micro_batch
 from app.planning.plan import precision_for
 from app.planning.recommendations import SIZES, Situation, recommend
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
+from app.schemas.profile import Recipe
 from app.schemas.spec import OptimizerName
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
 from app.schemas.training import ModelName
@@ -58,7 +60,7 @@ def recommendations(
         architecture = Architecture.model_validate(job.spec["model"]["architecture"])
         advice = _advice(session, job)
     elif model_name is not None:
-        architecture = base_models.find_for_planning(model_name, settings)
+        architecture = base_models.find_for_planning(model_name, settings).architecture
     else:
         architecture = _of_size(model_size or "small")
     situation = _situation(architecture, target_batch_size, optimizer, settings)
@@ -75,7 +77,7 @@ def _situation(
     architecture: Architecture, target: int | None, optimizer: OptimizerName, settings: Settings
 ) -> Situation:
     devices = gpus.for_planning(settings.declared_devices)
-    method = Method(
+    recipe = Recipe(
         precision=precision_for("auto", devices[0]),
         optimizer=optimizer,
         gradient_checkpointing=False,
@@ -87,7 +89,7 @@ def _situation(
     return Situation(
         architecture=architecture,
         target=target,
-        micro_batch=largest_micro_batch(architecture, method, sequence, budget),
+        micro_batch=largest_micro_batch(ByFormula(architecture, recipe, sequence), budget),
         devices=len(devices),
         device_kind=devices[0].kind,
         optimizer=optimizer,

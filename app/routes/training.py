@@ -8,22 +8,29 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy import String, cast, select
 from sqlalchemy.orm import Session
 
-from app import base_models, files, gpus, jobs
+from app import base_models, files, gpus, jobs, profiles
+from app.base_models import BaseModel
+from app.database import Database
 from app.errors import Unprocessable
 from app.jobs import Submission
 from app.models import Job, JobEvent
 from app.planning.devices import Device
-from app.planning.plan import make_plan
+from app.planning.plan import make_plan, recipe_of
+from app.profiles import Wanted
 from app.routes import accumulation
 from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading, Writing
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
 from app.run_files import remove_run
 from app.schemas.accumulation import AccumulationConfig
+from app.schemas.spec import Plan, Spec
 from app.schemas.training import DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
 from app.settings import Settings
 from app.submission import Data, freeze
+
+_DRY_RUN_WAITS = 1.5
+"""Seconds for a simulation; a submission does not wait, since the worker plans anew."""
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -134,7 +141,7 @@ def _submit(
     planned: bool = False,
 ) -> JobAnswer | DryRunAnswer:
     """Checks, freezes, plans, and stores unless it is a dry run."""
-    model = base_models.find_for_training(asked.model_name, settings)
+    model, base = base_models.find_for_training(asked.model_name, settings)
     with database.reading() as session:
         config, num_gpus = _config(session, asked)
         data = _uploaded(session, asked.dataset_config.file_id, "file_id")
@@ -144,6 +151,8 @@ def _submit(
     devices = _devices(asked.gpu_ids, num_gpus, settings)
     inline = asked.dataset_config.texts
     checked = data or Data(file_id="file-0", sha256="", format="text", examples=len(inline or []))
+    with database.reading() as session:
+        measured_margin = profiles.margin(session, devices[0].kind)
     spec = freeze(
         model,
         checked,
@@ -153,8 +162,9 @@ def _submit(
         asked.training_config,
         len(devices),
         profile=asked.profile,
+        measured_margin=measured_margin,
     )
-    plan = make_plan(spec, devices[:1], predicted=True)
+    plan = _plan(spec, base, devices[0], database, wait=asked.dry_run)
     shown = (config.model_dump(mode="json"), asked.training_config.model_dump(mode="json"))
     if asked.dry_run:
         response.status_code = 200
@@ -173,6 +183,15 @@ def _submit(
     job_id = _store(submission, inline, database, settings)
     with database.reading() as session:
         return job_answer(session, jobs.get(session, job_id))
+
+
+def _plan(spec: Spec, base: BaseModel, device: Device, database: Database, *, wait: bool) -> Plan:
+    """The plan by the best estimate there is; a simulation is wanted for the next time."""
+    recipe = recipe_of(spec, device)
+    wanted = Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
+    profiles.ask_and_wait(database, wanted, _DRY_RUN_WAITS if wait else 0.0)
+    with database.reading() as session:
+        return make_plan(spec, [device], profiles.estimates(session, base.architecture), predicted=True)
 
 
 def _store(

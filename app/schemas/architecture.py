@@ -24,6 +24,12 @@ class Architecture(Frozen):
     """The longest sequence the model can take, in tokens."""
     gated: bool
     """A feed-forward with a gate (SwiGLU, GeGLU): three matrices instead of two."""
+    experts: int = 1
+    """Experts of a layer; 1: a plain feed-forward."""
+    active_experts: int = 1
+    """Experts that a token goes through."""
+    fingerprint: str = ""
+    """Of the config.json, without what neither shapes nor sizes depend on: profiles are kept by it."""
     parameters: int
     """Trainable parameters, tied ones counted once."""
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.schemas.accumulation import Precision
+from app.schemas.arguments import Method
 from app.schemas.spec import OptimizerName
 from app.schemas.training import ModelName
 from app.schemas.wire import Answer, Request
@@ -29,14 +30,16 @@ class BatchSizeRequest(Request):
     gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(
         None, min_length=1, max_length=1024, description='Declared devices: "24GB", "A100-80GB"'
     )
-    max_length: int | None = Field(None, ge=2)
-    method: Literal["full"] = "full"
+    max_length: int | None = Field(None, ge=2, description="Tokens; null: the positions, at most 1024")
+    method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     optimizer: OptimizerName = "adamw"
     mixed_precision: bool | Precision = True
     gradient_checkpointing: bool = False
     max_memory_usage: float = Field(0.9, gt=0, le=1)
     memory_safety_margin: float | None = Field(None, ge=0, lt=1)
-    wait_seconds: float = Field(1.5, ge=0, le=30)
+    wait_seconds: float = Field(
+        1.5, ge=0, le=30, description="How long to wait for a simulation before answering by formula"
+    )
 
     @model_validator(mode="after")
     def _one_way_of_asking(self) -> "BatchSizeRequest":
@@ -94,7 +97,10 @@ class MemoryAnswer(Answer):
 
 
 class Alternative(Answer):
+    """Another way to make the same step, as a change to the request."""
+
     change: str
+    fits: bool
     micro_batch_size: int
     accumulation_steps: int
     peak_process_bytes: int
@@ -112,7 +118,9 @@ class BatchSizeAnswer(Answer):
     devices: list[DeviceSplit]
     memory: MemoryAnswer
     source: Literal["measured", "simulated", "formula"]
-    expected_error: float | None = Field(description="null: this source was not measured yet")
+    expected_error: float | None = Field(
+        description="Mean size of this source's relative errors so far; null: none was measured"
+    )
     alternatives: list[Alternative]
     explanation: str
     warnings: list[str]

@@ -5,6 +5,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.schemas.accumulation import AccumulationConfig
+from app.schemas.arguments import (
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULE_ARGUMENTS,
+    Method,
+    OptimizerArguments,
+    ScheduleArguments,
+    refuse_surplus,
+)
 from app.schemas.examples import DataFormat
 from app.schemas.run import NoiseScale
 from app.schemas.spec import (
@@ -77,69 +85,6 @@ class DatasetConfig(Request):
         return self
 
 
-class OptimizerArguments(Request):
-    """Those of the optimizer chosen; the defaults are its library's."""
-
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
-    eps: float | None = Field(None, gt=0)
-    momentum: float | None = Field(None, ge=0, lt=1)
-    nesterov: bool | None = None
-    trust_coefficient: float | None = Field(None, gt=0)
-
-
-class ScheduleArguments(Request):
-    """Those of the schedule chosen; the defaults are PyTorch's."""
-
-    warmup_start: float | None = Field(
-        None, ge=0, le=1, description="Share of the peak rate at the first update; default 0, constant: 0.1"
-    )
-    final: float | None = Field(None, ge=0, le=1, description="linear, cosine: share of the peak at the end")
-    pct_start: float | None = Field(None, gt=0, lt=1, description="one_cycle: share of rising updates (0.3)")
-    div_factor: float | None = Field(None, ge=1, description="one_cycle: peak over the first rate (25)")
-    final_div_factor: float | None = Field(None, ge=1, description="one_cycle: first over last rate (1e4)")
-
-
-OPTIMIZER_ARGUMENTS: dict[OptimizerName, dict[str, Any]] = {
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
-    "adamw_8bit": {"betas": (0.9, 0.999), "eps": 1e-8},
-    "lion": {"betas": (0.9, 0.99)},
-    "lamb": {"betas": (0.9, 0.999), "eps": 1e-6},
-    "lars": {"momentum": 0.9, "nesterov": False, "trust_coefficient": 0.001},
-    "sgd": {"momentum": 0.0, "nesterov": False},
-    "adafactor": {},
-}
-"""The arguments that each optimizer takes, with their defaults."""
-
-SCHEDULE_ARGUMENTS: dict[ScheduleName, dict[str, float]] = {
-    "constant": {"warmup_start": 0.0},
-    "linear": {"warmup_start": 0.0, "final": 0.0},
-    "cosine": {"warmup_start": 0.0, "final": 0.0},
-    "one_cycle": {"pct_start": 0.3, "div_factor": 25.0, "final_div_factor": 1e4},
-}
-"""The arguments that each schedule takes, with their defaults."""
-
-
-class LoraConfig(Request):
-    r: int = Field(16, ge=1, le=1024, description="Rank of the adapters")
-    alpha: int = Field(32, ge=1, le=10_000, description="The adapters' output is scaled by alpha / r")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: list[str] | None = Field(
-        None, min_length=1, max_length=100, description="Ends of module names; null: every linear layer"
-    )
-    merge: bool = Field(False, description="Save the model with the adapters merged into it")
-
-
-class LoraMethod(Request):
-    lora: LoraConfig
-
-
-class QloraMethod(Request):
-    qlora: LoraConfig
-
-
-Method = Literal["full", "lora", "qlora"] | LoraMethod | QloraMethod
-
-
 class TrainingConfig(Request):
     epochs: int | None = Field(None, ge=1, le=10_000, description="Default 3, where max_steps is not given")
     max_steps: int | None = Field(
@@ -186,21 +131,16 @@ class TrainingConfig(Request):
             raise ValueError("one_cycle rises by itself: set lr_scheduler_args.pct_start instead of a warmup")
         if self.early_stopping is not None and self.eval_every is None:
             raise ValueError("early_stopping needs eval_every")
-        _only("optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer)
-        _only(
+        refuse_surplus(
+            "optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer
+        )
+        refuse_surplus(
             "lr_scheduler_args",
             self.lr_scheduler_args,
             set(SCHEDULE_ARGUMENTS[self.lr_scheduler]),
             self.lr_scheduler,
         )
         return self
-
-
-def _only(field: str, arguments: Request, taken: set[str], name: str) -> None:
-    surplus = arguments.model_fields_set - taken
-    if surplus:
-        takes = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
-        raise ValueError(f"{field}: {', '.join(sorted(surplus))} is not an argument of {name}; {takes}")
 
 
 class TrainingRequest(AccumulationConfig):

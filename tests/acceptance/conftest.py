@@ -41,6 +41,7 @@ class Accrue:
             "ACCRUE_HEARTBEAT_SECONDS": "0.5",
             "ACCRUE_POLL_SECONDS": "0.1",
             "ACCRUE_CPU_THREADS": "1",
+            "ACCRUE_PROFILER": "false",
         }
         self.processes: list[subprocess.Popen[bytes]] = []
 

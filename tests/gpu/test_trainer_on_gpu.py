@@ -37,7 +37,7 @@ def keep(name: str, figures: dict[str, Any]) -> None:
 
 def gradient(model: Any, groups: list[list[int]], dtype: torch.dtype | None, **options: Any) -> torch.Tensor:
     data, parameters = make_window64(), list(model.parameters())
-    held = Held(parameters, on_host=options.pop("on_host")) if "on_host" in options else None
+    held = Held(parameters, host=options.pop("host")) if "host" in options else None
     loss = TokenLoss(model, **options)
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=held)
     window.open(data.targets)
@@ -68,7 +68,7 @@ def test_the_chunked_loss_gives_the_models_own_gradient(family: str, dtype: torc
 def test_gradients_on_the_host_are_the_same() -> None:
     model = make_model("llama").cuda()
     groups = cut_window(make_window64().lengths, FixedSize(samples=8))
-    plain, held = gradient(model, groups, None), gradient(model, groups, None, on_host=True)
+    plain, held = gradient(model, groups, None), gradient(model, groups, None, host=torch.device("cpu"))
     assert float((plain - held).norm() / plain.norm()) <= 1e-6
 
 
@@ -81,7 +81,7 @@ def test_host_memory_holds_the_gradients_between_micro_batches() -> None:
     ids = torch.randint(0, 32000, (2, 64), device=CUDA)
     for on_host in (False, True):
         parameters = list(model.parameters())
-        held = Held(parameters, on_host=on_host)
+        held = Held(parameters, host=torch.device("cpu") if on_host else None)
         window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=held)
         before = torch.cuda.memory_allocated()
         window.open(100)

@@ -14,7 +14,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from app.planning.architectures import CATALOGUE, UnknownArchitecture, from_config, named
+from app.planning.architectures import UnknownArchitecture, from_config, named
+from app.planning.catalogue import CATALOGUE
 
 
 def counted(config: PreTrainedConfig) -> int:

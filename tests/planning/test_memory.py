@@ -1,38 +1,44 @@
-from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.planning.architectures import named
 from app.planning.devices import GIB
-from app.planning.memory import Method, largest_micro_batch, step_memory
+from app.planning.estimate import ByFormula, largest_micro_batch
+from app.planning.memory import step_memory
+from app.schemas.profile import Recipe
 
 GPT2 = named("gpt2")
 assert GPT2 is not None
-BF16 = Method("bf16", "adamw", gradient_checkpointing=False, attention="sdpa", device="cuda")
+BF16 = Recipe(device="cuda", precision="bf16")
+
+
+def changed(**fields: Any) -> Recipe:
+    return BF16.model_copy(update=fields)
 
 
 @given(budget=st.integers(1, 200), sequence=st.integers(2, 1024))
 def test_the_largest_micro_batch_fits_and_one_more_does_not(budget: int, sequence: int) -> None:
-    rows = largest_micro_batch(GPT2, BF16, sequence, budget * GIB)
+    rows = largest_micro_batch(ByFormula(GPT2, BF16, sequence), budget * GIB)
     if rows:
         assert step_memory(GPT2, BF16, rows, sequence).peak_process_bytes <= budget * GIB
     assert step_memory(GPT2, BF16, rows + 1, sequence).peak_process_bytes > budget * GIB
 
 
 def test_weights_gradients_and_adam_states_are_sixteen_bytes_a_parameter_in_fp32() -> None:
-    memory = step_memory(GPT2, replace(BF16, precision="fp32"), 1, 2)
+    memory = step_memory(GPT2, changed(precision="fp32"), 1, 2)
     total = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert total == 16 * GPT2.parameters
 
 
 def test_each_saving_saves() -> None:
     plain = step_memory(GPT2, BF16, 8, 1024).peak_process_bytes
-    assert step_memory(GPT2, replace(BF16, gradient_checkpointing=True), 8, 1024).peak_process_bytes < plain
-    assert step_memory(GPT2, replace(BF16, optimizer="sgd"), 8, 1024).peak_process_bytes < plain
-    assert step_memory(GPT2, replace(BF16, precision="fp32"), 8, 1024).peak_process_bytes > plain
-    assert step_memory(GPT2, replace(BF16, attention="eager"), 8, 1024).peak_process_bytes > plain
+    assert step_memory(GPT2, changed(gradient_checkpointing=True), 8, 1024).peak_process_bytes < plain
+    assert step_memory(GPT2, changed(optimizer="sgd"), 8, 1024).peak_process_bytes < plain
+    assert step_memory(GPT2, changed(precision="fp32"), 8, 1024).peak_process_bytes > plain
+    assert step_memory(GPT2, changed(attention="eager"), 8, 1024).peak_process_bytes > plain
 
 
 def test_nothing_fits_into_nothing() -> None:
-    assert largest_micro_batch(GPT2, BF16, 1024, 2**20) == 0
+    assert largest_micro_batch(ByFormula(GPT2, BF16, 1024), 2**20) == 0

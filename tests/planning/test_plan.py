@@ -1,9 +1,9 @@
 import pytest
 
 from app.planning.devices import GIB, Device
-from app.planning.plan import CPU_TOKENS, make_plan, precision_for
+from app.planning.plan import CPU_TOKENS, precision_for
 from app.schemas.spec import AskedSplit, FixedCount, FixedSize, TokenBudget
-from tests.specs import make_spec
+from tests.specs import make_spec, plan_by_formula
 
 CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
 A100 = Device(0, "NVIDIA A100", 40 * GIB, "cuda")
@@ -15,44 +15,44 @@ def asked(steps: int | None, micro: int | None, devices: int = 1) -> AskedSplit:
 
 
 def test_a_target_alone_is_cut_by_a_token_budget() -> None:
-    plan = make_plan(make_spec(), [CPU], predicted=False, threads=2)
+    plan = plan_by_formula(make_spec(), [CPU], predicted=False, threads=2)
     assert plan.cut == TokenBudget(tokens=CPU_TOKENS)
     assert plan.precision == "fp32"
 
 
 def test_given_steps_are_exactly_that_many_over_all_devices_asked_for() -> None:
-    plan = make_plan(make_spec(effective_batch_size=30, split=asked(4, None)), [CPU], predicted=False)
+    plan = plan_by_formula(make_spec(effective_batch_size=30, split=asked(4, None)), [CPU], predicted=False)
     assert plan.cut == FixedCount(micro_batches=4)
     assert (plan.micro_batches, plan.actual_batch_size_per_gpu) == (4, 8)
-    two = make_plan(make_spec(effective_batch_size=30, split=asked(4, None, 2)), [CPU], predicted=False)
+    two = plan_by_formula(make_spec(effective_batch_size=30, split=asked(4, None, 2)), [CPU], predicted=False)
     assert two.cut == FixedCount(micro_batches=8)
 
 
 def test_a_given_micro_batch_is_an_upper_bound() -> None:
-    plan = make_plan(make_spec(effective_batch_size=30, split=asked(None, 8)), [A100], predicted=True)
+    plan = plan_by_formula(make_spec(effective_batch_size=30, split=asked(None, 8)), [A100], predicted=True)
     assert plan.cut == FixedSize(samples=8)
     assert plan.accumulation_steps == 4
 
 
 def test_a_micro_batch_that_does_not_fit_is_made_smaller_and_the_batch_stays() -> None:
     spec = make_spec(effective_batch_size=20_000, split=asked(1, 20_000))
-    plan = make_plan(spec, [SMALL], predicted=True)
+    plan = plan_by_formula(spec, [SMALL], predicted=True)
     assert isinstance(plan.cut, FixedSize)
     assert plan.cut.samples < 20_000
     assert plan.effective_batch_size == 20_000
     assert plan.devices[0].predicted_peak_bytes <= plan.devices[0].memory_limit_bytes
     assert any("not to fit" in warning for warning in plan.warnings)
-    kept = make_plan(spec.model_copy(update={"auto_adjust_batch_size": False}), [SMALL], predicted=True)
+    kept = plan_by_formula(spec.model_copy(update={"auto_adjust_batch_size": False}), [SMALL], predicted=True)
     assert kept.cut == FixedSize(samples=20_000)
 
 
 def test_steps_count_the_partial_window_of_every_epoch() -> None:
     spec = make_spec(epochs=3, max_steps=None, effective_batch_size=64)
-    assert make_plan(spec, [CPU], predicted=True).steps_total == 6
+    assert plan_by_formula(spec, [CPU], predicted=True).steps_total == 6
 
 
 def test_unequal_devices_share_the_batch() -> None:
-    plan = make_plan(make_spec(effective_batch_size=50), [A100, SMALL], predicted=True)
+    plan = plan_by_formula(make_spec(effective_batch_size=50), [A100, SMALL], predicted=True)
     assert [device.gpu_id for device in plan.devices] == [0, 1]
     assert plan.effective_batch_size == 50
 

@@ -71,7 +71,7 @@ def window_of(
     parameters = list(model.parameters())
     balance = balance_of(model, "window")
     loss = TokenLoss(model, smoothing=smoothing, routed=balance is not None)
-    kept = Held(parameters, on_host=False) if held else None
+    kept = Held(parameters) if held else None
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=kept)
     batches = [batch_of(rows[i : i + size], routed=balance is not None) for i in range(0, len(rows), size)]
     if balance is not None:

@@ -78,7 +78,7 @@ def gradient(setting: Setting, data: Window64, groups: Groups) -> Tensor:
     token_loss = TokenLoss(
         model, smoothing=setting.smoothing, chunked=setting.chunked, routed=balance is not None
     )
-    kept: Any = Held(parameters, on_host=True) if setting.on_cpu else InPlace(parameters)
+    kept: Any = Held(parameters, host=torch.device("cpu")) if setting.on_cpu else InPlace(parameters)
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=kept)
     batches = [
         data.batch(group, weighted=setting.weighted, packed=setting.packed, routed=balance is not None)

@@ -5,6 +5,7 @@ This and `window.py` are the accumulation; they are read together.
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,11 +14,13 @@ from torch.profiler import record_function
 from app.schemas.spec import Cut, FixedCount, FixedSize
 from workers.training import guards
 from workers.training import model as models
+from workers.training.balance import Balance
 from workers.training.batches import Cursor, Groups, MicroBatch, cut_window, tokens_of
+from workers.training.loss import Forward
 from workers.training.noise_scale import Measurement
 from workers.training.prefetch import prefetched
 from workers.training.start import Indices, Training
-from workers.training.window import Closed
+from workers.training.window import Closed, Window
 
 
 class StopRequested(Exception):
@@ -79,7 +82,16 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
-def add(training: Training, batch: MicroBatch) -> None:
+class Accumulating(Protocol):
+    """What it takes to add a micro-batch to a window."""
+
+    window: Window
+    balance: Balance | None
+
+    def forward(self, batch: MicroBatch) -> Forward: ...
+
+
+def add(training: Accumulating, batch: MicroBatch) -> None:
     """Forward and backward of one micro-batch into the open window."""
     with record_function("accrue.forward"):
         forward = training.forward(batch)

@@ -38,10 +38,12 @@ class Balance:
 
     def observe(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> None:
         """Counts what the routers chose for a micro-batch of the window; for the scope `window` only."""
+        if self._chosen is None:
+            first = router_logits[0]
+            self._chosen = torch.zeros(self.experts, dtype=_at_least_fp32(first), device=first.device)
         for logits in router_logits:
             probabilities = self._probabilities(logits, batch)
-            chosen = self._choices(probabilities).sum(0)
-            self._chosen = chosen if self._chosen is None else self._chosen + chosen
+            self._chosen += self._choices(probabilities).sum(0)
             self._rows += len(probabilities)
 
     def share(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
@@ -60,30 +62,22 @@ class Balance:
 
     def _by_sequence(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
         assert batch.owner is not None, "a batch of a model that routes says whose its tokens are"
-        chosen: Tensor | None = None
-        sums: Tensor | None = None
-        rows: Tensor | None = None
+        like: dict[str, Any] = {"dtype": _at_least_fp32(router_logits[0]), "device": router_logits[0].device}
+        zeros = torch.zeros(len(batch.lengths), self.experts, **like)
+        ones = torch.ones(len(batch.owner), **like)
+        chosen, sums, rows = zeros, zeros, zeros[:, 0]
         for logits in router_logits:
             probabilities = self._probabilities(logits, batch)
-            zeros = probabilities.new_zeros(len(batch.lengths), self.experts)
-            ones = probabilities.new_ones(len(probabilities))
-            own = zeros.index_add(0, batch.owner, self._choices(probabilities))
-            likely = zeros.index_add(0, batch.owner, probabilities)
-            count = zeros[:, 0].index_add(0, batch.owner, ones)
-            chosen = own if chosen is None else chosen + own
-            sums = likely if sums is None else sums + likely
-            rows = count if rows is None else rows + count
-        assert chosen is not None
-        assert sums is not None
-        assert rows is not None
+            chosen = chosen + zeros.index_add(0, batch.owner, self._choices(probabilities))
+            sums = sums + zeros.index_add(0, batch.owner, probabilities)
+            rows = rows + zeros[:, 0].index_add(0, batch.owner, ones)
         squared = (rows * rows).unsqueeze(1)
         return self.coefficient * self.experts * (chosen * sums / squared).sum() / self._sequences
 
     def _probabilities(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """Routing probabilities of the real tokens, without padding; shape (tokens, experts)."""
         assert batch.real is not None, "a batch of a model that routes says which of its tokens are real"
-        wider = torch.promote_types(logits.dtype, torch.float32)
-        return logits.flatten(0, -2).index_select(0, batch.real).to(wider).softmax(-1)
+        return logits.flatten(0, -2).index_select(0, batch.real).to(_at_least_fp32(logits)).softmax(-1)
 
     def _choices(self, probabilities: Tensor) -> Tensor:
         """1 where an expert is among the top k; shape (tokens, experts), without gradient."""
@@ -101,3 +95,7 @@ def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Bala
     if scope == "none" or not (coefficient and experts and top_k):
         return None
     return Balance(float(coefficient), int(experts), int(top_k), scope)
+
+
+def _at_least_fp32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

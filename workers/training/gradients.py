@@ -1,6 +1,6 @@
 """Where a window's gradients are summed: in place, or held in fp32, or on the host."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class InPlace:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def release(self) -> None:
+        """Lets the parameters go."""
+        self.forget()
+
 
 class Held:
     """Summed outside of `grad`, which each backward leaves empty as soon as a parameter's gradient is known.
@@ -31,12 +35,12 @@ class Held:
     micro-batches where the host holds the sums. The optimizer sees each sum rounded once to its parameter.
 
     Args:
-        on_host: sums live in host memory, and come back to the device for the optimizer's step only.
+        host: where sums live, to come back for the optimizer's step only; null: with their parameters.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, on_host: bool) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, host: torch.device | None = None) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._on_host = on_host
+        self._host = host
         self._sums: dict[Tensor, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
 
@@ -63,10 +67,18 @@ class Held:
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "the hook runs after a gradient was accumulated"
-        device = torch.device("cpu") if self._on_host else gradient.device
+        device = self._host or gradient.device
         held = self._sums.get(parameter)
         if held is None:
             wider = torch.promote_types(gradient.dtype, torch.float32)
             self._sums[parameter] = gradient.to(device, wider)
         else:
             held.add_(gradient.to(device))
+
+
+def gradients_for(
+    parameters: Sequence[Tensor], *, in_fp32: bool, host: torch.device | None
+) -> InPlace | Held:
+    """Where gradients are summed: held where they are wanted elsewhere, or in fp32 for lower precisions."""
+    low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
+    return Held(parameters, host=host) if host or (low and in_fp32) else InPlace(parameters)

@@ -6,6 +6,7 @@ a time, so that the whole of (tokens × vocabulary) never exists; of any other m
 are taken.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,10 @@ class Head:
     def rows(self) -> int:
         """Positions in a chunk."""
         return max(LEAST_ROWS, CHUNK // self.weight.shape[0])
+
+    def starts(self, positions: int) -> Sequence[int]:
+        """Where each chunk begins."""
+        return range(0, positions, self.rows)
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ class _ChunkedLoss(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         matrix = weight.to(dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, len(hidden), head.rows):
+        for start in head.starts(len(hidden)):
             part = slice(start, start + head.rows)
             states, own = hidden[part].to(dtype), targets[part].unsqueeze(1)
             logits = F.linear(states, matrix, None if bias is None else bias.to(dtype)).to(wide)

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from app.schemas.spec import LoraSpec, MethodSpec, Order, Plan, Spec
+from app.schemas.spec import LoraSpec, MethodSpec, Order, Plan, RunPrecision, Spec
 from workers.run_directory import sync
 from workers.training.faults import CannotTrain
 from workers.training.loss import backbone_of
@@ -57,7 +58,19 @@ def load(order: Order) -> tuple[Any, Any, list[str]]:
             f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
-        model = _trainable(model, order.spec)
+        _check_positions(model, order.spec)
+        model = trainable(
+            model,
+            lora=order.spec.method.lora,
+            seed=order.spec.seed,
+            gradient_checkpointing=order.spec.gradient_checkpointing,
+            freeze=order.spec.freeze,
+            precision=order.plan.precision,
+        )
+    if order.spec.compile:
+        _check_compiler()
+        torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
+        backbone_of(model).compile(dynamic=False)
     return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in warned]
 
 
@@ -93,27 +106,56 @@ def _four_bits(plan: Plan) -> Any:
     )
 
 
-def _trainable(model: Any, spec: Spec) -> Any:
+def trainable(
+    model: Any,
+    *,
+    lora: LoraSpec | None,
+    seed: int,
+    gradient_checkpointing: bool,
+    freeze: tuple[str, ...],
+    precision: RunPrecision,
+) -> Any:
+    """A loaded model in training mode: with adapters, recomputing activations, partly frozen, as asked.
+
+    Raises:
+        CannotTrain: adapters or patterns that match nothing.
+    """
+    # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+    if lora is not None:
+        model = with_adapters(model, lora, seed)
+    if gradient_checkpointing:
+        recompute_activations(model)
+    _freeze(model, freeze)
+    if precision in AUTOCAST and lora is not None and not lora.merge:
+        _narrow_frozen_layers(model, AUTOCAST[precision])
+    return model.train()
+
+
+def _narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:
+    """Keeps frozen linear layers in autocast's precision, to which it would cast them each time: the same
+    numbers, half the memory. A weight that another layer shares, as an output head its embedding's, stays."""
+    from transformers.pytorch_utils import Conv1D
+
+    owners = Counter(
+        id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        plain = isinstance(module, (torch.nn.Linear, Conv1D)) and all(p.is_floating_point() for p in own)
+        if plain and own and not any(p.requires_grad or owners[id(p)] > 1 for p in own):
+            module.to(dtype)
+
+
+def _check_positions(model: Any, spec: Spec) -> None:
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and spec.data.max_length > positions:
         raise CannotTrain(
             "max_length",
             f"max_length {spec.data.max_length} is longer than {spec.model.name}'s {positions} positions",
         )
-    # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            module.warn_if_padding_and_no_attention_mask = lambda *_: None
-    if spec.method.lora is not None:
-        model = with_adapters(model, spec.method.lora, spec.seed)
-    if spec.gradient_checkpointing:
-        recompute_activations(model)
-    _freeze(model, spec.freeze)
-    if spec.compile:
-        _check_compiler()
-        torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
-        backbone_of(model).compile(dynamic=False)
-    return model.train()
 
 
 def _check_compiler() -> None:
@@ -237,11 +279,11 @@ def device_of(plan: Plan) -> torch.device:
     return device
 
 
-def autocast(plan: Plan) -> Any:
-    """The context of a forward pass in the plan's precision."""
-    if plan.precision not in AUTOCAST:
+def autocast(precision: RunPrecision, device: str) -> Any:
+    """The context of a forward pass in a precision."""
+    if precision not in AUTOCAST:
         return contextlib.nullcontext()
-    return torch.autocast(plan.device, dtype=AUTOCAST[plan.precision])
+    return torch.autocast(device, dtype=AUTOCAST[precision])
 
 
 def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[str, ...]:

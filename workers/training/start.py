@@ -27,7 +27,7 @@ from workers.training.batches import (
 from workers.training.checkpoint import TrainingState
 from workers.training.data import Prepared, Samples, held_out, prepare
 from workers.training.faults import CannotTrain
-from workers.training.gradients import Held, InPlace
+from workers.training.gradients import gradients_for
 from workers.training.loss import Forward, TokenLoss
 from workers.training.loss_checks import keeps_documents_apart, same_loss
 from workers.training.optimizer import make_optimizer
@@ -74,7 +74,7 @@ class Training:
             return self.token_loss(batch)
 
     def autocast(self) -> Any:
-        return models.autocast(self.order.plan)
+        return models.autocast(self.order.plan.precision, self.order.plan.device)
 
     @property
     def cursor(self) -> Cursor:
@@ -204,14 +204,16 @@ def _data(run: RunDirectory, order: Order, tokenizer: Any) -> tuple[Prepared, Sa
 def _window(order: Order, model: Any, optimizer: torch.optim.Optimizer, scale: LossScale | None) -> Window:
     spec = order.spec
     parameters = list(model.parameters())
-    low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-    held = spec.accumulate_gradients_on_cpu or (low and spec.accumulate_in_fp32)
     return Window(
         parameters,
         optimizer,
         Clipping(spec.gradient_clipping, spec.clip_mode),
         scale,
-        gradients=Held(parameters, on_host=spec.accumulate_gradients_on_cpu) if held else InPlace(parameters),
+        gradients=gradients_for(
+            parameters,
+            in_fp32=spec.accumulate_in_fp32,
+            host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
+        ),
         layers=models.layers_of(model) if spec.log_gradients else None,
         keep_micro_losses=spec.log_micro_losses,
     )

@@ -1,0 +1,105 @@
+"""How much memory a step takes: by a profile where there is one, else by formula."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from app.planning.memory import Memory, context_bytes, step_memory, workspace_bytes
+from app.schemas.architecture import Architecture
+from app.schemas.profile import Curve, Line, Recipe
+
+Source = Literal["measured", "simulated", "formula"]
+
+MOST_ROWS = 2**20
+
+
+class Estimate(Protocol):
+    """Memory of a step as a function of its micro-batch, and how far that can be trusted."""
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def expected_error(self) -> float | None:
+        """The mean size of the errors that this source made on such devices; null: none was measured."""
+
+    def memory(self, rows: int, *, accumulating: bool = True) -> Memory:
+        """At the peak of a steady-state step; with several micro-batches, or with one."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByFormula:
+    """From sizes alone: instant, and the least precise."""
+
+    architecture: Architecture
+    recipe: Recipe
+    sequence: int
+    expected_error: float | None = None
+    source: Source = "formula"
+
+    def memory(self, rows: int, *, accumulating: bool = True) -> Memory:
+        return step_memory(self.architecture, self.recipe, rows, self.sequence)
+
+
+@dataclass(frozen=True)
+class ByProfile:
+    """From a profile's curve."""
+
+    curve: Curve
+    recipe: Recipe
+    source: Source
+    expected_error: float | None = None
+
+    def memory(self, rows: int, *, accumulating: bool = True) -> Memory:
+        line = self._highest(rows, accumulating)
+        part = {kind: int(line.base[kind] + rows * line.slope[kind]) for kind in line.base}
+        return Memory(
+            weights_bytes=part["weights"],
+            gradients_bytes=part["gradients"],
+            optimizer_bytes=part["optimizer"],
+            activations_bytes=part["activations"],
+            logits_bytes=part["logits"],
+            workspace_bytes=part["workspace"] + workspace_bytes(self.recipe.device),
+            context_bytes=context_bytes(self.recipe.device),
+            reserved_over_allocated=self._over_allocated(rows),
+        )
+
+    def _highest(self, rows: int, accumulating: bool) -> Line:
+        stretch = next(
+            (each for each in reversed(self.curve.stretches) if each.rows <= rows), self.curve.stretches[0]
+        )
+        lines = stretch.accumulating if accumulating else stretch.once
+        return max(lines, key=lambda line: line.bytes(rows))
+
+    def _over_allocated(self, rows: int) -> float:
+        """On a CPU nothing is reserved; on a GPU between two points the nearer one's."""
+        if self.recipe.device == "cpu":
+            return 1.0
+        return min(self.curve.reserved, key=lambda point: abs(point[0] - rows))[1]
+
+
+Estimates = Callable[[Recipe, int], Estimate]
+"""The best estimate for a recipe and a length of sequence, in tokens."""
+
+
+def by_formula(architecture: Architecture) -> Estimates:
+    """Estimates where nothing is known but the architecture."""
+    return lambda recipe, sequence: ByFormula(architecture, recipe, sequence)
+
+
+def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: bool = True) -> int:
+    """The most rows whose predicted process memory is within the budget; 0 where not even one fits."""
+
+    def fits(rows: int) -> bool:
+        return estimate.memory(rows, accumulating=accumulating).peak_process_bytes <= budget_bytes
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= MOST_ROWS and fits(high):
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return min(low, MOST_ROWS)

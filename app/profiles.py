@@ -1,0 +1,225 @@
+"""Profiles of memory: looked up, asked for, made, and held against what was measured."""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from statistics import fmean, quantiles
+from typing import Any, Literal
+
+from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy.orm import Session
+
+from app.database import Database, database_now, insert_for
+from app.errors import NotFound
+from app.ids import new_id
+from app.models import PredictionError, ProfileRequest, StoredProfile, Worker
+from app.planning.estimate import ByFormula, ByProfile, Estimate, Estimates
+from app.schemas.architecture import Architecture
+from app.schemas.profile import Profile, Recipe
+
+DeviceKind = Literal["cpu", "cuda"]
+
+_LOOKED_AT_EVERY = 0.02
+_CLAIM_SECONDS = 60.0
+"""A request that was claimed this long ago is anybody's again."""
+
+_REMEMBERED = 200
+_ENOUGH = 5
+"""Measurements from which the margin is taken."""
+_LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A profile by what it depends on."""
+
+    model_name: str
+    architecture: Architecture
+    config: dict[str, Any]
+    recipe: Recipe
+    sequence: int
+
+    @property
+    def key(self) -> str:
+        return key_of(self.architecture, self.recipe, self.sequence)
+
+
+def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
+    """What a profile is kept by: the architecture without its weights, the recipe, torch's version."""
+    told = f"{architecture.fingerprint} {recipe.model_dump_json()} {sequence} {_torch_version()}"
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
+
+
+def find(session: Session, key: str) -> Profile | None:
+    """The profile of that key."""
+    content = session.scalar(select(StoredProfile.content).where(StoredProfile.key == key))
+    return Profile.model_validate(content) if content is not None else None
+
+
+def estimates(session: Session, architecture: Architecture) -> Estimates:
+    """The best estimate there is for each recipe and length: by profile, else by formula."""
+
+    def best(recipe: Recipe, sequence: int) -> Estimate:
+        profile = find(session, key_of(architecture, recipe, sequence))
+        source = profile.source if profile is not None else "formula"
+        error = mean_error(session, source, recipe.device)
+        if profile is None:
+            return ByFormula(architecture, recipe, sequence, error)
+        return ByProfile(profile.curve, recipe, profile.source, error)
+
+    return best
+
+
+def ask(session: Session, wanted: Wanted) -> None:
+    """Wants a profile, unless it is there, wanted already, or known not to be possible."""
+    if find(session, wanted.key) is not None:
+        return
+    statement = insert_for(session, ProfileRequest).values(
+        key=wanted.key,
+        created_at=session.scalar(select(database_now())),
+        model_name=wanted.model_name,
+        config=wanted.config,
+        recipe=wanted.recipe.model_dump(mode="json"),
+        sequence=wanted.sequence,
+    )
+    session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
+
+
+def ask_and_wait(database: Database, wanted: Wanted, seconds: float) -> list[str]:
+    """Wants a profile and waits until it is there, cannot be made, or the time is over.
+
+    With no worker to make it nobody waits. Gives what a person should know of it.
+    """
+    with database.reading() as session:
+        if find(session, wanted.key) is not None:
+            return []
+    with database.writing() as session:
+        ask(session, wanted)
+    until = time.monotonic() + seconds
+    with database.reading() as session:
+        anybody = session.scalar(
+            select(Worker.id).where(Worker.heartbeat_at > database_now() - 30.0).limit(1)
+        )
+    while anybody is not None:
+        with database.reading() as session:
+            request = session.get(ProfileRequest, wanted.key)
+        if request is None:
+            return []
+        if request.error is not None:
+            return [f"this model cannot be simulated, so the figures are by formula: {request.error}"]
+        if time.monotonic() >= until:
+            return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
+        time.sleep(_LOOKED_AT_EVERY)
+    return ["the figures are by formula: no worker is here to simulate this model"]
+
+
+def claim(session: Session) -> ProfileRequest | None:
+    """The oldest request that nobody works on."""
+    free = _free()
+    oldest = (
+        select(ProfileRequest.key).where(free).order_by(ProfileRequest.created_at).limit(1).scalar_subquery()
+    )
+    return session.scalars(
+        update(ProfileRequest)
+        .where(ProfileRequest.key == oldest, free)
+        .values(claimed_at=database_now())
+        .returning(ProfileRequest)
+    ).one_or_none()
+
+
+def waiting(session: Session) -> bool:
+    """Whether anybody waits for a profile that nobody makes."""
+    return session.scalar(select(ProfileRequest.key).where(_free()).limit(1)) is not None
+
+
+def store(session: Session, request: ProfileRequest, profile: Profile) -> None:
+    """Keeps a profile that was made for a request."""
+    statement = insert_for(session, StoredProfile).values(
+        id=new_id("profile"),
+        key=request.key,
+        created_at=session.scalar(select(database_now())),
+        model_name=request.model_name,
+        recipe=request.recipe,
+        sequence=request.sequence,
+        torch_version=_torch_version(),
+        content=profile.model_dump(mode="json"),
+    )
+    session.execute(
+        statement.on_conflict_do_update(index_elements=["key"], set_={"content": statement.excluded.content})
+    )
+    session.execute(delete(ProfileRequest).where(ProfileRequest.key == request.key))
+
+
+def give_up(session: Session, request: ProfileRequest, reason: str) -> None:
+    """Notes that a profile cannot be made."""
+    session.execute(
+        update(ProfileRequest).where(ProfileRequest.key == request.key).values(error=reason[:500])
+    )
+
+
+def remove(session: Session, profile_id: str) -> None:
+    """Forgets a profile, so that it is made anew when it is wanted again.
+
+    Raises:
+        NotFound: there is none of that id.
+    """
+    stored = get(session, profile_id)
+    session.execute(delete(ProfileRequest).where(ProfileRequest.key == stored.key))
+    session.delete(stored)
+
+
+def get(session: Session, profile_id: str) -> StoredProfile:
+    """Raises:
+    NotFound: no profile has that id.
+    """
+    stored = session.get(StoredProfile, profile_id)
+    if stored is None:
+        raise NotFound(f"No profile has the id {profile_id}.")
+    return stored
+
+
+def mean_error(session: Session, source: str, device: DeviceKind) -> float | None:
+    """The mean size of a source's relative errors on a kind of device; null: none was measured."""
+    errors = _errors(session, source, device)
+    return fmean(map(abs, errors)) if errors else None
+
+
+def margin(session: Session, device: DeviceKind) -> float | None:
+    """The share of a device to keep free, so that all but one in twenty of the measured jobs fit.
+
+    null: too little was measured to say.
+    """
+    errors = _errors(session, None, device)
+    if len(errors) < _ENOUGH:
+        return None
+    beyond = quantiles(errors, n=20, method="inclusive")[-1]
+    return min(_MOST_MARGIN, max(_LEAST_MARGIN, beyond))
+
+
+def note_error(session: Session, error: PredictionError) -> None:
+    """Keeps what was measured beside what was predicted."""
+    session.merge(error)
+
+
+def _free() -> Any:
+    long_ago = ProfileRequest.claimed_at < database_now() - _CLAIM_SECONDS
+    return and_(ProfileRequest.error.is_(None), or_(ProfileRequest.claimed_at.is_(None), long_ago))
+
+
+def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:
+    """Measured over predicted, less 1, of the newest measurements."""
+    query = select(PredictionError.measured_bytes, PredictionError.predicted_bytes)
+    query = query.where(PredictionError.device == device, PredictionError.predicted_bytes > 0)
+    if source is not None:
+        query = query.where(PredictionError.source == source)
+    rows = session.execute(query.order_by(PredictionError.created_at.desc()).limit(_REMEMBERED)).all()
+    return [measured / predicted - 1 for measured, predicted in rows]
+
+
+def _torch_version() -> str:
+    """Without importing it."""
+    try:
+        return version("torch").split("+")[0]
+    except PackageNotFoundError:
+        return ""

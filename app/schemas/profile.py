@@ -1,0 +1,79 @@
+"""What a training step's memory depends on, and what is known of that memory."""
+
+from typing import Literal
+
+from app.schemas.spec import Attention, AuxScope, LoraSpec, OptimizerName, RunPrecision
+from app.schemas.wire import Frozen
+
+
+class Recipe(Frozen):
+    """How a training step is made, as far as its memory depends on it; without the model and its samples."""
+
+    device: Literal["cpu", "cuda"]
+    precision: RunPrecision
+    optimizer: OptimizerName = "adamw"
+    momentum: bool = False
+    """Whether sgd keeps one; lars always does, and the others have their own."""
+    lora: LoraSpec | None = None
+    quantised: bool = False
+    """The weights that are not trained are kept in 4 bits."""
+    freeze: tuple[str, ...] = ()
+    gradient_checkpointing: bool = False
+    attention: Attention = "sdpa"
+    packing: bool = False
+    label_smoothing: bool = False
+    aux_scope: AuxScope = "window"
+    clips: bool = True
+    accumulate_in_fp32: bool = True
+    accumulate_on_cpu: bool = False
+
+
+Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+
+Part = Literal["forward and backward", "optimizer"]
+
+
+class Line(Frozen):
+    """Bytes live at one point of the step, as a function of the micro-batch: base + slope × rows, by kind."""
+
+    part: Part
+    base: dict[Kind, float]
+    slope: dict[Kind, float]
+
+    def bytes(self, rows: int) -> float:
+        """All kinds together."""
+        return sum(self.base.values()) + rows * sum(self.slope.values())
+
+
+class Stretch(Frozen):
+    """The highest of the step's points for micro-batches from `rows` on, up to the next stretch."""
+
+    rows: int
+    once: tuple[Line, ...]
+    """Where the window is one micro-batch."""
+    accumulating: tuple[Line, ...]
+    """Where it is several: gradients of the earlier ones are there while the later are worked on."""
+
+
+class Curve(Frozen):
+    """Peak memory of a step as a function of the micro-batch's rows; all of the same length, in tokens."""
+
+    sequence: int
+    stretches: tuple[Stretch, ...]
+    reserved: tuple[tuple[int, float], ...]
+    """(rows, bytes that the caching allocator reserves over bytes allocated), from the fewest rows up."""
+    parameters: int
+    trainable: int
+
+
+class Profile(Frozen):
+    """What is known of a step's memory, from where, and how wrong that source was so far."""
+
+    source: Literal["measured", "simulated"]
+    curve: Curve
+    checked_rows: int | None
+    check_error: float | None
+    """null: not checked yet. The curve over a trace at `checked_rows`, which it was not made from, less 1."""
+    seconds: float
+    """What it took to make."""

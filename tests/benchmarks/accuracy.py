@@ -1,0 +1,233 @@
+"""`make accuracy`: the peak that a simulation predicts beside the true one, over families and options.
+
+On a machine without a GPU the truth is the peak of live tensor bytes while the real trainer works through
+its second window on the CPU: what its weights and states hold, and what the allocator reports to PyTorch's
+profiler. That proves the bookkeeping; no claim about GPUs is made from it. Writes results/accuracy.json,
+accuracy.md and accuracy.png.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+from tests.benchmarks.true_peak import ROOT
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7, "num_attention_heads": 5,
+    "num_key_value_heads": 5, "vocab_size": 16384, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_layer": 7, "n_embd": 320, "n_head": 5, "n_positions": 512,
+             "vocab_size": 16384, "resid_pdrop": 0.1, "attn_pdrop": 0.0, "embd_pdrop": 0.1,
+             "bos_token_id": 0, "eos_token_id": 0},
+    "llama": {**_SIZES, "model_type": "llama"},
+    "qwen2": {**_SIZES, "model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": False},
+    "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 64},
+    "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 64},
+    "gemma2": {**_SIZES, "model_type": "gemma2", "head_dim": 64, "sliding_window": 4096,
+               "tie_word_embeddings": True},
+    "gemma3": {**_SIZES, "model_type": "gemma3_text", "head_dim": 64, "sliding_window": 64,
+               "tie_word_embeddings": True},
+    "phi3": {**_SIZES, "model_type": "phi3", "sliding_window": None},
+    "opt": {"model_type": "opt", "hidden_size": 320, "ffn_dim": 1280, "num_hidden_layers": 7,
+            "num_attention_heads": 5, "vocab_size": 16384, "max_position_embeddings": 512,
+            "word_embed_proj_dim": 320, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt_neox": {**_SIZES, "model_type": "gpt_neox", "intermediate_size": 1280},
+    "bloom": {"model_type": "bloom", "hidden_size": 320, "n_layer": 7, "n_head": 5, "vocab_size": 16384,
+              "seq_length": 512, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0},
+    "falcon": {"model_type": "falcon", "hidden_size": 320, "num_hidden_layers": 7,
+               "num_attention_heads": 5, "vocab_size": 16384, "multi_query": True, "bos_token_id": 0,
+               "eos_token_id": 0},
+    "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+                "intermediate_size": 512, "sliding_window": None},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination: a family, a micro-batch, a length, the micro-batches of a window, and options."""
+
+    family: str
+    rows: int = 4
+    sequence: int = 128
+    micro_batches: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        options = ", ".join(f"{name} {value}" if value is not True else name
+                            for name, value in self.options.items())  # fmt: skip
+        return options or "full, AdamW, fp32"
+
+
+CASES = [
+    *(Case(family) for family in FAMILIES),
+    Case("llama", rows=1),
+    Case("llama", rows=16, sequence=64),
+    Case("llama", rows=2, sequence=512),
+    Case("llama", micro_batches=1),
+    Case("llama", micro_batches=8),
+    Case("llama", rows=8, options={"checkpointing": True}),
+    Case("gpt2", rows=8, sequence=256, options={"checkpointing": True}),
+    Case("gpt_neox", micro_batches=1, options={"checkpointing": True}),
+    Case("llama", options={"method": "lora"}),
+    Case("gpt2", options={"method": "lora"}),
+    Case("qwen2", rows=8, options={"method": "lora", "checkpointing": True}),
+    Case("llama", options={"optimizer": "sgd"}),
+    Case("llama", options={"optimizer": "adafactor"}),
+    Case("gpt2", options={"optimizer": "adafactor", "checkpointing": True}),
+    Case("llama", options={"optimizer": "lion"}),
+    Case("opt", options={"optimizer": "lamb"}),
+    Case("qwen3", options={"optimizer": "lars"}),
+    Case("llama", options={"precision": "bf16"}),
+    Case("gpt2", options={"precision": "bf16"}),
+    Case("gemma2", options={"precision": "bf16", "checkpointing": True}),
+    Case("llama", options={"precision": "bf16", "method": "lora"}),
+    Case("llama", options={"precision": "pure_bf16"}),
+    Case("qwen3", options={"precision": "pure_bf16", "optimizer": "adafactor"}),
+    Case("llama", options={"attention": "eager"}),
+    Case("llama", options={"packing": True}),
+    Case("llama", options={"smoothing": True}),
+    Case("gpt2", options={"freeze": "transformer.wte.*"}),
+    Case("mixtral", options={"aux_scope": "sequence"}),
+    Case("mixtral", options={"checkpointing": True, "aux_scope": "none"}),
+    Case("phi3", rows=3, sequence=200, micro_batches=3),
+    Case("falcon", rows=2, sequence=300, options={"method": "lora"}),
+    Case("bloom", rows=6, sequence=100, options={"optimizer": "sgd", "checkpointing": True}),
+]
+
+
+def predicted_bytes(case: Case, asked: dict[str, Any]) -> int:
+    """By a simulation, as the service would ask for it."""
+    from app.planning.estimate import ByProfile
+    from app.schemas.profile import Recipe
+    from workers.profiling.profile import make_profile
+
+    recipe = Recipe.model_validate(asked["recipe"])
+    profile = make_profile(FAMILIES[case.family], recipe, case.sequence)
+    memory = ByProfile(profile.curve, recipe, "simulated").memory(
+        case.rows, accumulating=case.micro_batches > 1
+    )
+    return memory.peak_allocated_bytes
+
+
+def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
+    """By the trainer itself, in a process of its own; with the recipe that it was run by."""
+    asked = {"config": FAMILIES[case.family], "rows": case.rows, "sequence": case.sequence,
+             "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder)}  # fmt: skip
+    command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if "RESULT " not in done.stdout:
+        raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.split("RESULT ")[1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose family or options contain this")
+    only = parser.parse_args().only
+    chosen = [case for case in CASES if only in f"{case.family} {case.told}"]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(chosen):
+            true = true_bytes(case, Path(folder) / str(number))
+            predicted = predicted_bytes(case, true)
+            error = predicted / true["bytes"] - 1
+            rows.append(
+                {
+                    "family": case.family,
+                    "options": case.told,
+                    "rows": case.rows,
+                    "sequence": case.sequence,
+                    "micro_batches": case.micro_batches,
+                    "true_bytes": true["bytes"],
+                    "predicted_bytes": predicted,
+                    "error": error,
+                }
+            )
+            shape = f"{case.rows} × {case.sequence}, K = {case.micro_batches}"
+            sizes = f"{true['bytes'] / MIB:8.1f} MiB {predicted / MIB:8.1f} {error:+8.3%}"
+            print(f"{case.family:9} {shape:16} {case.told:40} {sizes}", flush=True)
+    summary = summarise(rows)
+    print(summary)
+    if not only:
+        write(rows, summary)
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the relative errors: the mean size, the 95th percentile of the sizes, and the worst under."""
+    sizes = [abs(row["error"]) for row in rows]
+    return {
+        "combinations": len(rows),
+        "mean_absolute_error": fmean(sizes),
+        "p95_absolute_error": quantiles(sizes, n=20, method="inclusive")[-1] if len(sizes) > 1 else sizes[0],
+        "worst_under": min(0.0, *(row["error"] for row in rows)),
+        "worst_over": max(0.0, *(row["error"] for row in rows)),
+    }
+
+
+def write(rows: list[dict[str, Any]], summary: dict[str, float]) -> None:
+    """The figures, a table and a chart."""
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "pytorch_optimizer")}
+    about = {
+        "date": datetime.now(UTC).date().isoformat(), "device": f"CPU, {platform.machine()}",
+        "python": platform.python_version(), **versions,
+        "truth": "peak of live tensor bytes of the trainer's second window on the CPU",
+    }  # fmt: skip
+    content = {"about": about, "summary": summary, "rows": rows}
+    (RESULTS / "accuracy.json").write_text(json.dumps(content, indent=1) + "\n")
+    lines = [
+        f"{summary['combinations']} combinations on {about['date']} ({about['device']}, torch "
+        f"{versions['torch']}): mean absolute error {summary['mean_absolute_error']:.2%}, 95th percentile "
+        f"{summary['p95_absolute_error']:.2%}, from {summary['worst_under']:+.2%} to "
+        f"{summary['worst_over']:+.2%}. Truth: {about['truth']}. Repeat with `make accuracy`.",
+        "",
+        "| family | rows × tokens | K | options | true MiB | predicted MiB | error |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['family']} | {row['rows']} × {row['sequence']} | {row['micro_batches']} | "
+            f"{row['options']} | {row['true_bytes'] / MIB:.1f} | {row['predicted_bytes'] / MIB:.1f} | "
+            f"{row['error']:+.3%} |"
+            for row in rows
+        ),
+    ]
+    (RESULTS / "accuracy.md").write_text("\n".join(lines) + "\n")
+    draw(rows)
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Predicted against true."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 6), layout="constrained")
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = [row for row in rows if row["family"] == family]
+        axes.scatter([row["true_bytes"] / MIB for row in own], [row["predicted_bytes"] / MIB for row in own],
+                     s=24, label=family)  # fmt: skip
+    ends = [min(row["true_bytes"] for row in rows) / MIB, max(row["true_bytes"] for row in rows) / MIB]
+    axes.plot(ends, ends, color="gray", linewidth=0.8, zorder=0)
+    axes.set(xlabel="true peak, MiB", ylabel="predicted peak, MiB", xscale="log", yscale="log",
+             title="Peak of live tensor bytes, CPU")  # fmt: skip
+    axes.legend(fontsize="small")
+    figure.savefig(RESULTS / "accuracy.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The true peak of the trainer's second window on the CPU, in a process of its own: prints it as JSON.
+
+`python -m tests.benchmarks.true_peak '{"config": {...}, "rows": 4, ...}'`
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.planning.architectures import from_config
+from app.planning.devices import Device
+from app.planning.plan import recipe_of
+from app.schemas.architecture import ModelReference
+from app.schemas.arguments import OPTIMIZER_ARGUMENTS
+from app.schemas.spec import FixedSize, LoraSpec, MethodSpec, Order, Spec
+from tests.specs import cpu_plan, make_optimizer, make_spec
+from tests.training.live_bytes import peak_of
+from workers.run_directory import Reporter, RunDirectory
+from workers.training.accumulate import train_window
+from workers.training.fit import advance
+from workers.training.start import Training, start
+from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.trackers import Trackers
+
+ROOT = Path(__file__).parents[2]
+CPU = Device("cpu", "CPU", 2**40, "cpu")
+
+
+class Inline(Executor):
+    """The profiler sees only the threads that it was started on: the loader's work is done on ours."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **kwargs))
+        return future
+
+
+def lay(asked: dict[str, Any], folder: Path) -> RunDirectory:
+    """A model made from its config, data of full length, and a run directory for two windows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir()
+    tokens = asked["sequence"]
+    model, data = folder / "model", folder / "data.jsonl"
+    ensure_tiny_gpt2(model)  # its tokenizer of bytes
+    for left in model.glob("*.safetensors"):
+        left.unlink()
+    fields = dict(asked["config"])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    examples = 2 * asked["rows"] * asked["micro_batches"]
+    text = "".join(chr(97 + i % 26) for i in range(2 * tokens))
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(examples)))
+    run = RunDirectory(folder / "run")
+    spec = _spec(asked, data, examples)
+    plan = cpu_plan(spec, threads=2, cut=FixedSize(samples=asked["rows"]))
+    run.write_order(
+        Order(job_id="ftjob-1", attempt=1, spec=spec, plan=plan, data_file=str(data), model_path=str(model))
+    )
+    return run
+
+
+def _spec(asked: dict[str, Any], data: Path, examples: int) -> Spec:
+    options = dict(asked["options"])
+    optimizer = make_optimizer(options.pop("optimizer", "adamw"))
+    if optimizer.name == "sgd":
+        optimizer = optimizer.model_copy(update={"momentum": 0.9})
+    assert set(OPTIMIZER_ARGUMENTS) >= {optimizer.name}
+    lora = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
+    method = MethodSpec(name="lora", lora=lora) if options.pop("method", None) == "lora" else None
+    freeze = options.pop("freeze", None)
+    spec = make_spec(
+        model=ModelReference(name="case", source="local", architecture=from_config(asked["config"])),
+        effective_batch_size=asked["rows"] * asked["micro_batches"],
+        max_steps=2,
+        optimizer=optimizer,
+        method=method or MethodSpec(name="full", lora=None),
+        precision=options.pop("precision", "no"),
+        attention=options.pop("attention", "sdpa"),
+        gradient_checkpointing=options.pop("checkpointing", False),
+        label_smoothing=0.1 if options.pop("smoothing", False) else 0.0,
+        aux_scope=options.pop("aux_scope", "window"),
+        freeze=(freeze,) if freeze else (),
+        noise_scale_every=None,
+    )
+    own = spec.data.model_copy(
+        update={
+            "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+            "examples": examples,
+            "max_length": asked["sequence"],
+            "packing": options.pop("packing", False),
+        }
+    )
+    assert not options, f"unknown options {options}"
+    return spec.model_copy(update={"data": own})
+
+
+def held_bytes(training: Training) -> int:
+    """What weights, buffers and the optimizer's states hold between two windows."""
+    tensors = [*training.model.parameters(), *training.model.buffers()]
+    for state in training.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def measure(run: RunDirectory) -> dict[str, Any]:
+    """Works through a window, and measures the next."""
+    order = run.order()
+    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
+        training, _ = start(run, order, reporter, trackers, lambda: False)
+        training.loader = Inline()  # type: ignore[assignment]
+        advance(training)
+        window = training.next_window()
+        denominator = training.samples.denominator(window)
+        held = held_bytes(training)
+        peak = peak_of(lambda: train_window(training, window, denominator))
+        changed = [line for line in run.events.read_text().splitlines() if '"changed"' in line]
+    return {
+        "bytes": held + peak,
+        "held_bytes": held,
+        "recipe": recipe_of(order.spec, CPU).model_dump(mode="json"),
+        "changed": changed,
+    }
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    print("RESULT " + json.dumps(measure(lay(told, Path(told["folder"])))))

@@ -1,0 +1,68 @@
+"""Profiles: held against the real trainer, and against themselves."""
+
+from pathlib import Path
+
+import pytest
+
+from app.planning.architectures import from_config
+from app.planning.catalogue import TINY_GPT2
+from app.planning.estimate import ByFormula, ByProfile, largest_micro_batch
+from app.schemas.profile import Recipe
+from tests.benchmarks.accuracy import FAMILIES, Case, predicted_bytes, true_bytes
+from workers.profiling.profile import make_profile
+from workers.profiling.simulate import Depth, Simulation, layers_in
+from workers.profiling.tape import peaks
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", rows=2, sequence=64),
+        Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
+        Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}),
+    ],
+    ids=lambda case: f"{case.family} {case.told}",
+)
+def test_the_peak_is_that_of_the_real_trainer(case: Case, tmp_path: Path) -> None:
+    true = true_bytes(case, tmp_path / "run")
+    assert predicted_bytes(case, true) == pytest.approx(true["bytes"], rel=0.01)
+
+
+def test_the_curve_gives_what_a_trace_gives_at_other_micro_batches() -> None:
+    recipe = Recipe(device="cuda", precision="bf16")
+    profile = make_profile(FAMILIES["llama"], recipe, 128)
+    layers = layers_in(FAMILIES["llama"])
+    whole = Simulation(FAMILIES["llama"], recipe, Depth(layers, layers, 0))
+    estimate = ByProfile(profile.curve, recipe, "simulated")
+    for rows, off in ((1, 1e-6), (3, 0.015), (7, 1e-6), (48, 1e-6)):  # within one chunk of logits it bends
+        true = max(peak.bytes for peak in peaks(whole.whole(rows, 128)))
+        memory = estimate.memory(rows)
+        assert memory.peak_allocated_bytes - 32 * 2**20 == pytest.approx(true, rel=off)
+
+
+def test_one_micro_batch_takes_no_more_than_several() -> None:
+    recipe = Recipe(device="cuda", precision="bf16")
+    estimate = ByProfile(make_profile(TINY_GPT2, recipe, 256).curve, recipe, "simulated")
+    for rows in (1, 8, 64):
+        once = estimate.memory(rows, accumulating=False).peak_allocated_bytes
+        assert once < estimate.memory(rows).peak_allocated_bytes
+    for gigabytes in (1, 8):
+        rows = largest_micro_batch(estimate, gigabytes * 2**30)
+        assert estimate.memory(rows).peak_process_bytes <= gigabytes * 2**30
+        assert estimate.memory(rows + 1).peak_process_bytes > gigabytes * 2**30
+
+
+def test_parameters_are_counted_at_the_whole_depth() -> None:
+    profile = make_profile(FAMILIES["llama"], Recipe(device="cpu", precision="fp32"), 64)
+    assert profile.curve.parameters == from_config(FAMILIES["llama"]).parameters
+    assert profile.curve.trainable == profile.curve.parameters
+
+
+def test_formula_and_simulation_are_of_one_mind() -> None:
+    """The formula is rough, and no more than that: within two fifths of the simulation."""
+    for precision in ("fp32", "bf16"):
+        recipe = Recipe(device="cuda", precision=precision)
+        config = FAMILIES["llama"]
+        simulated = ByProfile(make_profile(config, recipe, 512).curve, recipe, "simulated").memory(8)
+        formula = ByFormula(from_config(config), recipe, 512).memory(8)
+        assert formula.peak_allocated_bytes == pytest.approx(simulated.peak_allocated_bytes, rel=0.4)

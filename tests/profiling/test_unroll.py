@@ -1,0 +1,68 @@
+"""From a few layers to all: the tape of the deep model, allocation for allocation."""
+
+from typing import Any
+
+import pytest
+
+from app.planning.catalogue import config_of
+from app.schemas.profile import Recipe
+from app.schemas.spec import LoraSpec
+from tests.benchmarks.accuracy import FAMILIES
+from workers.profiling.allocator import replay
+from workers.profiling.simulate import Depth, Simulation, depth_for, layers_in, period_of
+from workers.profiling.tape import Tape, peaks
+
+LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
+
+
+def tapes(config: dict[str, Any], recipe: Recipe, rows: int = 2, sequence: int = 96) -> tuple[Tape, Tape]:
+    """Of four groups of layers, unrolled; and of all layers."""
+    layers = layers_in(config)
+    depth = depth_for(layers, period_of(config))
+    assert depth.traced < layers, "nothing to unroll"
+    shallow = Simulation(config, recipe, depth).whole(rows, sequence)
+    return shallow, Simulation(config, recipe, Depth(layers, layers, 0)).whole(rows, sequence)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])
+def test_the_unrolled_tape_has_the_peaks_of_the_whole_model(family: str) -> None:
+    unrolled, whole = tapes(FAMILIES[family], Recipe(device="cuda", precision="bf16"))
+    assert highest(unrolled) == highest(whole)
+    assert replay(unrolled).allocated == replay(whole).allocated
+
+
+def highest(tape: Tape) -> int:
+    return max(peak.bytes for peak in peaks(tape))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"precision": "fp32", "gradient_checkpointing": True}),
+        ("llama", {"precision": "bf16", "lora": LORA}),
+        ("gpt2", {"precision": "bf16", "lora": LORA, "gradient_checkpointing": True}),
+        ("llama", {"precision": "bf16", "lora": LORA, "quantised": True}),
+        ("llama", {"precision": "pure_bf16", "optimizer": "adafactor"}),
+        ("opt", {"precision": "fp32", "optimizer": "lamb"}),
+        ("qwen3", {"precision": "fp32", "optimizer": "adamw_8bit"}),
+        ("llama", {"precision": "fp16", "packing": True, "label_smoothing": True}),
+        ("llama", {"precision": "bf16", "accumulate_on_cpu": True}),
+        ("mixtral", {"precision": "bf16", "aux_scope": "none", "gradient_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_and_so_it_has_under_every_option(family: str, options: dict[str, Any]) -> None:
+    unrolled, whole = tapes(FAMILIES[family], Recipe(device="cuda", **options))
+    assert highest(unrolled) == highest(whole)
+    assert replay(unrolled).peak_reserved == pytest.approx(replay(whole).peak_reserved, rel=0.005)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-32B"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_large_models_are_predicted_from_four_layers(name: str, rows: int) -> None:
+    config = config_of(name)
+    assert config is not None
+    unrolled, whole = tapes(config, Recipe(device="cuda", precision="bf16"), rows, 1024)
+    one, other = highest(unrolled), highest(whole)
+    print(f"{name}, {rows} × 1024: {one / 2**30:.3f} GiB from four layers, {other / 2**30:.3f} from all")
+    assert one == pytest.approx(other, rel=0.005)

@@ -1,0 +1,74 @@
+"""The profiler as a process beside the supervisor: started with it, started again if it dies."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from app.settings import Settings
+from workers.run_directory import LIFELINE_VARIABLE
+
+log = structlog.get_logger("accrue.worker")
+
+_STARTED_AGAIN_AFTER = 30.0
+
+
+class ProfilerProcess:
+    """`python -m workers.profiling`, kept alive; it ends with the process that made this object."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._started_at = float("-inf")
+
+    def keep_alive(self) -> None:
+        """Starts it, or starts it again some time after it died."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if time.monotonic() < self._started_at + _STARTED_AGAIN_AFTER:
+            return
+        if self._process is not None:
+            log.warning("the profiler ended, and is started again", status=self._process.returncode)
+        self._let_go()
+        self._started_at = time.monotonic()
+        self._start()
+
+    def end(self) -> None:
+        """Ends it now: whatever it was asked for is asked of the next one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._let_go()
+
+    def _start(self) -> None:
+        theirs, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "workers.profiling"],
+                stdin=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    LIFELINE_VARIABLE: str(theirs),
+                    "ACCRUE_DATABASE_URL": self._settings.url,
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "HF_HUB_OFFLINE": "1",
+                },
+                pass_fds=[theirs],
+                start_new_session=True,
+                cwd=Path(__file__).resolve().parent.parent,
+            )
+        except OSError as error:
+            log.warning("the profiler could not be started", error=str(error))
+        finally:
+            os.close(theirs)
+
+    def _let_go(self) -> None:
+        if self._lifeline is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._lifeline)
+        self._lifeline = None

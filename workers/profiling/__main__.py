@@ -1,0 +1,87 @@
+"""`python -m workers.profiling`: answers requests for profiles, warm, until it is told to stop."""
+
+import os
+import signal
+import time
+from types import FrameType
+
+import structlog
+import torch
+from sqlalchemy.exc import OperationalError
+
+from app import profiles
+from app.database import Database
+from app.logs import configure
+from app.planning.catalogue import TINY_GPT2
+from app.schemas.profile import Recipe
+from app.settings import get_settings
+from workers.profiling.profile import make_profile
+from workers.profiling.profile import profiles as simulated
+from workers.training.lifeline import die_with_parent
+
+log = structlog.get_logger("accrue.profiler")
+
+_LOOKED_AT_EVERY = 0.05
+_WAIT_AFTER_TROUBLE = 5.0
+_NICENESS = 5
+"""Trainers of the same machine go first."""
+
+
+def main() -> None:
+    """Runs until SIGTERM, or until the supervisor that started it has gone."""
+    die_with_parent()
+    settings = get_settings()
+    configure(settings.log_level, settings.log_format)
+    database = Database(settings.url)
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    for device in ("cuda", "cpu"):  # what is imported and compiled on first use
+        make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
+    log.info("profiler ready")
+    while not stopped:
+        try:
+            if not answer_one(database):
+                time.sleep(_LOOKED_AT_EVERY)
+        except OperationalError as error:
+            log.warning("the database did not answer", error=str(error.orig))
+            time.sleep(_WAIT_AFTER_TROUBLE)
+    database.close()
+
+
+def answer_one(database: Database) -> bool:
+    """Makes the profile that was wanted first; false where none is."""
+    with database.reading() as session:
+        if not profiles.waiting(session):
+            return False
+    with database.writing() as session:
+        request = profiles.claim(session)
+    if request is None:
+        return False
+    try:
+        for profile in simulated(request.config, Recipe.model_validate(request.recipe), request.sequence):
+            with database.writing() as session:
+                profiles.store(session, request, profile)
+        log.info("profile made", model=request.model_name, seconds=round(profile.seconds, 2))
+    except OperationalError:
+        raise
+    except Exception as error:  # a config.json may be anything, and so may its error
+        log.exception("no profile", model=request.model_name)
+        with database.writing() as session:
+            profiles.give_up(session, request, _told(error))
+    return True
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What fake tensors do not know of kernels: memory that these take and give back, and shapes they refuse."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Target = Literal["cpu", "cuda"]
+
+
+def workspace_bytes(func: Any, args: tuple[Any, ...], target: Target) -> int:
+    """Bytes that an operator's kernel takes beside its outputs; 0 where none is known."""
+    rule = _WORKSPACES.get((str(func), target))
+    return rule(args) if rule else 0
+
+
+def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The output of an operator that fake tensors refuse; null for all others."""
+    if func is not aten._grouped_mm.default:
+        return None
+    one: Tensor = args[0]
+    other: Tensor = args[1]
+    groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
+    if one.ndim == 2 and other.ndim == 2:  # the gradient of the experts' weights
+        return one.new_empty(groups, one.shape[0], other.shape[1])
+    return one.new_empty(*one.shape[:-1], other.shape[-1])
+
+
+def _flash_backward_on_cuda(args: tuple[Any, ...]) -> int:
+    """FlashAttention 2's backward: dQ in fp32 and a row's sum, padded to 128 rows; dK and dV by query head
+    where heads are grouped (csrc/flash_attn/flash_api.cpp, mha_bwd)."""
+    query: Tensor = args[1]
+    key: Tensor = args[2]
+    batch, heads, rows, width = query.shape
+    padded, wide = -(-rows // 128) * 128, -(-width // 32) * 32
+    taken = batch * heads * padded * (wide + 1) * 4
+    if key.shape[1] != heads:
+        taken += 2 * batch * heads * key.shape[2] * width * key.element_size()
+    return taken
+
+
+def _flash_on_cpu(args: tuple[Any, ...]) -> int:
+    """A tile of scores, two running rows and a tile of outputs for each thread, in fp32
+    (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention)."""
+    query: Tensor = args[0]
+    key: Tensor = args[1]
+    rows, columns, width = query.shape[2], key.shape[2], query.shape[3]
+    row_tile = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+    tile = row_tile * min(columns, 512)
+    reduced = tile * query.element_size() if query.element_size() == 2 else 0
+    return torch.get_num_threads() * (4 * (tile + 2 * row_tile + row_tile * width) + reduced)
+
+
+def _flash_backward_on_cpu(args: tuple[Any, ...]) -> int:
+    """Two tiles of scores for each thread, in fp32 (the same file, cpu_flash_attention_backward)."""
+    query: Tensor = args[1]
+    key: Tensor = args[2]
+    tile = min(query.shape[2], 32) * min(key.shape[2], 512)
+    reduced = 2 * tile * query.element_size() if query.element_size() == 2 else 0
+    return torch.get_num_threads() * (8 * tile + reduced)
+
+
+def _chunked_cross_entropy(args: tuple[Any, ...]) -> int:
+    """A chunk's logits, a value for each of its rows, and unless the policy is compact the chunk's share of
+    the weight's gradient (torch/nn/modules/linear_cross_entropy.py of PyTorch 2.13)."""
+    weight: Tensor = args[1]
+    rows, policy, wants_weight = args[8], args[9], args[13]
+    width = max(4, weight.element_size())
+    share = weight.numel() * width if wants_weight and policy != "compact" else 0
+    return int(rows * (weight.shape[0] + 1) * width + share)
+
+
+_WORKSPACES: dict[tuple[str, Target], Callable[[tuple[Any, ...]], int]] = {
+    ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "cuda"): _flash_backward_on_cuda,
+    ("aten._scaled_dot_product_flash_attention_for_cpu.default", "cpu"): _flash_on_cpu,
+    ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "cpu"): _flash_backward_on_cpu,
+    ("torch_nn._linear_cross_entropy_batch_chunked.default", "cpu"): _chunked_cross_entropy,
+    ("torch_nn._linear_cross_entropy_batch_chunked.default", "cuda"): _chunked_cross_entropy,
+}
+"""By the operator's name, since some are registered on their first use."""

@@ -1,0 +1,415 @@
+"""The trainer's own window under fake tensors: what a training step allocates, without weights or a GPU."""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from app.schemas.arguments import OPTIMIZER_ARGUMENTS
+from app.schemas.profile import Recipe
+from app.schemas.spec import OptimizerSpec
+from workers.profiling import definitions
+from workers.profiling.on_cuda import OnCuda
+from workers.profiling.recorder import Recorder
+from workers.profiling.tape import Tape
+from workers.profiling.unroll import GROUPS, LAST, REPEATED, unroll
+from workers.training import model as models
+from workers.training.accumulate import add
+from workers.training.balance import Balance, balance_of
+from workers.training.batches import MicroBatch
+from workers.training.gradients import Held, InPlace, gradients_for
+from workers.training.loss import Forward, Head, TokenLoss, head_of
+from workers.training.optimizer import make_optimizer
+from workers.training.window import Clipping, LossScale, Window
+
+MICRO_BATCHES = 2
+"""The first and one that adds to it: every further one is like the second."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many layers a model is traced with, and how many it has; layers come in groups of `period`."""
+
+    period: int
+    traced: int
+    copies: int
+    """How often the third of the four groups has to be repeated for the whole depth; 0: it is whole."""
+
+    def group_of(self, layer: int) -> int:
+        """A layer's group; what does not fill a group belongs to the last."""
+        return min(layer // self.period, LAST)
+
+
+def depth_for(layers: int, period: int) -> Depth:
+    """Four groups and what is left over stand for all; a model that has no more is traced whole.
+
+    >>> depth_for(32, 1)
+    Depth(period=1, traced=4, copies=29)
+    """
+    further, left = divmod(layers - GROUPS * period, period)
+    if further <= 0:
+        return Depth(period, layers, 0)
+    return Depth(period, GROUPS * period + left, further + 1)
+
+
+def period_of(config: dict[str, Any]) -> int:
+    """After how many layers their kinds repeat; the number of layers, where they don't."""
+    kinds = config.get("layer_types")
+    layers = layers_in(config)
+    if kinds:
+        return next(
+            (n for n in range(1, layers) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))),
+            layers,
+        )
+    if config.get("mlp_only_layers"):
+        return layers
+    return int(config.get("decoder_sparse_step") or 1)
+
+
+def layers_in(config: dict[str, Any]) -> int:
+    """The number of layers that a config names."""
+    return int(config.get("num_hidden_layers") or config["n_layer"])
+
+
+class _FewChunks(Head):
+    """A chunk's memory is the same for all: the first two are worked on, and the last."""
+
+    def starts(self, positions: int) -> Sequence[int]:
+        every = range(0, positions, self.rows)
+        return sorted({*every[:2], every[-1]})
+
+
+@dataclass
+class _Step:
+    """What `accumulate.add` needs of a run."""
+
+    window: Window
+    gradients: InPlace | Held
+    balance: Balance | None
+    token_loss: TokenLoss
+    precision: Any
+
+    def forward(self, batch: MicroBatch) -> Forward:
+        with self.precision():
+            return self.token_loss(batch)
+
+
+class Simulation:
+    """A model of a given depth under fake tensors, ready to be traced at any micro-batch.
+
+    Args:
+        config: the content of a config.json.
+    """
+
+    def __init__(self, config: dict[str, Any], recipe: Recipe, depth: Depth) -> None:
+        self._mode = FakeTensorMode()
+        self._recipe = recipe
+        self._depth = depth
+        with torch.device("meta"), _quiet():
+            self._model = self._build(config)
+        with self._mode:
+            _materialise(self._model)
+
+    def whole(self, rows: int, sequence: int) -> Tape:
+        """The tape of the model at its whole depth.
+
+        Raises:
+            NotUniform: the layers that were left out are not like those that were traced.
+        """
+        tape = self.trace(rows, sequence)
+        return unroll(tape, self._depth.copies) if self._depth.copies else tape
+
+    def trace(self, rows: int, sequence: int) -> Tape:
+        """One window of two micro-batches in steady state, after one that makes the optimizer's states.
+
+        Args:
+            rows: samples of each micro-batch.
+            sequence: tokens of each sample.
+        """
+        recorder = Recorder(self._recipe.device, truth=not self._recipe.packing)
+        on_target = OnCuda() if self._recipe.device == "cuda" else contextlib.nullcontext()
+        with self._mode, _quiet(), _as_if_real(), on_target:
+            return self._trace(recorder, rows, sequence)
+
+    @property
+    def chunk(self) -> int:
+        """Positions whose logits are made at a time; 0 where they are made for all at once."""
+        head = head_of(self._model)
+        return 0 if head is None else head.rows
+
+    @property
+    def parameters(self) -> int:
+        """Of the model at its whole depth."""
+        return self._count(lambda _: True)
+
+    @property
+    def trainable(self) -> int:
+        """Those that are trained, at the whole depth."""
+        return self._count(lambda parameter: parameter.requires_grad)
+
+    def _count(self, counts: Callable[[Tensor], bool]) -> int:
+        found = {id(tensor): (tensor, group) for tensor, group in self._weights()}
+        return sum(
+            tensor.numel() * (self._depth.copies or 1 if group == REPEATED else 1)
+            for tensor, group in found.values()
+            if isinstance(tensor, nn.Parameter) and counts(tensor)
+        )
+
+    def _build(self, config: dict[str, Any]) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        fields = _with_layers(config, self._depth.traced)
+        made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        attention = "eager" if self._recipe.attention == "eager" else "sdpa"  # flash attention keeps the same
+        dtype = torch.bfloat16 if self._recipe.precision == "pure_bf16" else torch.float32
+        try:
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
+        except ValueError:
+            if attention != "sdpa":
+                raise
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+        if self._recipe.quantised:
+            definitions.to_compute_precision(layers_of(model))
+        return models.trainable(
+            model,
+            lora=self._recipe.lora,
+            seed=0,
+            gradient_checkpointing=self._recipe.gradient_checkpointing,
+            freeze=self._recipe.freeze,
+            precision=self._recipe.precision,
+        )
+
+    def _trace(self, recorder: Recorder, rows: int, sequence: int) -> Tape:
+        model, recipe = self._model, self._recipe
+        recorder.enter("load")
+        for tensor, group in self._weights():
+            block = recorder.know(tensor, "weights", group)
+            if block is not None and self._recipe.quantised and definitions.is_quantised(tensor, group):
+                recorder.tape.blocks[block].size = definitions.stored_bytes(tensor)
+                recorder.expanded[block] = tensor.untyped_storage().nbytes()
+        parameters = list(model.parameters())
+        optimizer = make_optimizer(_optimizer(recipe), parameters)
+        scale = LossScale(1.0) if recipe.precision == "fp16" else None
+        gradients = gradients_for(parameters, in_fp32=recipe.accumulate_in_fp32, host=_host(recipe))
+        clipping = Clipping(1.0 if recipe.clips else None)
+        window = Window(parameters, optimizer, clipping, scale, gradients=gradients)
+        balance = balance_of(model, recipe.aux_scope)
+        loss = TokenLoss(model, smoothing=0.1 if recipe.label_smoothing else 0.0, routed=balance is not None)
+        if loss.head is not None:
+            loss.head = _FewChunks(**vars(loss.head))
+        step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
+        hooks = self._follow(recorder, routed=balance is not None)
+        try:
+            with recorder:
+                self._make_states(recorder, optimizer)
+                self._window(recorder, step, rows, sequence)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            gradients.release()
+        return recorder.tape
+
+    def _make_states(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+        """One step of the optimizer, for what it keeps."""
+        recorder.enter("states")
+        recorder.by_origin = True
+        for parameter in self._model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+        for tensor in _states(optimizer):
+            block = recorder.label(tensor, "optimizer")
+            if block is not None and self._recipe.optimizer == "adamw_8bit":
+                recorder.tape.blocks[block].size = definitions.state_bytes(tensor)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        recorder.by_origin = False
+
+    def _window(self, recorder: Recorder, step: _Step, rows: int, sequence: int) -> None:
+        recorder.enter("batch")
+        batch = _batch(rows, sequence, self._recipe.packing, step.balance is not None)
+        if step.balance is not None:
+            step.balance.begin(rows * MICRO_BATCHES)
+            if step.balance.scope == "window":
+                recorder.enter("routing")
+                with step.precision():
+                    step.balance.observe(step.token_loss.router_logits(batch), batch)
+        step.window.open(rows * sequence, MICRO_BATCHES)
+        for number in range(MICRO_BATCHES):
+            recorder.by_origin = False
+            recorder.enter(f"forward {number}")
+            add(step, batch)
+            for gradient in step.gradients.sums().values():
+                recorder.label(gradient, "gradients")
+        recorder.enter("close")
+        recorder.by_origin = True
+        step.window.close()
+        recorder.by_origin = False
+
+    def _weights(self) -> Iterator[tuple[Tensor, int | None]]:
+        """Parameters and buffers in their order, each with its group."""
+        layers = {id(layer): number for number, layer in enumerate(layers_of(self._model))}
+        for module, group in _modules(self._model, layers, self._depth):
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            yield from ((tensor, group) for tensor in own)
+
+    def _follow(self, recorder: Recorder, *, routed: bool) -> list[Any]:
+        """Hooks that tell the recorder which group of layers is at work, forward and backward."""
+        layers = layers_of(self._model)
+        hooks: list[Any] = []
+
+        def begins(group: int) -> Any:
+            def hook(*_: Any) -> None:
+                if not recorder.phase.startswith("backward"):
+                    recorder.enter(recorder.phase, group)
+
+            return hook
+
+        def ends(below: int | None, last: bool) -> Any:
+            def hook(_module: Any, _inputs: Any, output: Any) -> None:
+                if recorder.phase.startswith("backward"):
+                    return
+                phase = recorder.phase
+                hidden = output[0] if isinstance(output, tuple) else output
+                if hidden.requires_grad and below is not None:
+                    hidden.register_hook(_backward(recorder, phase, below))
+                if last:
+                    recorder.enter(phase, None, "logits")
+                    recorder.by_origin = routed  # the balance loss works on what each layer's router said
+
+            return hook
+
+        def enters(_module: Any, inputs: Any) -> None:
+            if not recorder.phase.startswith("backward") and inputs and inputs[0].requires_grad:
+                inputs[0].register_hook(_backward(recorder, recorder.phase, None))
+
+        hooks.append(layers[0].register_forward_pre_hook(enters))
+        for number, layer in enumerate(layers):
+            group = self._depth.group_of(number)
+            hooks.append(layer.register_forward_pre_hook(begins(group)))
+            hooks.append(layer.register_forward_hook(ends(group, number == len(layers) - 1)))
+        return hooks
+
+
+def _backward(recorder: Recorder, phase: str, group: int | None) -> Any:
+    def hook(_gradient: Tensor) -> None:
+        recorder.by_origin = False
+        recorder.enter(phase.replace("forward", "backward"), group)
+
+    return hook
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The list of a model's layers: the first whose length is their number.
+
+    Raises:
+        ValueError: the model has no such list.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    count = inner.config.get_text_config().num_hidden_layers
+    for module in inner.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(inner).__name__} has no list of {count} layers")
+
+
+def _modules(module: nn.Module, layers: dict[int, int], depth: Depth, group: int | None = None) -> Any:
+    """Every module once, with the group of layers that it is in."""
+    if id(module) in layers:
+        group = depth.group_of(layers[id(module)])
+    yield module, group
+    for child in module.children():
+        yield from _modules(child, layers, depth, group)
+
+
+def _materialise(model: nn.Module) -> None:
+    """Makes parameters and buffers that are on no device fake tensors of the CPU; shared ones stay shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _fake(tensor)
+                    own[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    name = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
+    fields = {**config, name: layers}
+    if fields.get("layer_types"):
+        fields["layer_types"] = fields["layer_types"][:layers]
+    return fields
+
+
+def _host(recipe: Recipe) -> torch.device | None:
+    """Where gradients go that are not kept on the device; on a GPU's target, out of the recorder's sight."""
+    if not recipe.accumulate_on_cpu:
+        return None
+    return torch.device("meta" if recipe.device == "cuda" else "cpu")
+
+
+def _batch(rows: int, sequence: int, packed: bool, routed: bool) -> MicroBatch:
+    """A micro-batch of full length in which every token but the first counts."""
+    tokens = rows * sequence
+    shape = (1, tokens) if packed else (rows, sequence)
+    return MicroBatch(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        predicted=torch.zeros(tokens - rows, dtype=torch.int64),
+        targets=torch.zeros(tokens - rows, dtype=torch.int64),
+        lengths=(sequence,) * rows,
+        position_ids=torch.zeros(shape, dtype=torch.int64) if packed else None,
+        real=torch.zeros(tokens, dtype=torch.int64) if routed else None,
+        owner=torch.zeros(tokens, dtype=torch.int64) if routed else None,
+    )
+
+
+def _optimizer(recipe: Recipe) -> OptimizerSpec:
+    unused = dict.fromkeys(("betas", "eps", "momentum", "nesterov", "trust_coefficient"))
+    own = OPTIMIZER_ARGUMENTS[recipe.optimizer]
+    if recipe.optimizer == "sgd":
+        own = {**own, "momentum": 0.9 if recipe.momentum else 0.0}
+    name = "adamw" if recipe.optimizer == "adamw_8bit" else recipe.optimizer
+    return OptimizerSpec(name=name, learning_rate=1e-3, weight_decay=0.01, **{**unused, **own})
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of libraries, and no garbage collector: its pauses are longer than a trace."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _as_if_real() -> Iterator[None]:
+    """transformers makes masks for fake tensors, as for a compiler's, that it leaves out for real ones."""
+    module: Any = import_module("transformers.masking_utils")
+    was = getattr(module, "is_tracing", None)
+    module.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        module.is_tracing = was
