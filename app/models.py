@@ -189,6 +189,8 @@ class StoredProfile(Base):
     key: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[float]
     model_name: Mapped[str]
+    architecture: Mapped[str] = mapped_column(index=True)
+    """The fingerprint of the model's config.json."""
     recipe: Mapped[dict[str, Any]]
     sequence: Mapped[int]
     torch_version: Mapped[str]
@@ -204,6 +206,7 @@ class ProfileRequest(Base):
     created_at: Mapped[float]
     claimed_at: Mapped[float | None]
     model_name: Mapped[str]
+    architecture: Mapped[str]
     config: Mapped[dict[str, Any]]
     recipe: Mapped[dict[str, Any]]
     sequence: Mapped[int]

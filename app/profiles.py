@@ -3,6 +3,7 @@
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean, quantiles
 from typing import Any, Literal
@@ -51,19 +52,22 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-def find(session: Session, key: str) -> Profile | None:
-    """The profile of that key."""
-    content = session.scalar(select(StoredProfile.content).where(StoredProfile.key == key))
-    return Profile.model_validate(content) if content is not None else None
+def there(session: Session, key: str) -> bool:
+    """Whether the profile of that key is known."""
+    return session.scalar(select(StoredProfile.id).where(StoredProfile.key == key)) is not None
 
 
 def estimates(session: Session, architecture: Architecture) -> Estimates:
     """The best estimate there is for each recipe and length: by profile, else by formula."""
 
+    stored = select(StoredProfile.key, StoredProfile.content)
+    known = dict(session.execute(stored.where(StoredProfile.architecture == architecture.fingerprint)).all())
+    error_of = cache(lambda source, device: mean_error(session, source, device))
+
     def best(recipe: Recipe, sequence: int) -> Estimate:
-        profile = find(session, key_of(architecture, recipe, sequence))
-        source = profile.source if profile is not None else "formula"
-        error = mean_error(session, source, recipe.device)
+        content = known.get(key_of(architecture, recipe, sequence))
+        profile = None if content is None else Profile.model_validate(content)
+        error = error_of(profile.source if profile is not None else "formula", recipe.device)
         if profile is None:
             return ByFormula(architecture, recipe, sequence, error)
         return ByProfile(profile.curve, recipe, profile.source, error)
@@ -73,12 +77,13 @@ def estimates(session: Session, architecture: Architecture) -> Estimates:
 
 def ask(session: Session, wanted: Wanted) -> None:
     """Wants a profile, unless it is there, wanted already, or known not to be possible."""
-    if find(session, wanted.key) is not None:
+    if there(session, wanted.key):
         return
     statement = insert_for(session, ProfileRequest).values(
         key=wanted.key,
         created_at=session.scalar(select(database_now())),
         model_name=wanted.model_name,
+        architecture=wanted.architecture.fingerprint,
         config=wanted.config,
         recipe=wanted.recipe.model_dump(mode="json"),
         sequence=wanted.sequence,
@@ -92,7 +97,7 @@ def ask_and_wait(database: Database, wanted: Wanted, seconds: float) -> list[str
     With no worker to make it nobody waits. Gives what a person should know of it.
     """
     with database.reading() as session:
-        if find(session, wanted.key) is not None:
+        if there(session, wanted.key):
             return []
     with database.writing() as session:
         ask(session, wanted)
@@ -115,14 +120,18 @@ def ask_and_wait(database: Database, wanted: Wanted, seconds: float) -> list[str
 
 
 def claim(session: Session) -> ProfileRequest | None:
-    """The oldest request that nobody works on."""
+    """The newest request that nobody works on: whoever asked for older ones has had an answer by formula."""
     free = _free()
-    oldest = (
-        select(ProfileRequest.key).where(free).order_by(ProfileRequest.created_at).limit(1).scalar_subquery()
+    newest = (
+        select(ProfileRequest.key)
+        .where(free)
+        .order_by(ProfileRequest.created_at.desc())
+        .limit(1)
+        .scalar_subquery()
     )
     return session.scalars(
         update(ProfileRequest)
-        .where(ProfileRequest.key == oldest, free)
+        .where(ProfileRequest.key == newest, free)
         .values(claimed_at=database_now())
         .returning(ProfileRequest)
     ).one_or_none()
@@ -140,6 +149,7 @@ def store(session: Session, request: ProfileRequest, profile: Profile) -> None:
         key=request.key,
         created_at=session.scalar(select(database_now())),
         model_name=request.model_name,
+        architecture=request.architecture,
         recipe=request.recipe,
         sequence=request.sequence,
         torch_version=_torch_version(),
@@ -217,6 +227,7 @@ def _errors(session: Session, source: str | None, device: DeviceKind) -> list[fl
     return [measured / predicted - 1 for measured, predicted in rows]
 
 
+@cache
 def _torch_version() -> str:
     """Without importing it."""
     try:

@@ -24,18 +24,21 @@ def upgrade() -> None:
         sa.Column("key", sa.String(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("model_name", sa.String(), nullable=False),
+        sa.Column("architecture", sa.String(), nullable=False),
         sa.Column("recipe", DOCUMENT, nullable=False),
         sa.Column("sequence", sa.Integer(), nullable=False),
         sa.Column("torch_version", sa.String(), nullable=False),
         sa.Column("content", DOCUMENT, nullable=False),
         sa.UniqueConstraint("key", name="uq_profiles_key"),
     )
+    op.create_index("ix_profiles_architecture", "profiles", ["architecture"])
     op.create_table(
         "profile_requests",
         sa.Column("key", sa.String(), primary_key=True),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("claimed_at", sa.Double(), nullable=True),
         sa.Column("model_name", sa.String(), nullable=False),
+        sa.Column("architecture", sa.String(), nullable=False),
         sa.Column("config", DOCUMENT, nullable=False),
         sa.Column("recipe", DOCUMENT, nullable=False),
         sa.Column("sequence", sa.Integer(), nullable=False),

@@ -69,6 +69,8 @@ def answer_one(database: Database) -> bool:
         for profile in simulated(request.config, Recipe.model_validate(request.recipe), request.sequence):
             with database.writing() as session:
                 profiles.store(session, request, profile)
+                if profiles.waiting(session):
+                    break  # somebody waits: this one stays unchecked
         log.info("profile made", model=request.model_name, seconds=round(profile.seconds, 2))
     except OperationalError:
         raise

@@ -45,6 +45,11 @@ class Recorder(TorchDispatchMode):
         self._blocks: dict[int, tuple[weakref.ref[Any], int]] = {}
         """By the storage's address, the reference that tells its end, and its block."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and the guard against it would take a tenth of the time."""
+        return False
+
     def enter(self, phase: str, group: int | None = None, kind: Kind = "activations") -> None:
         """What follows happens there, and what it allocates is of that kind."""
         self._place, self._kind = Place(phase, group), kind
