@@ -61,7 +61,8 @@ def estimates(session: Session, architecture: Architecture) -> Estimates:
     """The best estimate there is for each recipe and length: by profile, else by formula."""
 
     stored = select(StoredProfile.key, StoredProfile.content)
-    known = dict(session.execute(stored.where(StoredProfile.architecture == architecture.fingerprint)).all())
+    stored = stored.where(StoredProfile.architecture == architecture.fingerprint)
+    known: dict[str, Any] = {row.key: row.content for row in session.execute(stored)}
     error_of = cache(lambda source, device: mean_error(session, source, device))
 
     def best(recipe: Recipe, sequence: int) -> Estimate:

@@ -17,6 +17,7 @@ from app.schemas.profile import Recipe
 from app.settings import get_settings
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
+from workers.profiling.side_by_side import side_by_side
 from workers.training.lifeline import die_with_parent
 
 log = structlog.get_logger("accrue.profiler")
@@ -66,7 +67,8 @@ def answer_one(database: Database) -> bool:
     if request is None:
         return False
     try:
-        for profile in simulated(request.config, Recipe.model_validate(request.recipe), request.sequence):
+        recipe = Recipe.model_validate(request.recipe)
+        for profile in simulated(request.config, recipe, request.sequence, side_by_side):
             with database.writing() as session:
                 profiles.store(session, request, profile)
                 if profiles.waiting(session):

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from app.schemas.profile import KINDS, Curve, Line, Part, Profile, Recipe, Stretch
 from workers.profiling.allocator import replay
 from workers.profiling.simulate import Depth, Simulation, depth_for, layers_in, period_of
-from workers.profiling.tape import Peak, Tape, peaks
+from workers.profiling.tape import Peak, peaks
 from workers.profiling.unroll import NotUniform
 
 BENDS_AT = 1e-3
@@ -45,6 +46,19 @@ _MOST_WITHIN = 64
 """With a vocabulary so small that more rows than this are one chunk, the logits hardly count."""
 
 
+@dataclass(frozen=True)
+class Traced:
+    """What is kept of a tape."""
+
+    peaks: list[Peak]
+    over_allocated: float
+    """Bytes that the caching allocator reserves over bytes allocated."""
+
+
+Together = Callable[[Sequence[Callable[[], Traced]]], list[Traced]]
+"""How several traces are made: one after another, or side by side."""
+
+
 def make_profile(config: dict[str, Any], recipe: Recipe, sequence: int) -> Profile:
     """Simulates a model's training step.
 
@@ -56,54 +70,73 @@ def make_profile(config: dict[str, Any], recipe: Recipe, sequence: int) -> Profi
     return checked
 
 
-def profiles(config: dict[str, Any], recipe: Recipe, sequence: int) -> Iterator[Profile]:
+def profiles(
+    config: dict[str, Any], recipe: Recipe, sequence: int, together: Together | None = None
+) -> Iterator[Profile]:
     """The same twice: as soon as it can be used, and once it was checked."""
     began = time.perf_counter()
-    knots, simulation, traces = _traces(config, recipe, sequence)
+    simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config)))
+    knots = knots_for(simulation.chunk, sequence)
+    together = together or (lambda works: [work() for work in works])
+    try:
+        traces = _traces(simulation, knots.rows, sequence, together)
+    except NotUniform:
+        simulation = Simulation(config, recipe, Depth(layers_in(config), layers_in(config), 0))
+        traces = _traces(simulation, knots.rows, sequence, together)
     last = knots.rows[-1]
     curve = Curve(
         sequence=sequence,
         stretches=tuple(_stretch(traces, *pair) for pair in knots.pairs),
-        reserved=((last, _over_allocated(traces[last])),),
+        reserved=((last, traces[last].over_allocated),),
         parameters=simulation.parameters,
         trainable=simulation.trainable,
     )
-    seconds = time.perf_counter() - began
-    profile = Profile(source="simulated", curve=curve, checked_rows=None, check_error=None, seconds=seconds)
+    profile = Profile(
+        source="simulated",
+        curve=curve,
+        checked_rows=None,
+        check_error=None,
+        seconds=time.perf_counter() - began,
+    )
     yield profile
-    yield _checked(profile, traces[last], last, simulation.whole(knots.checked, sequence), knots.checked)
+    further = _traced(simulation, knots.checked, sequence)
+    yield _checked(profile, {last: traces[last], knots.checked: further})
 
 
-def _checked(profile: Profile, tape: Tape, rows: int, further: Tape, checked: int) -> Profile:
-    """The profile held against one more trace, and bent where it is off."""
-    curve = profile.curve
-    true = max(peak.bytes for peak in peaks(further))
-    error = max(line.bytes(checked) for line in curve.stretches[-1].accumulating) / true - 1
-    stretches = curve.stretches
+def _checked(profile: Profile, traces: dict[int, Traced]) -> Profile:
+    """The profile held against the second of two traces, and bent where it is off."""
+    (last, _), (checked, further) = sorted(traces.items())
+    curve, stretches = profile.curve, profile.curve.stretches
+    true = max(peak.bytes for peak in further.peaks)
+    error = max(line.bytes(checked) for line in stretches[-1].accumulating) / true - 1
     if abs(error) > BENDS_AT:
-        stretches = (*stretches, _stretch({rows: tape, checked: further}, rows, checked))
-    reserved = (*curve.reserved, (checked, _over_allocated(further)))
+        stretches = (*stretches, _stretch(traces, last, checked))
+    reserved = (*curve.reserved, (checked, further.over_allocated))
     curve = curve.model_copy(update={"stretches": stretches, "reserved": reserved})
     return profile.model_copy(update={"curve": curve, "checked_rows": checked, "check_error": error})
 
 
 def _traces(
-    config: dict[str, Any], recipe: Recipe, sequence: int
-) -> tuple[Knots, Simulation, dict[int, Tape]]:
-    """A model under fake tensors, and its tapes by rows; of all its layers where a few do not tell."""
-    layers = layers_in(config)
-    simulation = Simulation(config, recipe, depth_for(layers, period_of(config)))
-    knots = knots_for(simulation.chunk, sequence)
-    try:
-        return knots, simulation, {rows: simulation.whole(rows, sequence) for rows in knots.rows}
-    except NotUniform:
-        simulation = Simulation(config, recipe, Depth(layers, layers, 0))
-        return knots, simulation, {rows: simulation.whole(rows, sequence) for rows in knots.rows}
+    simulation: Simulation, rows: Sequence[int], sequence: int, together: Together
+) -> dict[int, Traced]:
+    works = [partial(_traced, simulation, each, sequence) for each in rows]
+    return dict(zip(rows, together(works), strict=True))
 
 
-def _stretch(traces: dict[int, Tape], fewer: int, more: int) -> Stretch:
+def _traced(simulation: Simulation, rows: int, sequence: int) -> Traced:
+    """A trace at the whole depth.
+
+    Raises:
+        NotUniform: the layers that were left out are not like those that were traced.
+    """
+    tape = simulation.whole(rows, sequence)
+    allocator = replay(tape)
+    return Traced(peaks(tape), allocator.peak_reserved / allocator.peak_allocated)
+
+
+def _stretch(traces: dict[int, Traced], fewer: int, more: int) -> Stretch:
     """The lines through two traces."""
-    pairs = list(_paired(peaks(traces[fewer]), peaks(traces[more])))
+    pairs = list(_paired(traces[fewer].peaks, traces[more].peaks))
     lines = [_line(one, other, fewer, more) for one, other in pairs]
     once = [line for line, (peak, _) in zip(lines, pairs, strict=True) if not peak.place.phase.endswith(" 1")]
     return Stretch(rows=fewer, once=_highest(once), accumulating=_highest(lines))
@@ -150,8 +183,3 @@ def _meet(flat: Line, steep: Line) -> float:
     """The rows at which a steeper line overtakes."""
     gain = (steep.bytes(1) - steep.bytes(0)) - (flat.bytes(1) - flat.bytes(0))
     return (flat.bytes(0) - steep.bytes(0)) / gain if gain else float("inf")
-
-
-def _over_allocated(tape: Tape) -> float:
-    allocator = replay(tape)
-    return allocator.peak_reserved / allocator.peak_allocated
