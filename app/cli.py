@@ -202,7 +202,15 @@ def plan(
         list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
+    method: Annotated[str, typer.Option(help="full, lora or qlora")] = "full",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw_8bit, lion, lamb, lars, sgd, adafactor")
+    ] = "adamw",
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, no, tf32 or pure_bf16")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing")] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, max=30, help="Seconds to wait for a simulation; then it is by formula")
+    ] = 10.0,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -214,7 +222,11 @@ def plan(
         "target_effective_batch_size": batch,
         "gpus": gpu or None,
         "max_length": max_length,
+        "method": method,
+        "optimizer": optimizer,
+        "mixed_precision": precision,
         "gradient_checkpointing": checkpointing,
+        "wait_seconds": wait,
     }
     with Client(url) as client:
         answer = client.post("/gradient-accumulation/calculate-batch-size", _given(body))

@@ -76,9 +76,12 @@ def cpu_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def for_planning(declared: list[Device]) -> list[Device]:
-    """The devices that plans are made for: declared ones, else those seen, else this machine's CPU."""
-    return declared or [gpu.device for gpu in seen()] or [this_cpu()]
+def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Device]:
+    """The devices that plans are made for.
+
+    Declared ones, else those seen here, else those that workers elsewhere have, else this machine's CPU.
+    """
+    return declared or [gpu.device for gpu in seen()] or of_workers or [this_cpu()]
 
 
 def _ask() -> list[SeenGpu]:

@@ -145,6 +145,7 @@ class StepMetric(Base):
     forward_backward_seconds: Mapped[float]
     optimizer_seconds: Mapped[float]
     aux_loss: Mapped[float | None]
+    largest_tokens: Mapped[int | None]
     micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)
     gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
 
@@ -226,6 +227,7 @@ class PredictionError(Base):
     device: Mapped[str]
     """cpu or cuda."""
     device_name: Mapped[str]
-    rows: Mapped[int]
+    largest_tokens: Mapped[int]
+    """Of the largest micro-batch, padding included."""
     predicted_bytes: Mapped[int] = mapped_column(BigInteger)
     measured_bytes: Mapped[int] = mapped_column(BigInteger)

@@ -8,22 +8,31 @@ from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean, quantiles
 from typing import Any, Literal
 
-from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy import and_, delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.database import Database, database_now, insert_for
 from app.errors import NotFound
 from app.ids import new_id
-from app.models import PredictionError, ProfileRequest, StoredProfile, Worker
+from app.models import Job, PredictionError, ProfileRequest, StepMetric, StoredProfile, Worker
+from app.planning.devices import GIB, Device
 from app.planning.estimate import ByFormula, ByProfile, Estimate, Estimates
+from app.planning.plan import recipe_of
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Profile, Recipe
+from app.schemas.spec import Plan, Spec
 
 DeviceKind = Literal["cpu", "cuda"]
 
 _LOOKED_AT_EVERY = 0.02
 _CLAIM_SECONDS = 60.0
 """A request that was claimed this long ago is anybody's again."""
+
+_FORGOTTEN_AFTER = 24 * 3600.0
+"""Seconds after which nobody waits for a request, and what failed may be tried again."""
+
+_SETTLED_STEPS = 3
+"""From so many steps on, an attempt's peak is that of its steady state."""
 
 _REMEMBERED = 200
 _ENOUGH = 5
@@ -59,7 +68,6 @@ def there(session: Session, key: str) -> bool:
 
 def estimates(session: Session, architecture: Architecture) -> Estimates:
     """The best estimate there is for each recipe and length: by profile, else by formula."""
-
     stored = select(StoredProfile.key, StoredProfile.content)
     stored = stored.where(StoredProfile.architecture == architecture.fingerprint)
     known: dict[str, Any] = {row.key: row.content for row in session.execute(stored)}
@@ -80,6 +88,8 @@ def ask(session: Session, wanted: Wanted) -> None:
     """Wants a profile, unless it is there, wanted already, or known not to be possible."""
     if there(session, wanted.key):
         return
+    old = ProfileRequest.created_at < database_now() - _FORGOTTEN_AFTER
+    session.execute(delete(ProfileRequest).where(old))
     statement = insert_for(session, ProfileRequest).values(
         key=wanted.key,
         created_at=session.scalar(select(database_now())),
@@ -178,6 +188,7 @@ def remove(session: Session, profile_id: str) -> None:
     stored = get(session, profile_id)
     session.execute(delete(ProfileRequest).where(ProfileRequest.key == stored.key))
     session.delete(stored)
+    session.flush()
 
 
 def get(session: Session, profile_id: str) -> StoredProfile:
@@ -208,9 +219,33 @@ def margin(session: Session, device: DeviceKind) -> float | None:
     return min(_MOST_MARGIN, max(_LEAST_MARGIN, beyond))
 
 
-def note_error(session: Session, error: PredictionError) -> None:
-    """Keeps what was measured beside what was predicted."""
-    session.merge(error)
+def hold_against(session: Session, job: Job, spec: Spec, plan: Plan, device: Device) -> None:
+    """Keeps what an attempt measured of its memory beside what was predicted for its largest micro-batch.
+
+    On a GPU that is what its tensors took at their peak; on a CPU the whole process.
+    """
+    own = (StepMetric.job_id == job.id) & (StepMetric.attempt == job.attempt)
+    peak, tokens, steps = session.execute(
+        select(func.max(StepMetric.peak_gb), func.max(StepMetric.largest_tokens), func.count()).where(own)
+    ).one()
+    if peak is None or tokens is None or steps < _SETTLED_STEPS:
+        return
+    estimate = estimates(session, spec.model.architecture)(recipe_of(spec, device), spec.data.max_length)
+    memory = estimate.memory(tokens / spec.data.max_length, accumulating=plan.accumulation_steps > 1)
+    predicted = memory.peak_process_bytes if device.kind == "cpu" else memory.peak_allocated_bytes
+    session.merge(
+        PredictionError(
+            job_id=job.id,
+            attempt=job.attempt,
+            created_at=session.scalar(select(database_now())) or 0.0,
+            source=estimate.source,
+            device=device.kind,
+            device_name=device.name,
+            largest_tokens=tokens,
+            predicted_bytes=predicted,
+            measured_bytes=int(peak * GIB),
+        )
+    )
 
 
 def _free() -> Any:

@@ -1,8 +1,9 @@
 """The read side: figures out of the rows that workers wrote."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
@@ -26,6 +27,33 @@ _PAGE = 1000
 def last_step(session: Session, job_id: str) -> int:
     """The last step of which there is a row; 0 where there is none."""
     return session.scalar(select(func.max(StepMetric.step)).where(StepMetric.job_id == job_id)) or 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a finished job measured."""
+
+    job_id: str
+    samples_per_second: float
+    tokens_per_sample: float
+
+
+def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_id: str) -> Speed | None:
+    """How fast the newest finished job with a model went on such a device; first those on the same data."""
+    jobs = select(Job).where(
+        Job.model_name == model_name, Job.status == "succeeded", Job.device.startswith(kind)
+    )
+    job = session.scalars(
+        jobs.order_by((Job.file_id == file_id).desc(), Job.id.desc()).limit(1)
+    ).one_or_none()
+    if job is None:
+        return None
+    samples, tokens, seconds = session.execute(
+        select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens), func.sum(_SECONDS)).where(
+            StepMetric.job_id == job.id
+        )
+    ).one()
+    return Speed(job.id, samples / seconds, tokens / samples) if seconds else None
 
 
 def series(session: Session, job_id: str, from_step: int, points: int | None) -> list[dict[str, Any]]:

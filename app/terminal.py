@@ -83,15 +83,20 @@ def show_batch_size(answer: dict[str, Any]) -> None:
             _sizes(device["micro_batch_sizes"]),
         )
     console.print(devices)
-    memory = Table("memory by formula", "", box=None)
+    memory = Table(f"memory, {answer['source']}", "", box=None)
     for name, size in answer["memory"].items():
         memory.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(size))
     console.print(memory)
     if answer["alternatives"]:
-        others = Table("change", "micro-batch", "steps", "peak", box=None)
+        others = Table("instead", "fits", "micro-batch", "steps", "peak", box=None)
         for other in answer["alternatives"]:
-            others.add_row(other["change"], str(other["micro_batch_size"]), str(other["accumulation_steps"]),
-                           _gb(other["peak_process_bytes"]))  # fmt: skip
+            others.add_row(
+                other["change"],
+                "yes" if other["fits"] else "no",
+                str(other["micro_batch_size"]),
+                str(other["accumulation_steps"]),
+                _gb(other["peak_process_bytes"]),
+            )
         console.print(others)
     for warning in answer["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)

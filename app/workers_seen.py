@@ -1,12 +1,14 @@
 """Which workers there are, by their heartbeats."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sqlalchemy import delete, or_, select
 from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.models import Worker
+from app.planning.devices import Device
 
 
 def beat(session: Session, worker: Worker) -> None:
@@ -22,6 +24,18 @@ def beat(session: Session, worker: Worker) -> None:
             running=worker.running,
         )
     )
+
+
+def gpus(session: Session, silent_seconds: float = 30.0) -> list[Device]:
+    """The GPUs of workers that live, numbered from 0 where there are several workers."""
+    alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)
+    workers = [
+        [Device(**device) for device in worker.devices if device["kind"] == "cuda"]
+        for worker in session.scalars(alive)
+    ]
+    workers = [own for own in workers if own]
+    found = [device for own in workers for device in own]
+    return found if len(workers) < 2 else [replace(device, id=n) for n, device in enumerate(found)]
 
 
 def forget(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:

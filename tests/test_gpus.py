@@ -57,8 +57,10 @@ def test_one_look_serves_everybody_for_a_moment(nvidia_smi: Path) -> None:
 
 def test_plans_are_made_for_declared_devices_first(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     declared = [Device(0, "24GB", 24 * GIB, "cuda")]
-    assert gpus.for_planning(declared) == declared
-    assert [device.id for device in gpus.for_planning([])] == [0, 1]
+    assert gpus.for_planning(declared, []) == declared
+    assert [device.id for device in gpus.for_planning([], [])] == [0, 1]
     nvidia_smi.unlink()
     monkeypatch.setattr(gpus, "_gauge", gpus._Gauge())
-    assert gpus.for_planning([]) == [gpus.this_cpu()]
+    assert gpus.for_planning([], []) == [gpus.this_cpu()]
+    elsewhere = [Device(0, "H100", 80 * GIB, "cuda")]
+    assert gpus.for_planning([], elsewhere) == elsewhere

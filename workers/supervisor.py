@@ -252,6 +252,7 @@ class Supervisor:
         outcome = running.run.outcome() if status == 0 else None
         failure = running.run.failure()
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
+        self._hold_against_prediction(session, running)
         if outcome is not None:
             jobs.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
@@ -263,6 +264,12 @@ class Supervisor:
             jobs.fail(session, fence, failure)
         else:
             jobs.crash(session, fence, failure or why_it_ended(status))
+
+    def _hold_against_prediction(self, session: Session, running: Running) -> None:
+        job = jobs.get(session, running.fence.job_id)
+        if job.attempt == running.fence.attempt:
+            spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
+            profiles.hold_against(session, job, spec, plan, running.device)
 
     def _crash(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:

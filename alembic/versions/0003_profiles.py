@@ -18,6 +18,7 @@ DOCUMENT = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
 
 
 def upgrade() -> None:
+    op.add_column("step_metrics", sa.Column("largest_tokens", sa.Integer(), nullable=True))
     op.create_table(
         "profiles",
         sa.Column("id", sa.String(), primary_key=True),
@@ -52,7 +53,7 @@ def upgrade() -> None:
         sa.Column("source", sa.String(), nullable=False),
         sa.Column("device", sa.String(), nullable=False),
         sa.Column("device_name", sa.String(), nullable=False),
-        sa.Column("rows", sa.Integer(), nullable=False),
+        sa.Column("largest_tokens", sa.Integer(), nullable=False),
         sa.Column("predicted_bytes", sa.BigInteger(), nullable=False),
         sa.Column("measured_bytes", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("job_id", "attempt", name="pk_prediction_errors"),
@@ -65,3 +66,4 @@ def upgrade() -> None:
 def downgrade() -> None:
     for name in ("prediction_errors", "profile_requests", "profiles"):
         op.drop_table(name)
+    op.drop_column("step_metrics", "largest_tokens")

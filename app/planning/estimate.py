@@ -23,8 +23,12 @@ class Estimate(Protocol):
     def expected_error(self) -> float | None:
         """The mean size of the errors that this source made on such devices; null: none was measured."""
 
-    def memory(self, rows: int, *, accumulating: bool = True) -> Memory:
-        """At the peak of a steady-state step; with several micro-batches, or with one."""
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        """At the peak of a steady-state step; with several micro-batches, or with one.
+
+        Args:
+            rows: of the micro-batch, or its padded tokens in rows of full length.
+        """
         ...
 
 
@@ -38,7 +42,7 @@ class ByFormula:
     expected_error: float | None = None
     source: Source = "formula"
 
-    def memory(self, rows: int, *, accumulating: bool = True) -> Memory:
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
         return step_memory(self.architecture, self.recipe, rows, self.sequence)
 
 
@@ -51,7 +55,7 @@ class ByProfile:
     source: Source
     expected_error: float | None = None
 
-    def memory(self, rows: int, *, accumulating: bool = True) -> Memory:
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
         line = self._highest(rows, accumulating)
         part = {kind: int(line.base[kind] + rows * line.slope[kind]) for kind in line.base}
         return Memory(
@@ -65,14 +69,14 @@ class ByProfile:
             reserved_over_allocated=self._over_allocated(rows),
         )
 
-    def _highest(self, rows: int, accumulating: bool) -> Line:
+    def _highest(self, rows: float, accumulating: bool) -> Line:
         stretch = next(
             (each for each in reversed(self.curve.stretches) if each.rows <= rows), self.curve.stretches[0]
         )
         lines = stretch.accumulating if accumulating else stretch.once
         return max(lines, key=lambda line: line.bytes(rows))
 
-    def _over_allocated(self, rows: int) -> float:
+    def _over_allocated(self, rows: float) -> float:
         """On a CPU nothing is reserved; on a GPU between two points the nearer one's."""
         if self.recipe.device == "cpu":
             return 1.0

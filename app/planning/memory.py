@@ -80,7 +80,7 @@ def kept_per_token(architecture: Architecture, recipe: Recipe) -> int:
     return norms + attention + feed_forward + masks
 
 
-def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: int, sequence: int) -> Memory:
+def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, sequence: int) -> Memory:
     """Memory of one steady-state step that accumulates.
 
     Args:
@@ -114,8 +114,8 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: int, se
         weights_bytes=int(frozen + adapters if recipe.lora else parameters * stored) + autocast_copies,
         gradients_bytes=trained * gradient,
         optimizer_bytes=int(trained * stored * states),
-        activations_bytes=activations,
-        logits_bytes=logits,
+        activations_bytes=int(activations),
+        logits_bytes=int(logits),
         workspace_bytes=workspace_bytes(recipe.device),
         context_bytes=context_bytes(recipe.device),
     )

@@ -175,13 +175,18 @@ def _planned(estimate: Estimate, capacity: Capacity, sizes: list[int], cut: Cut)
     )
 
 
-def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -> float | None:
-    if steps is None or not samples_per_second:
+def samples_of(spec: Spec, steps_total: int | None) -> int | None:
+    """Samples that a whole run goes through; null where only the tokenizer can tell."""
+    if steps_total is None:
         return None
-    samples = (
-        spec.data.examples * spec.epochs if spec.epochs is not None else steps * spec.effective_batch_size
-    )
-    return samples / samples_per_second
+    if spec.epochs is not None:
+        return (spec.data.examples - spec.data.held_out()) * spec.epochs
+    return steps_total * spec.effective_batch_size
+
+
+def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -> float | None:
+    samples = samples_of(spec, steps)
+    return samples / samples_per_second if samples is not None and samples_per_second else None
 
 
 def _warnings(spec: Spec, capacities: Sequence[Capacity], steps_total: int | None) -> list[str]:

@@ -4,17 +4,34 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.planning import learning_rate
+from app.planning.estimate import Source
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import Recommendation
+from app.schemas.run import NoiseScale
 
 SIZES = {"small": 125_000_000, "medium": 350_000_000, "large": 760_000_000, "xl": 1_300_000_000}
 """Parameters that people mean by a size, after the GPT-3 paper's table (Brown et al. 2020, table 2.1)."""
 
+Confidence = Literal["low", "medium", "high"]
+
 _FINE_TUNING_BATCH = 32
+_LARGE_BATCH = 8192
+_NARROW, _WIDE = 2.0, 6.0
+"""Upper over lower end of a noise scale's band: up to here it is told with high, and medium, confidence."""
+
 _SHARE_OF_DATA = 0.01
 
 _BASE_RATES = ((200e6, 5e-5), (1e9, 3e-5), (5e9, 2e-5))
 _BASE_RATE_BEYOND = 1e-5
+
+
+@dataclass(frozen=True)
+class MeasuredNoise:
+    """A gradient noise scale, and the job that measured it on so many samples."""
+
+    job_id: str
+    scale: NoiseScale
+    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -26,7 +43,10 @@ class Situation:
     micro_batch: int
     devices: int
     device_kind: Literal["cpu", "cuda"]
+    source: Source = "formula"
+    """Where `micro_batch` is from."""
     optimizer: str = "adamw"
+    noise: "MeasuredNoise | None" = None
 
 
 def recommended_batch(samples: int | None) -> int:
@@ -39,16 +59,22 @@ def recommended_batch(samples: int | None) -> int:
 
 def recommend(situation: Situation) -> dict[str, Recommendation]:
     """A recommendation for each choice, by name."""
-    batch = situation.target or recommended_batch(None)
+    batch = situation.target or _batch_by_noise(situation.noise) or recommended_batch(None)
     micro = max(1, min(situation.micro_batch, -(-batch // situation.devices)))
     steps = -(-batch // (micro * situation.devices))
     return {
-        "effective_batch_size": _batch(situation.target, batch),
-        "micro_batch_size": _formula(
-            micro, "the largest micro-batch predicted to fit, no larger than the target needs", "medium"
+        "effective_batch_size": _batch(situation, batch),
+        "micro_batch_size": _predicted(
+            situation,
+            micro,
+            "the largest micro-batch predicted to fit, no larger than the target needs",
+            "medium" if situation.source == "formula" else "high",
         ),
-        "accumulation_steps": _formula(
-            steps, f"{batch} samples over {situation.devices} device(s) in micro-batches of {micro}", "high"
+        "accumulation_steps": _predicted(
+            situation,
+            steps,
+            f"{batch} samples over {situation.devices} device(s) in micro-batches of {micro}",
+            "high",
         ),
         "learning_rate": _rate(situation, batch),
         "warmup_steps": _literature(
@@ -58,30 +84,64 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         ),
         "optimizer": _optimizer(batch),
         "precision": _precision(situation),
-        "gradient_checkpointing": _formula(
+        "gradient_checkpointing": _predicted(
+            situation,
             situation.micro_batch == 0,
             "not one sample fits without it"
             if situation.micro_batch == 0
             else "memory suffices without it, and it costs about a third more computation (Chen et al. 2016)",
             "medium",
         ),
-        "gradient_clipping": _literature(
-            1.0,
-            "the global norm that transformers are commonly clipped to (Brown et al. 2020, appendix B)",
-            "medium",
-        ),
+        "gradient_clipping": _clipping(batch),
     }
 
 
-def _batch(target: int | None, batch: int) -> Recommendation:
-    if target is not None:
-        return _literature(target, "the target that was given", "high")
+def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
+    """The noise scale itself: there the batch costs twice the samples and twice the steps of the least."""
+    if noise is None:
+        return None
+    return max(1, min(round(noise.scale.value), noise.samples or round(noise.scale.value)))
+
+
+def _batch(situation: Situation, batch: int) -> Recommendation:
+    if situation.target is not None:
+        return _literature(situation.target, "the target that was given", "high")
+    if situation.noise is not None:
+        return _measured_batch(situation.noise, batch)
     return _literature(
         batch,
         "fine-tuning works well with 32 to 64 samples a step where no gradient noise was measured; run a job "
         "and ask again with its id",
         "low",
     ).model_copy(update={"range": [32.0, 64.0]})
+
+
+def _measured_batch(noise: MeasuredNoise, batch: int) -> Recommendation:
+    scale, high = noise.scale, noise.scale.high
+    band = f"{scale.low:.0f} to {high:.0f}" if high is not None else f"{scale.low:.0f} and more"
+    spread = high / max(scale.low, 1e-9) if high is not None else float("inf")
+    confidence: Confidence = "high" if spread <= _NARROW else "medium" if spread <= _WIDE else "low"
+    return Recommendation(
+        value=batch,
+        why=f"job {noise.job_id} measured a gradient noise scale of {scale.value:.0f} samples (90 % band: "
+        f"{band}, from {scale.measurements} windows): with about so many samples a step neither samples nor "
+        "steps are wasted (McCandlish et al. 2018, section 2.3)",
+        evidence="measured",
+        confidence=confidence,
+        range=[scale.low, high if high is not None else float(noise.samples or scale.value)],
+    )
+
+
+def _clipping(batch: int) -> Recommendation:
+    if batch > _LARGE_BATCH:
+        return _literature(
+            0.25, "beyond 8k samples a step the gradient is little noise: a tighter norm, by custom", "low"
+        )
+    return _literature(
+        1.0,
+        "the global norm that transformers are commonly clipped to (Brown et al. 2020, appendix B)",
+        "medium",
+    )
 
 
 def _rate(situation: Situation, batch: int) -> Recommendation:
@@ -99,7 +159,7 @@ def _rate(situation: Situation, batch: int) -> Recommendation:
 
 
 def _optimizer(batch: int) -> Recommendation:
-    if batch > 8192:
+    if batch > _LARGE_BATCH:
         return _literature(
             "lamb", "beyond 8k samples a step layer-wise rates hold up (You et al. 2020)", "low"
         )
@@ -116,9 +176,9 @@ def _precision(situation: Situation) -> Recommendation:
     )
 
 
-def _literature(value: Any, why: str, confidence: Literal["low", "medium", "high"]) -> Recommendation:
+def _literature(value: Any, why: str, confidence: Confidence) -> Recommendation:
     return Recommendation(value=value, why=why, evidence="literature", confidence=confidence)
 
 
-def _formula(value: Any, why: str, confidence: Literal["low", "medium", "high"]) -> Recommendation:
-    return Recommendation(value=value, why=why, evidence="formula", confidence=confidence)
+def _predicted(situation: Situation, value: Any, why: str, confidence: Confidence) -> Recommendation:
+    return Recommendation(value=value, why=why, evidence=situation.source, confidence=confidence)

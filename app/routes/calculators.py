@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import ValidationError
 
-from app import base_models, gpus, profiles
+from app import base_models, gpus, profiles, workers_seen
 from app.database import Database
 from app.errors import Unprocessable
 from app.planning import learning_rate
@@ -164,7 +164,7 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
     if asked.model_name is None:
         return _from_figures(asked, memory_limits(asked.max_memory_usage, asked.memory_safety_margin))
     base = base_models.find_for_planning(asked.model_name, settings)
-    devices, warnings = _devices(asked, settings)
+    devices, warnings = _devices(asked, settings, database)
     recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
     wanted = Wanted(asked.model_name, base.architecture, base.config, recipe, sequence)
     told = profiles.ask_and_wait(database, wanted, asked.wait_seconds)
@@ -220,14 +220,17 @@ def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAns
     )
 
 
-def _devices(asked: BatchSizeRequest, settings: Settings) -> tuple[list[Device], list[str]]:
+def _devices(
+    asked: BatchSizeRequest, settings: Settings, database: Database
+) -> tuple[list[Device], list[str]]:
     """The devices that were named, or all there are; with the warning that this deserves."""
     if asked.gpus is not None:
         try:
             return parse_declared(asked.gpus), []
         except ValueError as error:
             raise Unprocessable(f"gpus: {error}.", field="gpus") from None
-    there = gpus.for_planning(settings.declared_devices)
+    with database.reading() as session:
+        there = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
     if asked.gpu_ids is not None:
         return select_devices(asked.gpu_ids, there), []
     if there[0].kind == "cpu":

@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.models import Job, Worker
+from app.planning.plan import samples_of
 from app.schemas.spec import Plan, Spec
 from app.schemas.training import (
     AccumulationStatus,
@@ -19,6 +20,7 @@ from app.schemas.training import (
     ResultAnswer,
     Waiting,
 )
+from app.stats import Speed
 
 WORKER_SILENT_SECONDS = 30.0
 PREFIX = "/gradient-accumulation"
@@ -59,10 +61,19 @@ def job_answer(session: Session, job: Job) -> JobAnswer:
 
 
 def dry_run_answer(
-    spec: Spec, plan: Plan, config: dict[str, Any], training_config: dict[str, Any]
+    spec: Spec, plan: Plan, config: dict[str, Any], training_config: dict[str, Any], speed: Speed | None
 ) -> DryRunAnswer:
     """What a job would do, in the same words."""
+    seconds = plan.predicted_duration_seconds
+    samples = samples_of(spec, plan.steps_total)
+    tokens = speed.tokens_per_sample * samples if speed is not None and samples is not None else None
     return DryRunAnswer(
+        predicted_tokens=None if tokens is None else round(tokens),
+        predicted_duration_seconds=seconds,
+        gpu_hours=seconds * len(plan.devices) / 3600
+        if seconds is not None and plan.device == "cuda"
+        else None,
+        measured_by=speed.job_id if speed is not None else None,
         model_name=spec.model.name,
         config=config,
         training_config=training_config,

@@ -1,23 +1,24 @@
 """Performance as measured, and what to do about it."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app import base_models, gpus, jobs, stats
+from app import base_models, gpus, jobs, profiles, stats, workers_seen
 from app.errors import Unprocessable
 from app.models import Job
 from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
-from app.planning.estimate import ByFormula, largest_micro_batch
+from app.planning.estimate import largest_micro_batch
 from app.planning.plan import precision_for
-from app.planning.recommendations import SIZES, Situation, recommend
+from app.planning.recommendations import SIZES, MeasuredNoise, Situation, recommend
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Recipe
+from app.schemas.run import NoiseScale
 from app.schemas.spec import OptimizerName
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
 from app.schemas.training import ModelName
@@ -53,45 +54,65 @@ def recommendations(
 ) -> Recommendations:
     """For a model, for a size of model, or for a job from its own figures."""
     advice: list[str] = []
+    noise = None
     if training_id is not None:
         job = jobs.get(session, training_id)
         model_name = job.model_name
-        target_batch_size = target_batch_size or int(job.spec["effective_batch_size"])
         architecture = Architecture.model_validate(job.spec["model"]["architecture"])
-        advice = _advice(session, job)
+        advice, noise = _advice(session, job), _noise_of(job)
+        if noise is None:
+            target_batch_size = target_batch_size or int(job.spec["effective_batch_size"])
     elif model_name is not None:
         architecture = base_models.find_for_planning(model_name, settings).architecture
+        noise = _newest_noise(session, model_name)
     else:
         architecture = _of_size(model_size or "small")
-    situation = _situation(architecture, target_batch_size, optimizer, settings)
+    situation = _situation(session, architecture, target_batch_size, optimizer, settings)
     return Recommendations(
         model_name=model_name,
         model_size=model_size,
         parameters=architecture.parameters,
-        **recommend(situation),
+        **recommend(replace(situation, noise=noise)),
         advice=advice,
     )
 
 
+def _noise_of(job: Job) -> MeasuredNoise | None:
+    """What a finished job measured."""
+    scale = (job.result or {}).get("noise_scale")
+    if scale is None:
+        return None
+    samples = job.spec["data"]["examples"] if job.spec["data"]["overlength"] != "split" else None
+    return MeasuredNoise(job.id, NoiseScale.model_validate(scale), samples)
+
+
+def _newest_noise(session: Session, model_name: str) -> MeasuredNoise | None:
+    """What the newest finished job of a model measured."""
+    finished = select(Job).where(Job.model_name == model_name, Job.status == "succeeded")
+    newest = session.scalars(finished.order_by(Job.id.desc()).limit(_NEWEST))
+    return next((noise for job in newest if (noise := _noise_of(job)) is not None), None)
+
+
 def _situation(
-    architecture: Architecture, target: int | None, optimizer: OptimizerName, settings: Settings
+    session: Session,
+    architecture: Architecture,
+    target: int | None,
+    optimizer: OptimizerName,
+    settings: Settings,
 ) -> Situation:
-    devices = gpus.for_planning(settings.declared_devices)
-    recipe = Recipe(
-        precision=precision_for("auto", devices[0]),
-        optimizer=optimizer,
-        gradient_checkpointing=False,
-        attention="sdpa",
-        device=devices[0].kind,
-    )
-    budget = memory_limits(0.9, None).budget(min(device.memory_bytes for device in devices))
+    devices = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
+    recipe = Recipe(precision=precision_for("auto", devices[0]), optimizer=optimizer, device=devices[0].kind)
+    limits = memory_limits(0.9, None, profiles.margin(session, recipe.device))
+    budget = limits.budget(min(device.memory_bytes for device in devices))
     sequence = min(architecture.positions, DEFAULT_MAX_LENGTH)
+    estimate = profiles.estimates(session, architecture)(recipe, sequence)
     return Situation(
         architecture=architecture,
         target=target,
-        micro_batch=largest_micro_batch(ByFormula(architecture, recipe, sequence), budget),
+        micro_batch=largest_micro_batch(estimate, budget),
         devices=len(devices),
         device_kind=devices[0].kind,
+        source=estimate.source,
         optimizer=optimizer,
     )
 

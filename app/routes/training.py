@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy import String, cast, select
 from sqlalchemy.orm import Session
 
-from app import base_models, files, gpus, jobs, profiles
+from app import base_models, files, gpus, jobs, profiles, stats, workers_seen
 from app.base_models import BaseModel
 from app.database import Database
 from app.errors import Unprocessable
@@ -27,6 +27,7 @@ from app.schemas.spec import Plan, Spec
 from app.schemas.training import DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
 from app.settings import Settings
+from app.stats import Speed
 from app.submission import Data, freeze
 
 _DRY_RUN_WAITS = 1.5
@@ -146,13 +147,12 @@ def _submit(
         config, num_gpus = _config(session, asked)
         data = _uploaded(session, asked.dataset_config.file_id, "file_id")
         validation = _uploaded(session, asked.dataset_config.validation_file_id, "validation_file_id")
+        devices = _devices(session, asked.gpu_ids, num_gpus, settings)
+        measured_margin = profiles.margin(session, devices[0].kind)
     if planned:
         _check_that_steps_are_left_to_us(config)
-    devices = _devices(asked.gpu_ids, num_gpus, settings)
     inline = asked.dataset_config.texts
     checked = data or Data(file_id="file-0", sha256="", format="text", examples=len(inline or []))
-    with database.reading() as session:
-        measured_margin = profiles.margin(session, devices[0].kind)
     spec = freeze(
         model,
         checked,
@@ -164,11 +164,11 @@ def _submit(
         profile=asked.profile,
         measured_margin=measured_margin,
     )
-    plan = _plan(spec, base, devices[0], database, wait=asked.dry_run)
+    plan, speed = _plan(spec, base, devices[0], database, wait=asked.dry_run)
     shown = (config.model_dump(mode="json"), asked.training_config.model_dump(mode="json"))
     if asked.dry_run:
         response.status_code = 200
-        return dry_run_answer(spec, plan, *shown)
+        return dry_run_answer(spec, plan, *shown, speed)
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -185,13 +185,26 @@ def _submit(
         return job_answer(session, jobs.get(session, job_id))
 
 
-def _plan(spec: Spec, base: BaseModel, device: Device, database: Database, *, wait: bool) -> Plan:
-    """The plan by the best estimate there is; a simulation is wanted for the next time."""
+def _plan(
+    spec: Spec, base: BaseModel, device: Device, database: Database, *, wait: bool
+) -> tuple[Plan, Speed | None]:
+    """The plan by the best estimate there is, and what its duration is from.
+
+    Where there is no simulation one is wanted for the next time.
+    """
     recipe = recipe_of(spec, device)
     wanted = Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
     profiles.ask_and_wait(database, wanted, _DRY_RUN_WAITS if wait else 0.0)
     with database.reading() as session:
-        return make_plan(spec, [device], profiles.estimates(session, base.architecture), predicted=True)
+        speed = stats.speed(session, spec.model.name, device.kind, spec.data.file_id)
+        plan = make_plan(
+            spec,
+            [device],
+            profiles.estimates(session, base.architecture),
+            predicted=True,
+            samples_per_second=speed.samples_per_second if speed is not None else None,
+        )
+        return plan, speed
 
 
 def _store(
@@ -237,9 +250,9 @@ def _uploaded(session: Session, file_id: str | None, field: str) -> Data | None:
     return Data(file.id, file.sha256, file.format, file.examples)
 
 
-def _devices(gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
+def _devices(session: Session, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
     """The devices that the job is reckoned for: those named, or the first of those there are."""
-    there = gpus.for_planning(settings.declared_devices)
+    there = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
     if gpu_ids is None:
         return [there[min(number, len(there) - 1)] for number in range(count)]
     return select_devices(gpu_ids, there)

@@ -41,7 +41,7 @@ class Line(Frozen):
     base: dict[Kind, float]
     slope: dict[Kind, float]
 
-    def bytes(self, rows: int) -> float:
+    def bytes(self, rows: float) -> float:
         """All kinds together."""
         return sum(self.base.values()) + rows * sum(self.slope.values())
 

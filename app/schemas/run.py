@@ -63,6 +63,8 @@ class LogLine(Frozen):
     """A mixture of experts' balance loss, weighted as trained."""
     micro_losses: tuple[float, ...] | None = None
     """The mean loss of each micro-batch, on request."""
+    largest_tokens: int | None = None
+    """Tokens of the largest micro-batch, padding included."""
     gradient_norms: dict[str, float] | None = None
     """The gradient's norm by layer, before clipping, on request."""
 

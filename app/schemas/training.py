@@ -286,6 +286,10 @@ class DryRunAnswer(Answer):
     effective_batch_size: int
     accumulation_steps: int
     actual_batch_size_per_gpu: int
+    predicted_tokens: int | None = Field(None, description="Of all samples of the run; by an earlier job")
+    predicted_duration_seconds: float | None = None
+    gpu_hours: float | None = Field(None, description="On GPUs: the duration on all devices, in hours")
+    measured_by: str | None = Field(None, description="The finished job that duration and tokens are from")
 
 
 class EventAnswer(Answer):

@@ -45,10 +45,10 @@ class Accrue:
         }
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, part: str) -> subprocess.Popen[bytes]:
+    def start(self, part: str, **variables: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", part],
-            env=self._env, stdout=self._log, stderr=self._log, start_new_session=True,
+            env={**self._env, **variables}, stdout=self._log, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         self.processes.append(process)
         return process

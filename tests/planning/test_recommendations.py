@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from app.planning.architectures import named
-from app.planning.recommendations import Situation, recommend, recommended_batch
+from app.planning.recommendations import MeasuredNoise, Situation, recommend, recommended_batch
+from app.schemas.run import NoiseScale
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,30 @@ def test_every_recommendation_names_its_evidence() -> None:
     assert by_formula == {"micro_batch_size", "accumulation_steps", "gradient_checkpointing"}
     assert recommended["learning_rate"].evidence == "literature"
     assert recommended["gradient_checkpointing"].value is False
+
+
+NOISE = MeasuredNoise("ftjob-1", NoiseScale(value=61.2, low=48.0, high=80.0, measurements=20), samples=10_000)
+
+
+def test_a_measured_noise_scale_is_the_recommended_batch_with_its_band() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda", noise=NOISE)
+    batch = recommend(situation)["effective_batch_size"]
+    assert (batch.value, batch.range, batch.evidence) == (61, [48.0, 80.0], "measured")
+    assert "ftjob-1" in batch.why
+    assert "McCandlish" in batch.why
+    assert batch.confidence == "high"
+    unbounded = NoiseScale(value=61.2, low=48.0, high=None, measurements=2)
+    vague = recommend(replace(situation, noise=replace(NOISE, scale=unbounded)))["effective_batch_size"]
+    assert vague.confidence == "low"
+    assert vague.range == [48.0, 10_000.0]
+
+
+def test_without_a_measurement_the_evidence_is_literature_and_a_target_goes_first() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda")
+    assert recommend(situation)["effective_batch_size"].evidence == "literature"
+    given = recommend(replace(situation, target=7, noise=NOISE))["effective_batch_size"]
+    assert (given.value, given.evidence) == (7, "literature")

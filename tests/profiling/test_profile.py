@@ -9,8 +9,9 @@ from app.planning.catalogue import TINY_GPT2
 from app.planning.estimate import ByFormula, ByProfile, largest_micro_batch
 from app.schemas.profile import Recipe
 from tests.benchmarks.accuracy import FAMILIES, Case, predicted_bytes, true_bytes
+from workers.profiling.depth import Depth, layers_in
 from workers.profiling.profile import make_profile
-from workers.profiling.simulate import Depth, Simulation, layers_in
+from workers.profiling.simulate import Simulation
 from workers.profiling.tape import peaks
 
 

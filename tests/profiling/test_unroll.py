@@ -9,7 +9,9 @@ from app.schemas.profile import Recipe
 from app.schemas.spec import LoraSpec
 from tests.benchmarks.accuracy import FAMILIES
 from workers.profiling.allocator import replay
-from workers.profiling.simulate import Depth, Simulation, depth_for, layers_in, period_of
+from workers.profiling.depth import Depth, depth_for, layers_in, period_of
+from workers.profiling.profile import make_profile
+from workers.profiling.simulate import Simulation
 from workers.profiling.tape import Tape, peaks
 
 LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
@@ -18,7 +20,7 @@ LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
 def tapes(config: dict[str, Any], recipe: Recipe, rows: int = 2, sequence: int = 96) -> tuple[Tape, Tape]:
     """Of four groups of layers, unrolled; and of all layers."""
     layers = layers_in(config)
-    depth = depth_for(layers, period_of(config))
+    depth = depth_for(layers, period_of(config, sequence))
     assert depth.traced < layers, "nothing to unroll"
     shallow = Simulation(config, recipe, depth).whole(rows, sequence)
     return shallow, Simulation(config, recipe, Depth(layers, layers, 0)).whole(rows, sequence)
@@ -53,16 +55,33 @@ def highest(tape: Tape) -> int:
 )
 def test_and_so_it_has_under_every_option(family: str, options: dict[str, Any]) -> None:
     unrolled, whole = tapes(FAMILIES[family], Recipe(device="cuda", **options))
-    assert highest(unrolled) == highest(whole)
+    assert highest(unrolled) == pytest.approx(highest(whole), rel=1e-5)  # LAMB keeps a scalar a parameter
     assert replay(unrolled).peak_reserved == pytest.approx(replay(whole).peak_reserved, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-32B"])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_large_models_are_predicted_from_four_layers(name: str, rows: int) -> None:
+def test_large_models_are_predicted_from_four_layers(name: str) -> None:
     config = config_of(name)
     assert config is not None
-    unrolled, whole = tapes(config, Recipe(device="cuda", precision="bf16"), rows, 1024)
+    unrolled, whole = tapes(config, Recipe(device="cuda", precision="bf16"), 8, 1024)
     one, other = highest(unrolled), highest(whole)
-    print(f"{name}, {rows} × 1024: {one / 2**30:.3f} GiB from four layers, {other / 2**30:.3f} from all")
+    print(f"{name}, 8 × 1024: {one / 2**30:.3f} GiB from four layers, {other / 2**30:.3f} from all")
     assert one == pytest.approx(other, rel=0.005)
+
+
+def test_layers_of_unlike_kind_are_grouped() -> None:
+    gemma = {**FAMILIES["gemma2"], "sliding_window": 64, "num_hidden_layers": 14}
+    assert period_of(gemma, 64) == 1  # no longer than the window: all alike
+    assert period_of(gemma, 65) == 2
+    assert period_of({**FAMILIES["gemma3"], "num_hidden_layers": 40}, 128) == 6
+    unrolled, whole = tapes(gemma, Recipe(device="cuda", precision="bf16"))
+    assert highest(unrolled) == highest(whole)
+    assert replay(unrolled).allocated == replay(whole).allocated
+
+
+def test_what_cannot_be_unrolled_is_traced_whole() -> None:
+    recipe = Recipe(device="cuda", precision="bf16", aux_scope="sequence")
+    profile = make_profile(FAMILIES["mixtral"], recipe, 96)
+    whole = Simulation(FAMILIES["mixtral"], recipe, Depth(7, 7, 0)).whole(1, 96)
+    line = max(profile.curve.stretches[0].accumulating, key=lambda line: line.bytes(1))
+    assert line.bytes(1) == highest(whole)

@@ -19,10 +19,13 @@ from app.schemas.spec import (
 )
 from tests.runs import events_of, lay_order, log_of, small_data, write_texts
 from tests.specs import make_optimizer, make_spec
+from tests.training.small_models import make_model, make_window64
 from tests.training.test_fit import interrupted_at, run_to_end, spoil, weights
 from workers.run_directory import RunDirectory
+from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
 from workers.training.faults import CannotTrain
+from workers.training.loss import TokenLoss
 
 OPTIMIZERS = ("adamw", "lion", "lamb", "lars", "sgd", "adafactor")
 
@@ -108,6 +111,28 @@ def test_merged_adapters_are_a_model_of_their_own(tmp_path: Path) -> None:
         if not torch.equal(tensor, merged.state_dict()[name])
     }
     assert changed == {f"transformer.h.{layer}.attn.c_attn.weight" for layer in (0, 1)}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_frozen_layers_in_autocasts_precision_give_the_same_bits(family: str) -> None:
+    data, adapters = make_window64(), LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
+    found = []
+    for precision in ("bf16", "fp32"):  # under fp32 nothing is narrowed
+        model = models.trainable(
+            make_model(family),
+            lora=adapters,
+            seed=0,
+            gradient_checkpointing=False,
+            freeze=(),
+            precision=precision,
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = TokenLoss(model)(data.batch(list(range(8)))).loss_sum
+        loss.backward()
+        narrowed = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+        assert bool(narrowed) is (precision == "bf16")
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:

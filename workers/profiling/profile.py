@@ -8,7 +8,8 @@ from typing import Any
 
 from app.schemas.profile import KINDS, Curve, Line, Part, Profile, Recipe, Stretch
 from workers.profiling.allocator import replay
-from workers.profiling.simulate import Depth, Simulation, depth_for, layers_in, period_of
+from workers.profiling.depth import Depth, depth_for, layers_in, period_of
+from workers.profiling.simulate import Simulation
 from workers.profiling.tape import Peak, peaks
 from workers.profiling.unroll import NotUniform
 
@@ -75,7 +76,7 @@ def profiles(
 ) -> Iterator[Profile]:
     """The same twice: as soon as it can be used, and once it was checked."""
     began = time.perf_counter()
-    simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config)))
+    simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config, sequence)))
     knots = knots_for(simulation.chunk, sequence)
     together = together or (lambda works: [work() for work in works])
     try:

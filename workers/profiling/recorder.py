@@ -54,6 +54,11 @@ class Recorder(TorchDispatchMode):
         """What follows happens there, and what it allocates is of that kind."""
         self._place, self._kind = Place(phase, group), kind
 
+    def stop(self) -> Tape:
+        """The tape, to which nothing is added from here on."""
+        self._blocks.clear()
+        return self.tape
+
     @property
     def phase(self) -> str:
         return self._place.phase

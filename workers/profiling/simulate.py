@@ -16,10 +16,12 @@ from app.schemas.arguments import OPTIMIZER_ARGUMENTS
 from app.schemas.profile import Recipe
 from app.schemas.spec import OptimizerSpec
 from workers.profiling import definitions
+from workers.profiling.depth import Depth, config_for, with_layers
+from workers.profiling.layers import follow, layers_of, weights_by_group
 from workers.profiling.on_cuda import OnCuda
 from workers.profiling.recorder import Recorder
 from workers.profiling.tape import Tape
-from workers.profiling.unroll import GROUPS, LAST, REPEATED, unroll
+from workers.profiling.unroll import REPEATED, unroll
 from workers.training import model as models
 from workers.training.accumulate import add
 from workers.training.balance import Balance, balance_of
@@ -31,51 +33,6 @@ from workers.training.window import Clipping, LossScale, Window
 
 MICRO_BATCHES = 2
 """The first and one that adds to it: every further one is like the second."""
-
-
-@dataclass(frozen=True)
-class Depth:
-    """How many layers a model is traced with, and how many it has; layers come in groups of `period`."""
-
-    period: int
-    traced: int
-    copies: int
-    """How often the third of the four groups has to be repeated for the whole depth; 0: it is whole."""
-
-    def group_of(self, layer: int) -> int:
-        """A layer's group; what does not fill a group belongs to the last."""
-        return min(layer // self.period, LAST)
-
-
-def depth_for(layers: int, period: int) -> Depth:
-    """Four groups and what is left over stand for all; a model that has no more is traced whole.
-
-    >>> depth_for(32, 1)
-    Depth(period=1, traced=4, copies=29)
-    """
-    further, left = divmod(layers - GROUPS * period, period)
-    if further <= 0:
-        return Depth(period, layers, 0)
-    return Depth(period, GROUPS * period + left, further + 1)
-
-
-def period_of(config: dict[str, Any]) -> int:
-    """After how many layers their kinds repeat; the number of layers, where they don't."""
-    kinds = config.get("layer_types")
-    layers = layers_in(config)
-    if kinds:
-        return next(
-            (n for n in range(1, layers) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))),
-            layers,
-        )
-    if config.get("mlp_only_layers"):
-        return layers
-    return int(config.get("decoder_sparse_step") or 1)
-
-
-def layers_in(config: dict[str, Any]) -> int:
-    """The number of layers that a config names."""
-    return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
 class _FewChunks(Head):
@@ -155,7 +112,7 @@ class Simulation:
         return self._count(lambda parameter: parameter.requires_grad)
 
     def _count(self, counts: Callable[[Tensor], bool]) -> int:
-        found = {id(tensor): (tensor, group) for tensor, group in self._weights()}
+        found = {id(tensor): (tensor, group) for tensor, group in weights_by_group(self._model, self._depth)}
         return sum(
             tensor.numel() * (self._depth.copies or 1 if group == REPEATED else 1)
             for tensor, group in found.values()
@@ -163,10 +120,9 @@ class Simulation:
         )
 
     def _build(self, config: dict[str, Any]) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        fields = _with_layers(config, self._depth.traced)
-        made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        made = config_for(with_layers(config, self._depth.traced))
         attention = "eager" if self._recipe.attention == "eager" else "sdpa"  # flash attention keeps the same
         dtype = torch.bfloat16 if self._recipe.precision == "pure_bf16" else torch.float32
         try:
@@ -189,7 +145,7 @@ class Simulation:
     def _trace(self, recorder: Recorder, rows: int, sequence: int) -> Tape:
         model, recipe = self._model, self._recipe
         recorder.enter("load")
-        for tensor, group in self._weights():
+        for tensor, group in weights_by_group(self._model, self._depth):
             block = recorder.know(tensor, "weights", group)
             if block is not None and self._recipe.quantised and definitions.is_quantised(tensor, group):
                 recorder.tape.blocks[block].size = definitions.stored_bytes(tensor)
@@ -205,16 +161,16 @@ class Simulation:
         if loss.head is not None:
             loss.head = _FewChunks(**vars(loss.head))
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
-        hooks = self._follow(recorder, routed=balance is not None)
+        hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
             with recorder:
                 self._make_states(recorder, optimizer)
                 self._window(recorder, step, rows, sequence)
+            return recorder.stop()
         finally:
             for hook in hooks:
                 hook.remove()
             gradients.release()
-        return recorder.tape
 
     def _make_states(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         """One step of the optimizer, for what it keeps."""
@@ -252,81 +208,6 @@ class Simulation:
         step.window.close()
         recorder.by_origin = False
 
-    def _weights(self) -> Iterator[tuple[Tensor, int | None]]:
-        """Parameters and buffers in their order, each with its group."""
-        layers = {id(layer): number for number, layer in enumerate(layers_of(self._model))}
-        for module, group in _modules(self._model, layers, self._depth):
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            yield from ((tensor, group) for tensor in own)
-
-    def _follow(self, recorder: Recorder, *, routed: bool) -> list[Any]:
-        """Hooks that tell the recorder which group of layers is at work, forward and backward."""
-        layers = layers_of(self._model)
-        hooks: list[Any] = []
-
-        def begins(group: int) -> Any:
-            def hook(*_: Any) -> None:
-                if not recorder.phase.startswith("backward"):
-                    recorder.enter(recorder.phase, group)
-
-            return hook
-
-        def ends(below: int | None, last: bool) -> Any:
-            def hook(_module: Any, _inputs: Any, output: Any) -> None:
-                if recorder.phase.startswith("backward"):
-                    return
-                phase = recorder.phase
-                hidden = output[0] if isinstance(output, tuple) else output
-                if hidden.requires_grad and below is not None:
-                    hidden.register_hook(_backward(recorder, phase, below))
-                if last:
-                    recorder.enter(phase, None, "logits")
-                    recorder.by_origin = routed  # the balance loss works on what each layer's router said
-
-            return hook
-
-        def enters(_module: Any, inputs: Any) -> None:
-            if not recorder.phase.startswith("backward") and inputs and inputs[0].requires_grad:
-                inputs[0].register_hook(_backward(recorder, recorder.phase, None))
-
-        hooks.append(layers[0].register_forward_pre_hook(enters))
-        for number, layer in enumerate(layers):
-            group = self._depth.group_of(number)
-            hooks.append(layer.register_forward_pre_hook(begins(group)))
-            hooks.append(layer.register_forward_hook(ends(group, number == len(layers) - 1)))
-        return hooks
-
-
-def _backward(recorder: Recorder, phase: str, group: int | None) -> Any:
-    def hook(_gradient: Tensor) -> None:
-        recorder.by_origin = False
-        recorder.enter(phase.replace("forward", "backward"), group)
-
-    return hook
-
-
-def layers_of(model: Any) -> nn.ModuleList:
-    """The list of a model's layers: the first whose length is their number.
-
-    Raises:
-        ValueError: the model has no such list.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    count = inner.config.get_text_config().num_hidden_layers
-    for module in inner.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(inner).__name__} has no list of {count} layers")
-
-
-def _modules(module: nn.Module, layers: dict[int, int], depth: Depth, group: int | None = None) -> Any:
-    """Every module once, with the group of layers that it is in."""
-    if id(module) in layers:
-        group = depth.group_of(layers[id(module)])
-    yield module, group
-    for child in module.children():
-        yield from _modules(child, layers, depth, group)
-
 
 def _materialise(model: nn.Module) -> None:
     """Makes parameters and buffers that are on no device fake tensors of the CPU; shared ones stay shared."""
@@ -343,14 +224,6 @@ def _materialise(model: nn.Module) -> None:
 def _fake(tensor: Tensor) -> Tensor:
     fake = torch.empty(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    name = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
-    fields = {**config, name: layers}
-    if fields.get("layer_types"):
-        fields["layer_types"] = fields["layer_types"][:layers]
-    return fields
 
 
 def _host(recipe: Recipe) -> torch.device | None:

@@ -10,7 +10,7 @@ from app.schemas.run import LogLine, NoiseScale
 from app.schemas.spec import TokenBudget
 from workers.training import memory
 from workers.training.accumulate import Trained
-from workers.training.batches import Cursor
+from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
 from workers.training.start import Indices, Training
 
@@ -98,6 +98,9 @@ def log_line(
         tokens_per_second=tokens / trained.seconds,
         memory_gb=memory.gib(closed.memory_bytes) if remembers else None,
         peak_gb=memory.gib(memory.peak(training.device)) if remembers else None,
+        largest_tokens=max(
+            tokens_of(training.lengths_of(window)[group], training.form.packed) for group in trained.groups
+        ),
         noise_scale=noise.value if noise else None,
         skipped=state.skipped,
         time=time.time(),

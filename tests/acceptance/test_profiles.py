@@ -1,0 +1,46 @@
+"""A worker with its profiler: predictions by simulation, over HTTP, and what comes of them in a job."""
+
+import signal
+
+from tests.acceptance.conftest import TRAINING, Accrue
+from tests.runs import until
+
+CALCULATE = "/gradient-accumulation/calculate-batch-size"
+PROFILES = "/gradient-accumulation/profiles"
+
+
+def test_the_worker_simulates_what_is_asked_for_and_keeps_it(accrue: Accrue) -> None:
+    accrue.serve()
+    llama = {"model_name": "meta-llama/Llama-3.1-8B", "gpus": ["24GB"], "wait_seconds": 30}
+    by_formula = accrue.post(CALCULATE, llama)
+    assert by_formula["source"] == "formula"
+    assert "no worker" in by_formula["warnings"][0]
+
+    worker = accrue.start("worker", ACCRUE_PROFILER="true")
+    until(lambda: accrue.get("/gradient-accumulation/workers")["data"])
+    until(lambda: accrue.post(CALCULATE, llama)["source"] == "simulated", 90)
+    full = accrue.post(CALCULATE, llama)
+    assert full["fits"] is False
+    assert len(full["alternatives"]) >= 4
+    assert "The least change that fits" in full["explanation"]
+    adapters = {"method": "lora", "gradient_checkpointing": True, "mixed_precision": "bf16"}
+    lora = accrue.post(CALCULATE, {**llama, **adapters})
+    assert lora["source"] == "simulated"
+    assert lora["fits"] is True
+    assert lora["memory"]["weights_bytes"] > 15 * 2**30
+
+    (first, *_) = accrue.get(PROFILES)["data"]
+    assert first["recipe"]["gradient_checkpointing"] is True
+    assert accrue.http.delete(f"{PROFILES}/{first['id']}").status_code == 204
+    assert accrue.http.get(f"{PROFILES}/{first['id']}").status_code == 404
+
+    dry = {"dataset_config": {"texts": ["some text"] * 40, "max_length": 64}, "dry_run": True}
+    body = {"model_name": "accrue/tiny-gpt2", **dry}
+    accrue.post(f"{TRAINING}/with-accumulation", body)
+    until(lambda: accrue.post(f"{TRAINING}/with-accumulation", body)["plan"]["source"] == "simulated", 30)
+    job = accrue.submit(dataset_config=dry["dataset_config"], training_config={"max_steps": 4})
+    assert accrue.ended(job)["status"] == "succeeded"
+    again = accrue.post(f"{TRAINING}/with-accumulation", {**body, "gpu_ids": None})
+    assert again["plan"]["source"] == "simulated"
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(30) == 0

@@ -1,0 +1,36 @@
+"""What finished jobs tell of the next."""
+
+import pytest
+
+from app import stats
+from app.database import Database
+from app.models import Job, StepMetric
+from tests.submissions import submitted
+from tests.workers.test_ingest import line
+
+
+def finished(database: Database, device: str, steps: int) -> str:
+    """A job that went so many steps of 8 samples and 90 tokens, each in 0.6 seconds."""
+    job_id = submitted(database)
+    with database.writing() as session:
+        for step in range(1, steps + 1):
+            session.add(StepMetric(job_id=job_id, **line(step).model_dump()))
+        job = session.get_one(Job, job_id)
+        job.status, job.device = "succeeded", device
+    return job_id
+
+
+def test_a_jobs_speed_is_that_of_the_newest_finished_one_on_such_a_device(database: Database) -> None:
+    submitted(database)
+    with database.reading() as session:
+        assert stats.speed(session, "accrue/tiny-gpt2", "cpu", "file-1") is None
+    finished(database, "cpu", 2)
+    newest = finished(database, "cpu", 3)
+    finished(database, "cuda:0", 1)
+    with database.reading() as session:
+        speed = stats.speed(session, "accrue/tiny-gpt2", "cpu", "file-1")
+        assert speed is not None
+        assert speed.job_id == newest
+        assert speed.samples_per_second == pytest.approx(8 / 0.6)
+        assert speed.tokens_per_sample == pytest.approx(90 / 8)
+        assert stats.speed(session, "another", "cpu", "file-1") is None

@@ -1,0 +1,75 @@
+"""How few of a model's layers tell what all of them do."""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from workers.profiling.unroll import GROUPS, LAST
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many layers a model is traced with, and how many it has; layers come in groups of `period`."""
+
+    period: int
+    traced: int
+    copies: int
+    """How often the third of the four groups has to be repeated for the whole depth; 0: it is whole."""
+
+    def group_of(self, layer: int) -> int:
+        """A layer's group; what does not fill a group belongs to the last."""
+        return min(layer // self.period, LAST)
+
+
+def depth_for(layers: int, period: int) -> Depth:
+    """Four groups and what is left over stand for all; a model that has no more is traced whole.
+
+    >>> depth_for(32, 1)
+    Depth(period=1, traced=4, copies=29)
+    """
+    further, left = divmod(layers - GROUPS * period, period)
+    if further <= 0:
+        return Depth(period, layers, 0)
+    return Depth(period, GROUPS * period + left, further + 1)
+
+
+def period_of(config: dict[str, Any], sequence: int) -> int:
+    """After how many layers their kinds repeat; the number of layers, where they don't.
+
+    Args:
+        sequence: tokens of a sample; up to a sliding window's length that attention is like any other.
+    """
+    layers = layers_in(config)
+    if config.get("mlp_only_layers"):
+        return layers
+    kinds = _kinds(config)
+    if sequence <= (config.get("sliding_window") or 0):
+        kinds = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]
+    repeats = (n for n in range(1, layers) if kinds[n:] == kinds[:-n])
+    return lcm(next(repeats, layers) if kinds else 1, int(config.get("decoder_sparse_step") or 1))
+
+
+def _kinds(config: dict[str, Any]) -> list[str]:
+    """Each layer's kind, as transformers knows it."""
+    made = config_for(config)
+    return list(getattr(made, "layer_types", None) or [])
+
+
+def config_for(fields: dict[str, Any]) -> Any:
+    """transformers' config of the content of a config.json."""
+    from transformers import AutoConfig
+
+    own = dict(fields)
+    return AutoConfig.for_model(own.pop("model_type"), **own)
+
+
+def layers_in(config: dict[str, Any]) -> int:
+    """The number of layers that a config names."""
+    return int(config.get("num_hidden_layers") or config["n_layer"])
+
+
+def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config of a model of so many layers, each of the kind that it is in the whole."""
+    name = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
+    kinds = _kinds(config)[:layers]
+    return {**config, name: layers, **({"layer_types": kinds} if kinds else {})}

@@ -1,0 +1,90 @@
+"""A model's layers: where they are, whose each weight is, and which group is at work."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from workers.profiling.depth import Depth
+from workers.profiling.recorder import Recorder
+
+
+def weights_by_group(model: Any, depth: Depth) -> Iterator[tuple[Tensor, int | None]]:
+    """Parameters and buffers in their order, each with its group."""
+    layers = {id(layer): number for number, layer in enumerate(layers_of(model))}
+    for module, group in _modules(model, layers, depth):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        yield from ((tensor, group) for tensor in own)
+
+
+def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> list[Any]:
+    """Hooks that tell the recorder which group of layers is at work, forward and backward.
+
+    Args:
+        routed: the loss works on what each layer's router said; there the inputs tell the group.
+    """
+    layers = layers_of(model)
+    hooks: list[Any] = []
+
+    def begins(group: int) -> Any:
+        def hook(*_: Any) -> None:
+            if not recorder.phase.startswith("backward"):
+                recorder.enter(recorder.phase, group)
+
+        return hook
+
+    def ends(below: int | None, last: bool) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            if recorder.phase.startswith("backward"):
+                return
+            phase = recorder.phase
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad and below is not None:
+                hidden.register_hook(_backward(recorder, phase, below))
+            if last:
+                recorder.enter(phase, None, "logits")
+                recorder.by_origin = routed  # the balance loss works on what each layer's router said
+
+        return hook
+
+    def enters(_module: Any, inputs: Any) -> None:
+        if not recorder.phase.startswith("backward") and inputs and inputs[0].requires_grad:
+            inputs[0].register_hook(_backward(recorder, recorder.phase, None))
+
+    hooks.append(layers[0].register_forward_pre_hook(enters))
+    for number, layer in enumerate(layers):
+        group = depth.group_of(number)
+        hooks.append(layer.register_forward_pre_hook(begins(group)))
+        hooks.append(layer.register_forward_hook(ends(group, number == len(layers) - 1)))
+    return hooks
+
+
+def _backward(recorder: Recorder, phase: str, group: int | None) -> Any:
+    def hook(_gradient: Tensor) -> None:
+        recorder.by_origin = False
+        recorder.enter(phase.replace("forward", "backward"), group)
+
+    return hook
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The list of a model's layers: the first whose length is their number.
+
+    Raises:
+        ValueError: the model has no such list.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    count = inner.config.get_text_config().num_hidden_layers
+    for module in inner.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(inner).__name__} has no list of {count} layers")
+
+
+def _modules(module: nn.Module, layers: dict[int, int], depth: Depth, group: int | None = None) -> Any:
+    """Every module once, with the group of layers that it is in."""
+    if id(module) in layers:
+        group = depth.group_of(layers[id(module)])
+    yield module, group
+    for child in module.children():
+        yield from _modules(child, layers, depth, group)
