@@ -121,7 +121,7 @@ def promises(measured: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     most = [
         *(
             (f"memory over {name}, at most", 1.0, ours["peak_mib"] / r["peak_mib"])
-            for name, r in compared.items()
+            for name, r in compared
         ),
         ("relative difference of the loss curves, at most", 1e-4, curve),
         ("window without optimizer over 16 bare passes, at most", 1.02, measured["overhead"]),
