@@ -119,10 +119,7 @@ def promises(measured: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     least = [(name, bound, value, value >= bound) for name, bound, value in rows]
     compared = (("batch 8", batch8), ("the best ungrouped", best_plain), ("the best grouped", best_grouped))
     most = [
-        *(
-            (f"memory over {name}, at most", 1.0, ours["peak_mib"] / r["peak_mib"])
-            for name, r in compared
-        ),
+        *((f"memory over {name}, at most", 1.0, ours["peak_mib"] / r["peak_mib"]) for name, r in compared),
         ("relative difference of the loss curves, at most", 1e-4, curve),
         ("window without optimizer over 16 bare passes, at most", 1.02, measured["overhead"]),
     ]
