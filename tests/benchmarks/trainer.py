@@ -77,7 +77,7 @@ def measure(size: Size, base: Path, rounds: int) -> dict[str, Any]:
             rate = result["samples"] / result["seconds"]
             print(f"round {number + 1}: {name:32} {rate:7.1f} samples/s, "
                   f"peak {result['peak_bytes'] / 2**20:6.0f} MiB", flush=True)  # fmt: skip
-    ratios = run({**held, "who": "overhead", "windows": size.windows // 2 + 1}, base / "run")
+    ratios = run({**held, "who": "overhead", "windows": size.windows + 1}, base / "run")
     return {"contestants": summarised(found), "overhead": median(ratios["ratios"]), "overheads": ratios}
 
 
@@ -151,23 +151,33 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, axes = plt.subplots(
         1, len(result["sizes"]), figsize=(6 * len(result["sizes"]), 4.5), squeeze=False
     )
+    kinds = {"Accrue": "#c0392b", "Trainer, grouped by length": "#2980b9", "Trainer": "#7f8c8d"}
     for axis, (size, measured) in zip(axes[0], result["sizes"].items(), strict=True):
         for name, r in measured["contestants"].items():
             if name in FIXED:
                 continue
-            ours = name.startswith("Accrue")
-            color = "#c0392b" if ours else "#2980b9" if "grouped" in name else "#7f8c8d"
-            axis.scatter(r["peak_mib"], r["samples_per_second"], color=color, s=90 if ours else 45, zorder=3)
-            label = name.replace("Trainer, ", "")
-            axis.annotate(label, (r["peak_mib"], r["samples_per_second"]), xytext=(6, 4),
-                          textcoords="offset points", fontsize=8)  # fmt: skip
+            ours, grouped = name.startswith("Accrue"), "grouped" in name
+            kind = "Accrue" if ours else "Trainer, grouped by length" if grouped else "Trainer"
+            place = (r["peak_mib"], r["samples_per_second"])
+            axis.scatter(*place, color=kinds[kind], s=90 if ours else 45, zorder=3)
+            label = "as planned" if ours else name.removeprefix("Trainer, ").removesuffix(", grouped")
+            axis.annotate(label, place, xytext=(0, 9 if ours or grouped else -16),
+                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
         axis.set(title=f"{size}: {result['models'][size]}", xlabel="peak memory while training, MiB",
-                 ylabel="samples per second", xscale="log", ylim=(0, None))  # fmt: skip
+                 ylabel="samples per second", xscale="log")  # fmt: skip
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.08)
+        axis.margins(x=0.12)
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%d"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.grid(alpha=0.3)
+    dots = [plt.Line2D([], [], color=color, marker="o", linestyle="", label=k) for k, color in kinds.items()]
+    axes[0][-1].legend(handles=dots, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
