@@ -32,6 +32,7 @@ test-slow: $(STAMP) ## Run the tests that take minutes
 
 accuracy: $(STAMP) ## Predicted against true memory, with a table and a chart (about 10 minutes)
 	$(BIN)/python -m tests.benchmarks.accuracy
+	$(BIN)/python -m tests.benchmarks.recommended
 
 bench-trainer: $(STAMP) ## Time the trainer beside transformers' Trainer (about 20 minutes)
 	$(BIN)/python -m tests.benchmarks.trainer

@@ -96,24 +96,34 @@ def migrate() -> None:
     typer.echo("The database is at the newest revision.")
 
 
+DataFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file, or a text file")]
+Model = Annotated[str, typer.Option(help="Base model")]
+Batch = Annotated[int | None, typer.Option(help="Effective batch: samples per optimizer step")]
+MaxLength = Annotated[int | None, typer.Option(help="Tokens of a sample")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any other field of the request, as in training_config.method=lora or "
+        "dataset_config.packing=true; may be given several times",
+    ),
+]
+
+
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file, or a text file")],
-    model: Annotated[str, typer.Option(help="Base model")] = "accrue/tiny-gpt2",
-    batch: Annotated[int | None, typer.Option(help="Effective batch: samples per optimizer step")] = None,
+    file: DataFile,
+    model: Model = "accrue/tiny-gpt2",
+    batch: Batch = None,
     steps: Annotated[int | None, typer.Option(help="Accumulation steps; left out, they are planned")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
     learning_rate: Annotated[float, typer.Option("--lr", min=0, max=100, help="Peak learning rate")] = 5e-5,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Any other field of the request, as in training_config.method=lora or "
-            "dataset_config.packing=true; may be given several times",
-        ),
-    ] = None,
+    max_length: MaxLength = None,
+    settings: Settings = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure micro-batches first, and take the leanest of the fastest")
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Check and plan, queue nothing")] = False,
     watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,
     url: Url = DEFAULT_URL,
@@ -125,25 +135,10 @@ def submit(
     """
     from app.terminal import follow, show_plan
 
+    training = {"epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate}
+    more = {"accumulation_steps": steps, "dry_run": dry_run, "tune": "first" if tune else None}
     with Client(url) as client:
-        dataset: dict[str, Any] = {"max_length": max_length}
-        if file.suffix.lower() == ".jsonl":
-            dataset["file_id"] = client.upload(file)["id"]
-        else:
-            dataset |= {"texts": [_text(file)], "overlength": "split"}
-        training = {"epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate}
-        body = {
-            "model_name": model,
-            "dataset_config": _given(dataset),
-            "training_config": _given(training),
-            "target_effective_batch_size": batch,
-            "accumulation_steps": steps,
-            "dry_run": dry_run,
-        }
-        body = _given(body)
-        for assignment in settings or []:
-            _set(body, assignment)
-        job = client.post("/gradient-accumulation/training/with-accumulation", body)
+        job = _submit(client, file, model, batch, max_length, training, more, settings)
         if as_json:
             typer.echo(json.dumps(job, indent=2))
         else:
@@ -152,6 +147,32 @@ def submit(
             show_plan(job)
         if watch_it and not dry_run:
             sys.exit(follow(client, job["id"]))
+
+
+@app.command()
+def tune(
+    file: DataFile,
+    model: Model = "accrue/tiny-gpt2",
+    batch: Batch = None,
+    max_length: MaxLength = None,
+    settings: Settings = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Measure on the device which micro-batch is fastest, with your data; no model comes of it.
+
+    It is a job as any other: it waits for a free device. What it finds is what later plans for this model,
+    method and length on such a device go by.
+    """
+    from app.terminal import show_tuning, wait_for
+
+    with Client(url) as client:
+        job = _submit(client, file, model, batch, max_length, {}, {"tune": "only"}, settings)
+        job = wait_for(client, job["id"], "measuring", quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(job["result"] and job["result"]["tuning"], indent=2))
+        sys.exit(0 if job["status"] == "succeeded" else 1)
+    sys.exit(show_tuning(job))
 
 
 @app.command()
@@ -247,6 +268,35 @@ def demo(
     from app.demo import run
 
     sys.exit(run(folder, steps))
+
+
+def _submit(
+    client: Client,
+    file: Path,
+    model: str,
+    batch: int | None,
+    max_length: int | None,
+    training: dict[str, Any],
+    more: dict[str, Any],
+    settings: list[str] | None,
+) -> Any:
+    """Uploads the file and asks for a job on it; gives the service's answer."""
+    dataset: dict[str, Any] = {"max_length": max_length}
+    if file.suffix.lower() == ".jsonl":
+        dataset["file_id"] = client.upload(file)["id"]
+    else:
+        dataset |= {"texts": [_text(file)], "overlength": "split"}
+    body = {
+        "model_name": model,
+        "dataset_config": _given(dataset),
+        "training_config": _given(training),
+        "target_effective_batch_size": batch,
+        **more,
+    }
+    body = _given(body)
+    for assignment in settings or []:
+        _set(body, assignment)
+    return client.post("/gradient-accumulation/training/with-accumulation", body)
 
 
 def _text(file: Path) -> str:

@@ -215,19 +215,30 @@ class ProfileRequest(Base):
     """Why it cannot be made; such a request is not made again."""
 
 
-class PredictionError(Base):
-    """What was predicted of a job's memory, and what was measured."""
+class Measurement(Base):
+    """What a job measured of one size of micro-batch, and what had been predicted. It outlives the job."""
 
-    __tablename__ = "prediction_errors"
+    __tablename__ = "measurements"
+    __table_args__ = (Index(None, "architecture", "device_name"),)
 
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
-    created_at: Mapped[float]
-    source: Mapped[str]
-    device: Mapped[str]
-    """cpu or cuda."""
-    device_name: Mapped[str]
-    largest_tokens: Mapped[int]
+    kind: Mapped[Literal["run", "sweep"]] = mapped_column(String, primary_key=True)
+    tokens: Mapped[int] = mapped_column(primary_key=True)
     """Of the largest micro-batch, padding included."""
+    created_at: Mapped[float]
+    key: Mapped[str]
+    """Of the profile that predicts it."""
+    architecture: Mapped[str]
+    """The fingerprint of the model's config.json."""
+    device: Mapped[Literal["cpu", "cuda"]] = mapped_column(String)
+    device_name: Mapped[str]
+    accumulating: Mapped[bool]
+    """It was one of several micro-batches of its step."""
+    source: Mapped[str]
+    """Of the prediction: measured, simulated or formula."""
     predicted_bytes: Mapped[int] = mapped_column(BigInteger)
     measured_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Allocated at the peak on a GPU, the whole process on a CPU."""
+    tokens_per_second: Mapped[float | None]
+    """The samples' own tokens, in forward and backward."""

@@ -1,28 +1,28 @@
-"""Profiles of memory: looked up, asked for, made, and held against what was measured."""
+"""Profiles of memory: looked up, asked for, made."""
 
 import hashlib
 import time
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from statistics import fmean, quantiles
-from typing import Any, Literal
+from typing import Any
 
-from sqlalchemy import and_, delete, func, or_, select, update
+from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.orm import Session
 
+from app import measurements
 from app.database import Database, database_now, insert_for
 from app.errors import NotFound
 from app.ids import new_id
-from app.models import Job, PredictionError, ProfileRequest, StepMetric, StoredProfile, Worker
-from app.planning.devices import GIB, Device
-from app.planning.estimate import ByFormula, ByProfile, Estimate, Estimates
+from app.measurements import Subject
+from app.models import Job, ProfileRequest, StoredProfile, Worker
+from app.planning.devices import Device
+from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, Estimates
 from app.planning.plan import recipe_of
+from app.planning.speeds import Speeds, SpeedsOf
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Profile, Recipe
-from app.schemas.spec import Plan, Spec
-
-DeviceKind = Literal["cpu", "cuda"]
+from app.schemas.spec import Spec
 
 _LOOKED_AT_EVERY = 0.02
 _CLAIM_SECONDS = 60.0
@@ -30,14 +30,6 @@ _CLAIM_SECONDS = 60.0
 
 _FORGOTTEN_AFTER = 24 * 3600.0
 """Seconds after which nobody waits for a request, and what failed may be tried again."""
-
-_SETTLED_STEPS = 3
-"""From so many steps on, an attempt's peak is that of its steady state."""
-
-_REMEMBERED = 200
-_ENOUGH = 5
-"""Measurements from which the margin is taken."""
-_LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
 
 
 @dataclass(frozen=True)
@@ -66,22 +58,58 @@ def there(session: Session, key: str) -> bool:
     return session.scalar(select(StoredProfile.id).where(StoredProfile.key == key)) is not None
 
 
-def estimates(session: Session, architecture: Architecture) -> Estimates:
-    """The best estimate there is for each recipe and length: by profile, else by formula."""
+def estimates(session: Session, architecture: Architecture, device_name: str | None) -> Estimates:
+    """The best estimate there is for each recipe and length: by profile, else by formula.
+
+    Either starts from what was measured with that recipe and length on such a device, where anything was.
+
+    Args:
+        device_name: null: the devices are of several kinds.
+    """
     stored = select(StoredProfile.key, StoredProfile.content)
     stored = stored.where(StoredProfile.architecture == architecture.fingerprint)
     known: dict[str, Any] = {row.key: row.content for row in session.execute(stored)}
-    error_of = cache(lambda source, device: mean_error(session, source, device))
+    measured = measurements.points(session, architecture.fingerprint, device_name)
+    error_of = cache(lambda source, device: measurements.mean_error(session, source, device))
 
     def best(recipe: Recipe, sequence: int) -> Estimate:
-        content = known.get(key_of(architecture, recipe, sequence))
+        key = key_of(architecture, recipe, sequence)
+        content = known.get(key)
         profile = None if content is None else Profile.model_validate(content)
-        error = error_of(profile.source if profile is not None else "formula", recipe.device)
+        estimate: Estimate
         if profile is None:
-            return ByFormula(architecture, recipe, sequence, error)
-        return ByProfile(profile.curve, recipe, profile.source, error)
+            estimate = ByFormula(architecture, recipe, sequence, error_of("formula", recipe.device))
+        else:
+            error = error_of(profile.source, recipe.device)
+            estimate = ByProfile(profile.curve, recipe, profile.source, error)
+        if key not in measured:
+            return estimate
+        error = error_of("measured", recipe.device)
+        return ByMeasurement(estimate, recipe.device, sequence, tuple(measured[key]), error)
 
     return best
+
+
+def speeds(session: Session, architecture: Architecture, device_name: str | None) -> SpeedsOf:
+    """What throughput was measured with each recipe and length on such a device."""
+
+    def found(recipe: Recipe, sequence: int) -> Speeds | None:
+        return measurements.speeds(session, key_of(architecture, recipe, sequence), device_name)
+
+    return found
+
+
+def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
+    """What an attempt of a job measures on a device."""
+    architecture, recipe, sequence = spec.model.architecture, recipe_of(spec, device), spec.data.max_length
+    return Subject(
+        job=job,
+        device=device,
+        sequence=sequence,
+        architecture=architecture.fingerprint,
+        key=key_of(architecture, recipe, sequence),
+        estimate=estimates(session, architecture, device.name)(recipe, sequence),
+    )
 
 
 def ask(session: Session, wanted: Wanted) -> None:
@@ -201,66 +229,9 @@ def get(session: Session, profile_id: str) -> StoredProfile:
     return stored
 
 
-def mean_error(session: Session, source: str, device: DeviceKind) -> float | None:
-    """The mean size of a source's relative errors on a kind of device; null: none was measured."""
-    errors = _errors(session, source, device)
-    return fmean(map(abs, errors)) if errors else None
-
-
-def margin(session: Session, device: DeviceKind) -> float | None:
-    """The share of a device to keep free, so that all but one in twenty of the measured jobs fit.
-
-    null: too little was measured to say.
-    """
-    errors = _errors(session, None, device)
-    if len(errors) < _ENOUGH:
-        return None
-    beyond = quantiles(errors, n=20, method="inclusive")[-1]
-    return min(_MOST_MARGIN, max(_LEAST_MARGIN, beyond))
-
-
-def hold_against(session: Session, job: Job, spec: Spec, plan: Plan, device: Device) -> None:
-    """Keeps what an attempt measured of its memory beside what was predicted for its largest micro-batch.
-
-    On a GPU that is what its tensors took at their peak; on a CPU the whole process.
-    """
-    own = (StepMetric.job_id == job.id) & (StepMetric.attempt == job.attempt)
-    peak, tokens, steps = session.execute(
-        select(func.max(StepMetric.peak_gb), func.max(StepMetric.largest_tokens), func.count()).where(own)
-    ).one()
-    if peak is None or tokens is None or steps < _SETTLED_STEPS:
-        return
-    estimate = estimates(session, spec.model.architecture)(recipe_of(spec, device), spec.data.max_length)
-    memory = estimate.memory(tokens / spec.data.max_length, accumulating=plan.accumulation_steps > 1)
-    predicted = memory.peak_process_bytes if device.kind == "cpu" else memory.peak_allocated_bytes
-    session.merge(
-        PredictionError(
-            job_id=job.id,
-            attempt=job.attempt,
-            created_at=session.scalar(select(database_now())) or 0.0,
-            source=estimate.source,
-            device=device.kind,
-            device_name=device.name,
-            largest_tokens=tokens,
-            predicted_bytes=predicted,
-            measured_bytes=int(peak * GIB),
-        )
-    )
-
-
 def _free() -> Any:
     long_ago = ProfileRequest.claimed_at < database_now() - _CLAIM_SECONDS
     return and_(ProfileRequest.error.is_(None), or_(ProfileRequest.claimed_at.is_(None), long_ago))
-
-
-def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:
-    """Measured over predicted, less 1, of the newest measurements."""
-    query = select(PredictionError.measured_bytes, PredictionError.predicted_bytes)
-    query = query.where(PredictionError.device == device, PredictionError.predicted_bytes > 0)
-    if source is not None:
-        query = query.where(PredictionError.source == source)
-    rows = session.execute(query.order_by(PredictionError.created_at.desc()).limit(_REMEMBERED)).all()
-    return [measured / predicted - 1 for measured, predicted in rows]
 
 
 @cache

@@ -41,7 +41,10 @@ class Speed:
 def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_id: str) -> Speed | None:
     """How fast the newest finished job with a model went on such a device; first those on the same data."""
     jobs = select(Job).where(
-        Job.model_name == model_name, Job.status == "succeeded", Job.device.startswith(kind)
+        Job.model_name == model_name,
+        Job.status == "succeeded",
+        Job.device.startswith(kind),
+        Job.result["tuning"].as_string().is_(None),
     )
     job = session.scalars(
         jobs.order_by((Job.file_id == file_id).desc(), Job.id.desc()).limit(1)

@@ -28,6 +28,7 @@ from app.schemas.spec import (
     RampSpec,
     ScheduleSpec,
     Spec,
+    Tune,
     ValidationSpec,
 )
 from app.schemas.training import DatasetConfig, TrainingConfig
@@ -101,6 +102,7 @@ def freeze(
     devices: int,
     *,
     profile: bool = False,
+    tune: Tune | None = None,
     measured_margin: float | None = None,
 ) -> Spec:
     """The spec of a job.
@@ -112,20 +114,11 @@ def freeze(
         Unprocessable: values that exclude each other, or that the model or the data do not allow.
     """
     own = _data(data, validation, dataset, model)
-    for field in ("early_stopping", "eval_every"):
-        if getattr(training, field) is not None and own.validation is None:
-            raise Unprocessable(
-                f"{field} needs something to evaluate on: set validation_split or validation_file_id in "
-                "dataset_config.",
-                field=f"training_config.{field}",
-            )
-    if training.compile and dataset.packing:
-        raise Unprocessable(
-            "compile and packing exclude each other: packed rows have a shape of their own each time.",
-            field="training_config.compile",
-        )
+    _check_options(training, own)
     samples = data.examples - own.held_out() if dataset.overlength != "split" else None
     batch = resolve_batch(config, devices, recommended_batch(samples))
+    if tune is not None:
+        _check_tunable(batch, training)
     return Spec(
         model=model,
         data=own,
@@ -163,7 +156,36 @@ def freeze(
         log_gradients=config.log_gradients,
         report_to=tuple(training.report_to),
         profile=profile,
+        tune=tune,
     )
+
+
+def _check_options(training: TrainingConfig, data: DataSpec) -> None:
+    for field in ("early_stopping", "eval_every"):
+        if getattr(training, field) is not None and data.validation is None:
+            raise Unprocessable(
+                f"{field} needs something to evaluate on: set validation_split or validation_file_id in "
+                "dataset_config.",
+                field=f"training_config.{field}",
+            )
+    if training.compile and data.packing:
+        raise Unprocessable(
+            "compile and packing exclude each other: packed rows have a shape of their own each time.",
+            field="training_config.compile",
+        )
+
+
+def _check_tunable(batch: Resolved, training: TrainingConfig) -> None:
+    if batch.steps is not None or batch.micro_batch is not None:
+        raise Unprocessable(
+            "tune chooses the micro-batch: leave accumulation_steps and micro_batch_size out.", field="tune"
+        )
+    if training.compile:
+        raise Unprocessable(
+            "tune and compile exclude each other: every size measured would be compiled first. Tune without "
+            "compile: what is found serves both.",
+            field="tune",
+        )
 
 
 def memory_limits(

@@ -1,6 +1,7 @@
 """What the command shows on a terminal: plans, lists, a job's progress."""
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +34,40 @@ def follow(client: Client, job_id: str) -> int:
                 break
             time.sleep(_POLL_SECONDS)
     return _show_end(job)
+
+
+def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) -> dict[str, Any]:
+    """Waits until a job has ended, and gives it; shows what it is waiting for meanwhile."""
+    with console.status(f"{job_id}: queued") if not quiet else nullcontext() as status:
+        while True:
+            job: dict[str, Any] = client.get(f"/gradient-accumulation/training/{job_id}")
+            if job["status"] in _ENDED:
+                return job
+            if status is not None:
+                told = f"waiting ({job['waiting']['reason']})" if job["waiting"] else doing
+                status.update(f"{job_id}: {told}")
+            time.sleep(_POLL_SECONDS)
+
+
+def show_tuning(job: dict[str, Any]) -> int:
+    """What a sweep over micro-batches found; 0 if it came to its end."""
+    if job["status"] != "succeeded":
+        return _show_end(job)
+    tuning = job["result"]["tuning"]
+    table = Table("tokens a micro-batch", "micro-batches", "samples/s", "tokens/s", "peak", "", box=None)
+    for tried in tuning["tried"]:
+        table.add_row(
+            f"{tried['token_budget']:,}", str(tried["micro_batches"]),
+            f"{tried['samples_per_second']:.3g}", f"{tried['tokens_per_second']:,.0f}",
+            _gb(tried["peak_bytes"]),
+            "leanest of the fastest" if tried["token_budget"] == tuning["token_budget"] else "",
+        )  # fmt: skip
+    console.print(
+        f"{job['model_name']} on {job['device']}, {tuning['samples']} samples, {job['plan']['precision']}"
+    )
+    console.print(table)
+    console.print("Later plans for this model, method and length on such a device go by this.")
+    return 0
 
 
 def show_plan(job: dict[str, Any]) -> None:
@@ -88,7 +123,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
         memory.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(size))
     console.print(memory)
     if answer["alternatives"]:
-        others = Table("instead", "fits", "micro-batch", "steps", "peak", box=None)
+        others = Table("instead", "fits", "micro-batch", "steps", "peak", "samples/s", box=None)
         for other in answer["alternatives"]:
             others.add_row(
                 other["change"],
@@ -96,6 +131,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
                 str(other["micro_batch_size"]),
                 str(other["accumulation_steps"]),
                 _gb(other["peak_process_bytes"]),
+                _speed(other["predicted_samples_per_second"]),
             )
         console.print(others)
     for warning in answer["warnings"]:
@@ -122,7 +158,8 @@ def _show_end(job: dict[str, Any]) -> int:
         result = job["result"]
         console.print(
             f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}, "
-            f"{result['trained_tokens']:,} tokens; model in {result['model_path']}",
+            f"{result['trained_tokens']:,} tokens; "
+            + (f"model in {result['model_path']}" if result["model_path"] else "measured, no model"),
             highlight=False,
         )
         return 0
@@ -138,6 +175,10 @@ def _sizes(sizes: list[int]) -> str:
 
 def _gb(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
+
+
+def _speed(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3g}"
 
 
 def _number(value: float | None) -> str:

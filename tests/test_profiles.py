@@ -7,15 +7,12 @@ import pytest
 from app import profiles
 from app.database import Database, database_now
 from app.errors import NotFound
-from app.models import Job, PredictionError, StepMetric, StoredProfile, Worker
+from app.models import StoredProfile, Worker
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
-from app.planning.devices import GIB, Device
+from app.planning.devices import GIB
 from app.profiles import Wanted
 from app.schemas.profile import KINDS, Curve, Line, Profile, Recipe, Stretch
-from app.schemas.spec import Plan, Spec
-from tests.submissions import submitted
-from tests.workers.test_ingest import line
 
 CPU = Recipe(device="cpu", precision="fp32")
 ARCHITECTURE = from_config(TINY_GPT2)
@@ -53,7 +50,7 @@ def make(database: Database, one: Wanted, made: Profile) -> None:
 def test_what_was_made_is_found_by_what_it_depends_on(database: Database) -> None:
     make(database, wanted(), profile())
     with database.reading() as session:
-        best = profiles.estimates(session, ARCHITECTURE)
+        best = profiles.estimates(session, ARCHITECTURE, None)
         assert best(CPU, 64).source == "simulated"
         assert best(CPU, 64).memory(3).activations_bytes == 3 * GIB
         assert best(CPU, 65).source == "formula"
@@ -110,25 +107,3 @@ def test_a_profile_that_is_forgotten_is_made_anew(database: Database) -> None:
             profiles.get(session, stored.id)
         profiles.ask(session, wanted())
         assert profiles.waiting(session)
-
-
-def test_a_measurement_becomes_an_error_and_enough_of_them_a_margin(database: Database) -> None:
-    with database.reading() as session:
-        assert profiles.margin(session, "cpu") is None
-    for number in range(6):
-        job_id = submitted(database)
-        with database.writing() as session:
-            job = session.get_one(Job, job_id)
-            for step in (1, 2, 3):
-                measured = {"attempt": job.attempt, "peak_gb": 2.0 + number / 10, "largest_tokens": 128}
-                session.add(StepMetric(job_id=job_id, **{**line(step).model_dump(), **measured}))
-            session.flush()
-            spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
-            profiles.hold_against(session, job, spec, plan, Device("cpu", "CPU", 8 * GIB, "cpu"))
-    with database.reading() as session:
-        errors = session.scalars(profiles.select(PredictionError)).all()
-        assert [error.measured_bytes for error in errors] == [int((2 + n / 10) * GIB) for n in range(6)]
-        assert all(error.source == "formula" and error.largest_tokens == 128 for error in errors)
-        assert profiles.mean_error(session, "formula", "cpu") is not None
-        assert profiles.mean_error(session, "formula", "cuda") is None
-        assert profiles.margin(session, "cpu") == 0.3  # far above what was predicted: the most there is

@@ -31,6 +31,8 @@ class Position:
     steps_total: int | None = None
     checkpoint_step: int = 0
     skipped: int = 0
+    tuning: dict[str, Any] | None = None
+    """This attempt's sweep over micro-batches (app.schemas.run.Tuning)."""
 
 
 def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position) -> Position:
@@ -48,7 +50,7 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
         made, at_metrics = _new_lines(run.metrics, position.metrics)
         if not told and not made:
             break
-        position = replace(_store_events(session, fence.job_id, told, position), events=at_events)
+        position = replace(_store_events(session, fence, told, position), events=at_events)
         _store_metrics(session, fence.job_id, [line for _, raw in made if (line := _log_line(raw))])
         position = replace(position, metrics=at_metrics)
     if position != before:
@@ -58,7 +60,7 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
 
 
 def _store_events(
-    session: Session, job_id: str, lines: list[tuple[int, bytes]], position: Position
+    session: Session, fence: Fence, lines: list[tuple[int, bytes]], position: Position
 ) -> Position:
     for offset, raw in lines:
         try:
@@ -70,9 +72,11 @@ def _store_events(
         if event.type == "checkpoint":
             step = max(position.checkpoint_step, int(event.data.get("step", 0)))
             position = replace(position, checkpoint_step=step)
+        if event.type == "tuned" and event.attempt == fence.attempt:
+            position = replace(position, tuning=event.data)
         if event.type == "skipped":
             position = replace(position, skipped=int(event.data.get("skipped", 0)))
-        session.execute(_event_row(session, job_id, offset, event))
+        session.execute(_event_row(session, fence.job_id, offset, event))
     return position
 
 

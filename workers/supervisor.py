@@ -15,14 +15,14 @@ import structlog
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from app import events, gpus, jobs, profiles, workers_seen
+from app import events, gpus, jobs, measurements, profiles, workers_seen
 from app.database import Database
 from app.ids import new_id
 from app.jobs import Fence, LostJob
 from app.models import Job, Worker
 from app.planning.devices import Device
 from app.planning.plan import make_plan
-from app.schemas.run import Failure
+from app.schemas.run import Failure, Tuning
 from app.schemas.spec import Order, Plan, Spec
 from app.settings import Settings
 from workers.ingest import Position, ingest
@@ -217,8 +217,11 @@ class Supervisor:
     def _new_plan(self, spec: Spec, device: Device) -> Plan:
         threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
         with self.database.reading() as session:
-            estimates = profiles.estimates(session, spec.model.architecture)
-            return make_plan(spec, [device], estimates, predicted=False, threads=threads)
+            on = (session, spec.model.architecture, device.name)
+            return make_plan(
+                spec, [device], profiles.estimates(*on),
+                predicted=False, threads=threads, speeds=profiles.speeds(*on),
+            )  # fmt: skip
 
     def _validation_file(self, spec: Spec) -> str | None:
         validation = spec.data.validation
@@ -240,6 +243,8 @@ class Supervisor:
         status = running.trainer.status()
         with self.database.writing() as session:
             position = ingest(session, running.run, running.fence, running.position)
+            if position.tuning not in (None, running.position.tuning):
+                self._note_sweep(session, running, position.tuning)
             if status is not None:
                 self._finish(session, running, status)
         running.position = position
@@ -252,7 +257,7 @@ class Supervisor:
         outcome = running.run.outcome() if status == 0 else None
         failure = running.run.failure()
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
-        self._hold_against_prediction(session, running)
+        self._note_run(session, running)
         if outcome is not None:
             jobs.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
@@ -265,11 +270,17 @@ class Supervisor:
         else:
             jobs.crash(session, fence, failure or why_it_ended(status))
 
-    def _hold_against_prediction(self, session: Session, running: Running) -> None:
+    def _note_run(self, session: Session, running: Running) -> None:
         job = jobs.get(session, running.fence.job_id)
         if job.attempt == running.fence.attempt:
-            spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
-            profiles.hold_against(session, job, spec, plan, running.device)
+            spec = Spec.model_validate(job.spec)
+            subject = profiles.subject(session, job, spec, running.device)
+            measurements.note_run(session, subject, Plan.model_validate(job.plan))
+
+    def _note_sweep(self, session: Session, running: Running, tuning: dict[str, Any]) -> None:
+        job = jobs.get(session, running.fence.job_id)
+        subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
+        measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
 
     def _crash(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:

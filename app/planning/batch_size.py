@@ -1,13 +1,14 @@
 """The calculator: the largest micro-batch that fits each device, and the split of a target."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from app.planning.devices import GIB, Device
-from app.planning.estimate import Estimate, Estimates, Source, largest_micro_batch
+from app.planning.estimate import MOST_ROWS, Estimate, Estimates, Source, largest_micro_batch
 from app.planning.memory import Memory
 from app.planning.remedies import changes
+from app.planning.speeds import Speeds, SpeedsOf, unmeasured
 from app.planning.split import split_over
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import (
@@ -33,6 +34,8 @@ class Question:
     limits: MemoryLimits
     devices: Sequence[Device]
     target: int | None
+    most: int | None = None
+    """The largest micro-batch to consider; null: any that fits."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Largest:
 
     once: int
     accumulating: int
+
+    def capped(self, most: int | None) -> "Largest":
+        """At most so many."""
+        return self if most is None else Largest(min(self.once, most), min(self.accumulating, most))
 
     def with_steps(self, steps: int) -> int:
         return self.once if steps == 1 else self.accumulating
@@ -59,15 +66,18 @@ class RawQuestion:
     target: int | None
 
 
-def answer(question: Question, estimates: Estimates, warnings: list[str]) -> BatchSizeAnswer:
-    """The split, by the best estimates there are."""
+def answer(
+    question: Question, estimates: Estimates, warnings: list[str], speeds: SpeedsOf = unmeasured
+) -> BatchSizeAnswer:
+    """The split, by the best estimates there are, in micro-batches no larger than throughput rewards."""
     estimate = estimates(question.recipe, question.sequence)
+    measured = speeds(question.recipe, question.sequence)
     largest = [_largest(estimate, device, question.limits) for device in question.devices]
-    micro, split = _split(question.target, largest)
+    micro, split = _split(question.target, [_useful(each, measured, question.sequence) for each in largest])
     steps = max(map(len, split))
     capacities = [each.with_steps(steps) for each in largest]
     memory = estimate.memory(micro, accumulating=steps > 1)
-    alternatives = _alternatives(question, estimates)
+    alternatives = _alternatives(question, estimates, speeds, micro)
     return BatchSizeAnswer(
         model_name=question.model_name,
         parameters=question.architecture.parameters,
@@ -80,6 +90,7 @@ def answer(question: Question, estimates: Estimates, warnings: list[str]) -> Bat
         memory=_memory(memory),
         source=estimate.source,
         expected_error=estimate.expected_error,
+        predicted_samples_per_second=_rate(measured, micro, question),
         alternatives=alternatives,
         explanation=_explain(all(capacities), split, question, memory, estimate.source, alternatives),
         warnings=warnings,
@@ -167,22 +178,32 @@ def _memory(memory: Memory) -> MemoryAnswer:
     )
 
 
-def _alternatives(question: Question, estimates: Estimates) -> list[Alternative]:
-    """What other choices would give: those that fit first, in the order of how little they change."""
+def _alternatives(
+    question: Question, estimates: Estimates, speeds: SpeedsOf, micro: int
+) -> list[Alternative]:
+    """What other choices would give: those that fit first, in the order of how little they change.
+
+    Args:
+        micro: the micro-batch as it is.
+    """
     found = []
+    if micro > 1:
+        half = replace(question, most=micro // 2)
+        found.append(_alternative(f"micro_batch_size: {micro // 2}", half, estimates, speeds))
     for change in changes(question.recipe, question.sequence):
-        estimate = estimates(change.recipe, change.sequence)
-        found.append(_alternative(change.told, question, estimate, question.devices))
-    more = [*question.devices, *question.devices]
-    found.append(
-        _alternative(f"devices: {len(more)}", question, estimates(question.recipe, question.sequence), more)
-    )
+        other = replace(question, recipe=change.recipe, sequence=change.sequence)
+        found.append(_alternative(change.told, other, estimates, speeds))
+    more = replace(question, devices=[*question.devices, *question.devices])
+    found.append(_alternative(f"devices: {len(more.devices)}", more, estimates, speeds))
     return sorted(found, key=lambda alternative: not alternative.fits)
 
 
-def _alternative(told: str, question: Question, estimate: Estimate, devices: Sequence[Device]) -> Alternative:
-    largest = [_largest(estimate, device, question.limits) for device in devices]
-    micro, split = _split(question.target, largest)
+def _alternative(told: str, question: Question, estimates: Estimates, speeds: SpeedsOf) -> Alternative:
+    estimate = estimates(question.recipe, question.sequence)
+    measured = speeds(question.recipe, question.sequence)
+    largest = [_largest(estimate, device, question.limits) for device in question.devices]
+    useful = [_useful(each, measured, question.sequence).capped(question.most) for each in largest]
+    micro, split = _split(question.target, useful)
     steps = max(map(len, split))
     return Alternative(
         change=told,
@@ -190,7 +211,24 @@ def _alternative(told: str, question: Question, estimate: Estimate, devices: Seq
         micro_batch_size=micro,
         accumulation_steps=steps,
         peak_process_bytes=estimate.memory(micro, accumulating=steps > 1).peak_process_bytes,
+        predicted_samples_per_second=_rate(measured, micro, question),
     )
+
+
+def _useful(largest: Largest, measured: Speeds | None, sequence: int) -> Largest:
+    """No larger than throughput rewards, where it was measured."""
+    return (
+        largest
+        if measured is None
+        else largest.capped(max(1, measured.useful(MOST_ROWS * sequence) // sequence))
+    )
+
+
+def _rate(measured: Speeds | None, micro: int, question: Question) -> float | None:
+    """Samples of full length per second on all devices, by what was measured on one."""
+    if measured is None:
+        return None
+    return measured.at(micro * question.sequence) / question.sequence * len(question.devices)
 
 
 _BY = {

@@ -1,6 +1,7 @@
 """Devices to plan for: seen, declared by a phrase such as "24GB" or "A100-80GB", or this machine itself."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,12 @@ class Device:
     name: str
     memory_bytes: int
     kind: Literal["cpu", "cuda"]
+
+
+def common_name(devices: Sequence[Device]) -> str | None:
+    """The name of devices that are all alike; null: they are not."""
+    names = {device.name for device in devices}
+    return names.pop() if len(names) == 1 else None
 
 
 def declared(phrase: str, device_id: int) -> Device:

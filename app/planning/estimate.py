@@ -1,9 +1,10 @@
 """How much memory a step takes: by a profile where there is one, else by formula."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from app.planning.interpolation import interpolated
 from app.planning.memory import Memory, context_bytes, step_memory, workspace_bytes
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Curve, Line, Recipe
@@ -81,6 +82,44 @@ class ByProfile:
         if self.recipe.device == "cpu":
             return 1.0
         return min(self.curve.reserved, key=lambda point: abs(point[0] - rows))[1]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A peak that was measured, bytes: allocated on a GPU, of the whole process on a CPU."""
+
+    tokens: int
+    accumulating: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ByMeasurement:
+    """What was measured with this very recipe on such a device; between and beyond it, as `by` would go on.
+
+    The differences between the two lie on lines between the points, and stay as they are beyond them.
+    """
+
+    by: Estimate
+    device: Literal["cpu", "cuda"]
+    sequence: int
+    points: tuple[Point, ...]
+    """By rising tokens; at least one."""
+    expected_error: float | None = None
+    source: Source = "measured"
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        predicted = self.by.memory(rows, accumulating=accumulating)
+        known = [(point.tokens / self.sequence, self._beyond(point)) for point in self.points]
+        workspace = predicted.workspace_bytes + round(interpolated(known, rows))
+        return replace(predicted, workspace_bytes=max(0, workspace))
+
+    def _beyond(self, point: Point) -> int:
+        """Bytes measured over those predicted."""
+        memory = self.by.memory(point.tokens / self.sequence, accumulating=point.accumulating)
+        return point.bytes - (
+            memory.peak_process_bytes if self.device == "cpu" else memory.peak_allocated_bytes
+        )
 
 
 Estimates = Callable[[Recipe, int], Estimate]

@@ -8,6 +8,7 @@ from typing import Literal
 from app.planning.devices import Device
 from app.planning.estimate import Estimate, Estimates, largest_micro_batch
 from app.planning.remedies import changes
+from app.planning.speeds import Speeds, SpeedsOf, unmeasured
 from app.planning.split import even, split_over
 from app.schemas.accumulation import Precision
 from app.schemas.profile import Recipe
@@ -24,7 +25,8 @@ from app.schemas.spec import (
 )
 
 CPU_TOKENS = 512
-"""A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING)."""
+"""A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING):
+this goes for a model that was not measured on it."""
 
 _WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
 
@@ -35,8 +37,10 @@ class Capacity:
 
     device: Device
     limit_bytes: int
-    largest: int
+    most: int
     """The largest micro-batch predicted to fit; at least 1."""
+    largest: int
+    """The largest worth using: beyond it throughput no longer grows."""
     fits: bool
     """Whether even one row is predicted to fit."""
 
@@ -48,6 +52,7 @@ def make_plan(
     *,
     predicted: bool,
     threads: int | None = None,
+    speeds: SpeedsOf = unmeasured,
     samples_per_second: float | None = None,
 ) -> Plan:
     """Plans a spec for devices of one kind.
@@ -56,11 +61,13 @@ def make_plan(
         devices: at least one; all CPUs or all GPUs.
         estimates: of the memory that a step takes.
         predicted: false where the plan is a worker's own, for the device that it has.
+        speeds: what throughput was measured on such devices.
         samples_per_second: measured before with this model on such a device, for the duration.
     """
     recipe = recipe_of(spec, devices[0])
     estimate = estimates(recipe, spec.data.max_length)
-    capacities = [_capacity(spec, estimate, device) for device in devices]
+    measured = speeds(recipe, spec.data.max_length) if _planned_freely(spec) else None
+    capacities = [_capacity(spec, estimate, device, measured) for device in devices]
     cut, sizes, adjusted = _cut(spec, capacities)
     known = spec.max_steps is not None or spec.data.overlength != "split"
     steps_total = spec.steps_for(spec.data.examples - spec.data.held_out()) if known else None
@@ -81,6 +88,9 @@ def make_plan(
         device=devices[0].kind,
         threads=threads,
         cut=cut,
+        most_tokens=min(capacity.most for capacity in capacities) * spec.data.max_length
+        if _planned_freely(spec)
+        else None,
         remedies=_remedies(spec, recipe, estimates),
     )
 
@@ -131,12 +141,15 @@ def _remedies(spec: Spec, recipe: Recipe, estimates: Estimates) -> tuple[Remedy,
     )
 
 
-def _capacity(spec: Spec, estimate: Estimate, device: Device) -> Capacity:
-    limit = spec.memory.budget(device.memory_bytes)
-    largest = largest_micro_batch(estimate, limit)
-    free_on_cpu = device.kind == "cpu" and _planned_freely(spec)
-    useful = max(1, CPU_TOKENS // spec.data.max_length) if free_on_cpu else largest
-    return Capacity(device, limit, max(1, min(largest, useful)), largest > 0)
+def _capacity(spec: Spec, estimate: Estimate, device: Device, measured: Speeds | None) -> Capacity:
+    limit, length = spec.memory.budget(device.memory_bytes), spec.data.max_length
+    fitting = largest_micro_batch(estimate, limit)
+    useful = most = max(1, fitting)
+    if measured is not None:
+        useful = measured.useful(most * length) // length
+    elif device.kind == "cpu" and _planned_freely(spec):
+        useful = CPU_TOKENS // length
+    return Capacity(device, limit, most, max(1, min(most, useful)), fitting > 0)
 
 
 def _planned_freely(spec: Spec) -> bool:

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import ValidationError
 
-from app import base_models, gpus, profiles, workers_seen
+from app import base_models, gpus, measurements, profiles, workers_seen
 from app.database import Database
 from app.errors import Unprocessable
 from app.planning import learning_rate
 from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
-from app.planning.devices import GIB, MIB, Device, parse_declared
+from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.learning_rate import Rule
 from app.planning.memory import OPTIMIZER_STATES
 from app.planning.plan import precision_for
@@ -170,13 +170,14 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
     told = profiles.ask_and_wait(database, wanted, asked.wait_seconds)
     with database.reading() as session:
         limits = memory_limits(
-            asked.max_memory_usage, asked.memory_safety_margin, profiles.margin(session, recipe.device)
+            asked.max_memory_usage, asked.memory_safety_margin, measurements.margin(session, recipe.device)
         )
         question = Question(
             asked.model_name, base.architecture, recipe, sequence, limits, devices,
             asked.target_effective_batch_size,
         )  # fmt: skip
-        return answer(question, profiles.estimates(session, base.architecture), [*warnings, *told])
+        on = (session, base.architecture, common_name(devices))
+        return answer(question, profiles.estimates(*on), [*warnings, *told], profiles.speeds(*on))
 
 
 def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:

@@ -113,13 +113,14 @@ def _result(job: Job) -> ResultAnswer | None:
         return None
     result = job.result
     return ResultAnswer(
-        model_path=f"runs/{job.id}/model",
+        model_path=f"runs/{job.id}/model" if result["files"] else None,
         files=result["files"],
         first_loss=result["first_loss"],
         eval_loss=result.get("eval_loss"),
         best_step=result.get("best_step"),
         equivalence_error=result.get("equivalence_error"),
         noise_scale=result.get("noise_scale"),
+        tuning=result.get("tuning"),
         final_loss=result["final_loss"],
         trained_tokens=result["trained_tokens"],
         effective_batch_size=result["effective_batch_size"],
@@ -159,7 +160,7 @@ def _links(job: Job) -> Links:
         log=f"{own}/log",
         events=f"{own}/events",
         stats=f"{PREFIX}/stats/{job.id}",
-        model=f"{own}/model" if job.status == "succeeded" else None,
+        model=f"{own}/model" if job.result and job.result["files"] else None,
     )
 
 

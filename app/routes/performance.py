@@ -7,11 +7,12 @@ from fastapi import APIRouter, Query, Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app import base_models, gpus, jobs, profiles, stats, workers_seen
+from app import base_models, gpus, jobs, measurements, profiles, stats, workers_seen
 from app.errors import Unprocessable
 from app.models import Job
 from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
+from app.planning.devices import common_name
 from app.planning.estimate import largest_micro_batch
 from app.planning.plan import precision_for
 from app.planning.recommendations import SIZES, MeasuredNoise, Situation, recommend
@@ -102,10 +103,10 @@ def _situation(
 ) -> Situation:
     devices = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
     recipe = Recipe(precision=precision_for("auto", devices[0]), optimizer=optimizer, device=devices[0].kind)
-    limits = memory_limits(0.9, None, profiles.margin(session, recipe.device))
+    limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     budget = limits.budget(min(device.memory_bytes for device in devices))
     sequence = min(architecture.positions, DEFAULT_MAX_LENGTH)
-    estimate = profiles.estimates(session, architecture)(recipe, sequence)
+    estimate = profiles.estimates(session, architecture, common_name(devices))(recipe, sequence)
     return Situation(
         architecture=architecture,
         target=target,

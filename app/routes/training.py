@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy import String, cast, select
 from sqlalchemy.orm import Session
 
-from app import base_models, files, gpus, jobs, profiles, stats, workers_seen
+from app import base_models, files, gpus, jobs, measurements, profiles, stats, workers_seen
 from app.base_models import BaseModel
 from app.database import Database
 from app.errors import Unprocessable
@@ -148,7 +148,7 @@ def _submit(
         data = _uploaded(session, asked.dataset_config.file_id, "file_id")
         validation = _uploaded(session, asked.dataset_config.validation_file_id, "validation_file_id")
         devices = _devices(session, asked.gpu_ids, num_gpus, settings)
-        measured_margin = profiles.margin(session, devices[0].kind)
+        measured_margin = measurements.margin(session, devices[0].kind)
     if planned:
         _check_that_steps_are_left_to_us(config)
     inline = asked.dataset_config.texts
@@ -162,6 +162,7 @@ def _submit(
         asked.training_config,
         len(devices),
         profile=asked.profile,
+        tune=asked.tune,
         measured_margin=measured_margin,
     )
     plan, speed = _plan(spec, base, devices[0], database, wait=asked.dry_run)
@@ -200,8 +201,9 @@ def _plan(
         plan = make_plan(
             spec,
             [device],
-            profiles.estimates(session, base.architecture),
+            profiles.estimates(session, base.architecture, device.name),
             predicted=True,
+            speeds=profiles.speeds(session, base.architecture, device.name),
             samples_per_second=speed.samples_per_second if speed is not None else None,
         )
         return plan, speed

@@ -104,7 +104,9 @@ class Alternative(Answer):
     micro_batch_size: int
     accumulation_steps: int
     peak_process_bytes: int
-    predicted_samples_per_second: float | None = None
+    predicted_samples_per_second: float | None = Field(
+        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
+    )
 
 
 class BatchSizeAnswer(Answer):
@@ -120,6 +122,9 @@ class BatchSizeAnswer(Answer):
     source: Literal["measured", "simulated", "formula"]
     expected_error: float | None = Field(
         description="Mean size of this source's relative errors so far; null: none was measured"
+    )
+    predicted_samples_per_second: float | None = Field(
+        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
     )
     alternatives: list[Alternative]
     explanation: str

@@ -78,6 +78,33 @@ class EventLine(Frozen):
     data: dict[str, Any]
 
 
+class Tried(Frozen):
+    """A micro-batch's size, measured on the job's own data and device."""
+
+    token_budget: int
+    micro_batches: int
+    """That the samples measured were cut into."""
+    largest_tokens: int
+    """Of the largest of them, padding included."""
+    samples_per_second: float
+    """Forward and backward, without the optimizer."""
+    tokens_per_second: float
+    """The samples' own tokens, padding not counted."""
+    peak_bytes: int
+    """Allocated on a GPU, the process's on a CPU; with the optimizer's states there."""
+
+
+class Tuning(Frozen):
+    """A sweep over micro-batches: the leanest of those that are as fast as the fastest is chosen."""
+
+    token_budget: int
+    """The one chosen."""
+    samples: int
+    """Samples that each was measured on."""
+    tried: tuple[Tried, ...]
+    """Largest first."""
+
+
 class Outcome(Frozen):
     """How a successful run ended."""
 
@@ -94,6 +121,7 @@ class Outcome(Frozen):
     """The step with the lowest validation loss."""
     equivalence_error: float | None = None
     noise_scale: NoiseScale | None = None
+    tuning: Tuning | None = None
 
 
 class Failure(Frozen):

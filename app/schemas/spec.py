@@ -20,6 +20,7 @@ Overlength = Literal["truncate", "split", "error"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 AuxScope = Literal["window", "sequence", "none"]
 RunPrecision = Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"]
+Tune = Literal["first", "only"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
@@ -185,6 +186,8 @@ class Spec(Frozen):
     log_gradients: bool
     report_to: tuple[Tracker, ...]
     profile: bool
+    tune: Tune | None = None
+    """Measure micro-batches before the run has gone far, or do nothing else."""
 
     def batch_at(self, step: int) -> int:
         """The effective batch of an update, counted from 0, as far as it does not depend on what is measured.
@@ -274,6 +277,8 @@ class Plan(Frozen):
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
     cut: Cut
+    most_tokens: int | None = None
+    """The largest micro-batch that memory is predicted to allow, where that is left to the plan."""
     remedies: tuple[Remedy, ...] = ()
     """What would take less memory than this plan, for one sample of full length."""
 

@@ -14,7 +14,7 @@ from app.schemas.arguments import (
     refuse_surplus,
 )
 from app.schemas.examples import DataFormat
-from app.schemas.run import NoiseScale
+from app.schemas.run import NoiseScale, Tuning
 from app.schemas.spec import (
     Attention,
     AuxScope,
@@ -24,6 +24,7 @@ from app.schemas.spec import (
     Plan,
     ScheduleName,
     Tracker,
+    Tune,
     WarmupShape,
 )
 from app.schemas.wire import Answer, Request
@@ -157,6 +158,11 @@ class TrainingRequest(AccumulationConfig):
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: bool = Field(True, description="false: queued paused, until it is resumed")
     profile: bool = Field(False, description="torch.profiler over one settled window, as an artifact")
+    tune: Tune | None = Field(
+        None,
+        description="Measure micro-batches of several sizes: first, to train with the leanest of the "
+        "fastest; or only, which makes no model",
+    )
     dry_run: bool = Field(False, description="Check and plan, queue nothing")
 
     @model_validator(mode="after")
@@ -215,7 +221,9 @@ class Progress(Answer):
 
 
 class ResultAnswer(Answer):
-    model_path: str = Field(description="Relative to the service's data folder")
+    model_path: str | None = Field(
+        description="Relative to the service's data folder; null: a job that only measured"
+    )
     files: list[str]
     first_loss: float | None
     final_loss: float | None
@@ -224,6 +232,7 @@ class ResultAnswer(Answer):
     trained_tokens: int
     equivalence_error: float | None = None
     noise_scale: NoiseScale | None = None
+    tuning: Tuning | None = None
     effective_batch_size: int
 
 

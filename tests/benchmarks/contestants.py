@@ -192,7 +192,7 @@ def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         training.state.step = 1  # a window in which the noise scale is not measured
         window = training.next_window()
         denominator = training.samples.denominator(window)
-        batches = [training.fetch(window[g].tolist()) for g in accumulate.cut(training, window)]
+        batches = [training.fetch(window[g].tolist()) for g in accumulate.cut(training, window, training.cut)]
         for number in range(asked["windows"] + 1):
             training.stop = bare = BareBeside(training, batches, denominator)
             began = time.perf_counter()

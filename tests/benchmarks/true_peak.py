@@ -18,7 +18,7 @@ from app.planning.devices import Device
 from app.planning.plan import recipe_of
 from app.schemas.architecture import ModelReference
 from app.schemas.arguments import OPTIMIZER_ARGUMENTS
-from app.schemas.spec import FixedSize, LoraSpec, MethodSpec, Order, Spec
+from app.schemas.spec import FixedSize, LoraSpec, MethodSpec, Order, Plan, Spec
 from tests.specs import cpu_plan, make_optimizer, make_spec
 from tests.training.live_bytes import peak_of
 from workers.run_directory import Reporter, RunDirectory
@@ -43,31 +43,46 @@ class Inline(Executor):
 
 def lay(asked: dict[str, Any], folder: Path) -> RunDirectory:
     """A model made from its config, data of full length, and a run directory for two windows."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder.mkdir()
-    tokens = asked["sequence"]
-    model, data = folder / "model", folder / "data.jsonl"
-    ensure_tiny_gpt2(model)  # its tokenizer of bytes
-    for left in model.glob("*.safetensors"):
-        left.unlink()
-    fields = dict(asked["config"])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(model)
     examples = 2 * asked["rows"] * asked["micro_batches"]
-    text = "".join(chr(97 + i % 26) for i in range(2 * tokens))
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(examples)))
-    run = RunDirectory(folder / "run")
-    spec = _spec(asked, data, examples)
+    text = "".join(chr(97 + i % 26) for i in range(2 * asked["sequence"]))
+    data = write_lines(folder / "data.jsonl", [text] * examples)
+    spec = spec_of(asked, data, examples)
     plan = cpu_plan(spec, threads=2, cut=FixedSize(samples=asked["rows"]))
+    return lay_run(folder, spec, plan, data, make_model(asked["config"], folder / "model"))
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    """A training file of texts."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def lay_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) -> RunDirectory:
+    """A run directory with an order."""
+    run = RunDirectory(folder / "run")
     run.write_order(
         Order(job_id="ftjob-1", attempt=1, spec=spec, plan=plan, data_file=str(data), model_path=str(model))
     )
     return run
 
 
-def _spec(asked: dict[str, Any], data: Path, examples: int) -> Spec:
+def make_model(told: dict[str, Any], model: Path) -> Path:
+    """A model of random weights from its config, with a tokenizer of bytes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    ensure_tiny_gpt2(model)  # its tokenizer of bytes
+    for left in model.glob("*.safetensors"):
+        left.unlink()
+    fields = dict(told)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    return model
+
+
+def spec_of(asked: dict[str, Any], data: Path, examples: int) -> Spec:
+    """The job that a combination stands for."""
     options = dict(asked["options"])
     optimizer = make_optimizer(options.pop("optimizer", "adamw"))
     if optimizer.name == "sgd":

@@ -62,7 +62,7 @@ def reads_of_a_window(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tup
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
         training, _ = start(run, order, reporter, trackers, lambda: False)
         window = training.next_window()
-        groups = accumulate.cut(training, window)
+        groups = accumulate.cut(training, window, training.cut)
         batches = [training.fetch(window[group].tolist()) for group in groups]
         training.window.open(training.samples.denominator(window), len(groups))
         with HostReads() as reads:

@@ -28,6 +28,15 @@ class StopRequested(Exception):
 
 
 @dataclass(frozen=True)
+class Added:
+    """What went into a window."""
+
+    data_seconds: float
+    """Wall time spent waiting for micro-batches."""
+    padded_tokens: int
+
+
+@dataclass(frozen=True)
 class Trained:
     """A window that was worked through, applied or not. Seconds of wall time."""
 
@@ -48,38 +57,54 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     spec, state, began = training.order.spec, training.state, time.perf_counter()
     accept = guards.spike(state.recent_losses, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
     while True:
-        groups = cut(training, window, measured=_measures(training))
-        data_seconds, padded_tokens, failed = 0.0, 0, False
+        measures = _measures(training)
+        groups = cut(training, window, training.cut, measured=measures)
+        added = None
         try:
-            observe_routing(training, window, groups)
-            seed_window(spec.seed, training.cursor)
-            training.window.open(denominator, len(groups))
-            batches = prefetched(training.loader, lambda g: training.fetch(window[g].tolist()), groups)
-            for number in range(len(groups)):
-                if training.stop():
-                    training.window.abandon()
-                    raise StopRequested
-                asked = time.perf_counter()
-                with record_function("accrue.data"):
-                    batch = next(batches)
-                data_seconds += time.perf_counter() - asked
-                padded_tokens += batch.input_ids.numel()
-                add(training, batch)
-                if number == 0 and len(groups) > 1 and _measures(training):
-                    training.window.tap()
+            added = accumulate(training, window, groups, denominator, tap=measures)
         except RuntimeError as error:
             if not guards.is_out_of_memory(error):
                 raise
-            failed = True  # handled once the error, and the tensors in its frames, are gone
-        if failed:
+        if added is None:  # by now the error is gone, and the tensors in its frames with it
             make_room(training, groups, training.lengths_of(window))
             continue
         closed = guards.close(training.window, accept)
         if not closed.overflow:
             seconds = time.perf_counter() - began
             measurement = _measurement(training, window, groups, closed, denominator)
-            return Trained(closed, groups, padded_tokens, data_seconds, seconds, measurement)
+            return Trained(closed, groups, added.padded_tokens, added.data_seconds, seconds, measurement)
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
+
+
+def accumulate(
+    training: Training, window: Indices, groups: Groups, denominator: float, *, tap: bool = False
+) -> Added:
+    """Opens a window, and adds every micro-batch to it; nothing is applied yet.
+
+    Args:
+        tap: note the gradient's norm after the first of several micro-batches.
+
+    Raises:
+        StopRequested: told to stop; the window was abandoned.
+    """
+    data_seconds, padded_tokens = 0.0, 0
+    observe_routing(training, window, groups)
+    seed_window(training.order.spec.seed, training.cursor)
+    training.window.open(denominator, len(groups))
+    batches = prefetched(training.loader, lambda g: training.fetch(window[g].tolist()), groups)
+    for number in range(len(groups)):
+        if training.stop():
+            training.window.abandon()
+            raise StopRequested
+        asked = time.perf_counter()
+        with record_function("accrue.data"):
+            batch = next(batches)
+        data_seconds += time.perf_counter() - asked
+        padded_tokens += batch.input_ids.numel()
+        add(training, batch)
+        if tap and number == 0 and len(groups) > 1:
+            training.window.tap()
+    return Added(data_seconds, padded_tokens)
 
 
 class Accumulating(Protocol):
@@ -101,8 +126,12 @@ def add(training: Accumulating, batch: MicroBatch) -> None:
         training.window.add(forward.loss_sum, share)
 
 
-def cut(training: Training, window: Indices, *, measured: bool = False) -> Groups:
-    """A window's micro-batches, as groups of positions in it."""
+def cut(training: Training, window: Indices, by: Cut, *, measured: bool = False) -> Groups:
+    """A window's micro-batches, as groups of positions in it.
+
+    Args:
+        measured: the first is drawn at random, for the noise scale.
+    """
     first = None
     if measured:
         place = [training.order.spec.seed, training.state.epoch, training.state.consumed]
@@ -119,7 +148,7 @@ def cut(training: Training, window: Indices, *, measured: bool = False) -> Group
             first=first,
         )
 
-    groups = groups_by(training.cut)
+    groups = groups_by(by)
     if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(window)):
         return groups_by(planned)  # the budget learned would allow fewer than were asked for
     return groups

@@ -91,7 +91,7 @@ def certify(training: Training) -> None:
             add(training, training.fetch(window[group].tolist()))
 
     while True:
-        groups, failed, certified = cut(training, window), False, None
+        groups, failed, certified = cut(training, window, training.cut), False, None
         chosen.clear()
         try:
             with models.without_randomness(training.model):

@@ -44,7 +44,7 @@ class TrainingState:
     loss_scale: float | None = None
     loss_scale_good_windows: int = 0
     token_budget: int | None = None
-    """Tokens per micro-batch learned by running out of memory."""
+    """Tokens per micro-batch learned by running out of memory, or by measuring; null: as planned."""
     failed_tokens: int | None = None
     """The smallest micro-batch that did not fit, in tokens."""
     largest_done: int = 0
@@ -52,6 +52,8 @@ class TrainingState:
     windows_since_failure: int = 0
     checkpointing: bool = False
     """Gradient checkpointing was switched on, since one sample did not fit without it."""
+    tuned: bool = False
+    """Micro-batches were measured, and the token budget set by what was found."""
     batch: int | None = None
     """The effective batch that a ramp has arrived at."""
     windows_since_growth: int = 0

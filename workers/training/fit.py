@@ -9,7 +9,7 @@ import torch
 from app.schemas.run import Outcome
 from app.schemas.spec import Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import certificate, checkpoint, evaluation, guards, noise_scale, profile, ramp
+from workers.training import certificate, checkpoint, evaluation, guards, noise_scale, profile, ramp, sweep
 from workers.training import model as models
 from workers.training.accumulate import StopRequested, Trained, add, train_window
 from workers.training.batches import after, tokens_of
@@ -36,6 +36,8 @@ def fit(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Outc
         tell_start(training, prepared)
         try:
             certificate.certify(training)
+            if order.spec.tune == "only":
+                return measure(training)
             train(training)
         except StopRequested:
             save_checkpoint(training)
@@ -43,6 +45,32 @@ def fit(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Outc
         finally:
             training.loader.shutdown(cancel_futures=True)
         return finish(training)
+
+
+def measure(training: Training) -> Outcome:
+    """The first steps, and the sweep over micro-batches that they warm up: no model comes of it.
+
+    Raises:
+        StopRequested: told to stop meanwhile.
+    """
+    state = training.state
+    while state.step < sweep.AFTER_STEPS:
+        if training.stop():
+            raise StopRequested
+        advance(training)
+    tuning = sweep.sweep(training)
+    sweep.settle(training, tuning)
+    training.close()
+    return Outcome(
+        files=(),
+        steps=state.step,
+        first_loss=state.first_loss,
+        final_loss=state.loss,
+        trained_tokens=state.trained_tokens,
+        effective_batch_size=training.order.spec.effective_batch_size,
+        equivalence_error=state.equivalence_error,
+        tuning=tuning,
+    )
 
 
 def train(training: Training) -> None:
@@ -53,6 +81,8 @@ def train(training: Training) -> None:
     while not training.finished:
         if training.stop():
             raise StopRequested
+        if spec.tune is not None and not state.tuned and state.step >= sweep.AFTER_STEPS:
+            sweep.settle(training, sweep.sweep(training))
         advance(training)
         _evaluate_if_due(training)
         if state.step % spec.save_every == 0 and state.step > saved_at:

@@ -1,5 +1,6 @@
 """Memory of the trainer: allocated on a GPU, resident on a CPU."""
 
+import contextlib
 import os
 import resource
 from pathlib import Path
@@ -20,10 +21,19 @@ def in_use(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes in use since the process started."""
+    """The most bytes in use since the process started, or since `forget_peak()`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begins a new `peak()`, where the system lets a process do that (Linux, CUDA)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def gib(count: int) -> float:

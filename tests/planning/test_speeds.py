@@ -1,0 +1,80 @@
+"""The micro-batch that is fast enough, and estimates that start from what was measured."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.planning.architectures import from_config
+from app.planning.catalogue import TINY_GPT2
+from app.planning.devices import GIB, Device
+from app.planning.estimate import ByFormula, ByMeasurement, Point, by_formula
+from app.planning.interpolation import interpolated
+from app.planning.plan import make_plan
+from app.planning.speeds import AS_FAST, Speeds, leanest
+from app.schemas.profile import Recipe
+from app.schemas.spec import TokenBudget
+from tests.specs import make_spec
+
+GPU = Device(0, "NVIDIA L4", 24 * GIB, "cuda")
+MEASURED = Speeds(((256, 900.0), (512, 990.0), (1024, 1000.0), (2048, 970.0)))
+ARCHITECTURE = from_config(TINY_GPT2)
+CUDA = Recipe(device="cuda", precision="bf16")
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e6)), min_size=1, max_size=8))
+def test_nothing_smaller_than_the_leanest_is_as_fast(pairs: list[tuple[int, float]]) -> None:
+    best = max(rate for _, rate in pairs)
+    found = leanest(pairs)
+    assert any(tokens == found and rate >= AS_FAST * best for tokens, rate in pairs)
+    assert all(rate < AS_FAST * best for tokens, rate in pairs if tokens < found)
+
+
+def test_throughput_that_grows_no_more_ends_the_micro_batch() -> None:
+    assert MEASURED.useful(10**6) == 512
+    assert MEASURED.useful(400) == 256  # memory allows no more
+    assert MEASURED.useful(100) == 100  # nothing so small was measured
+    assert Speeds(((256, 900.0),)).useful(4096) == 4096  # one size says nothing of others
+
+
+def test_rates_lie_between_those_measured() -> None:
+    assert [MEASURED.at(tokens) for tokens in (1, 256, 384, 2048, 9999)] == [900, 900, 945, 970, 970]
+
+
+PLACED = st.tuples(st.floats(0, 1e6), st.floats(-1e9, 1e9))
+
+
+@given(st.lists(PLACED, min_size=1, max_size=6), st.floats(-10, 2e6))
+def test_interpolation_stays_within_the_points(points: list[tuple[float, float]], at: float) -> None:
+    points = sorted(dict(points).items())
+    values = [value for _, value in points]
+    slack = 1e-6 * (1 + max(map(abs, values)))
+    assert min(values) - slack <= interpolated(points, at) <= max(values) + slack
+
+
+def test_a_plan_uses_no_larger_micro_batch_than_throughput_rewards() -> None:
+    spec, estimates = make_spec(effective_batch_size=4096, precision="bf16"), by_formula(ARCHITECTURE)
+    large = make_plan(spec, [GPU], estimates, predicted=True)
+    lean = make_plan(spec, [GPU], estimates, predicted=True, speeds=lambda recipe, sequence: MEASURED)
+    assert lean.cut == TokenBudget(tokens=512)
+    assert isinstance(large.cut, TokenBudget)
+    assert large.cut.tokens == large.most_tokens == lean.most_tokens
+    assert large.cut.tokens > 512
+    assert lean.effective_batch_size == large.effective_batch_size == 4096
+
+
+@pytest.mark.parametrize("accumulating", [True, False])
+def test_an_estimate_meets_what_was_measured_and_keeps_its_slope_beyond(accumulating: bool) -> None:
+    formula = ByFormula(ARCHITECTURE, CUDA, 64)
+
+    def peak(estimate: ByFormula | ByMeasurement, rows: float) -> int:
+        return estimate.memory(rows, accumulating=accumulating).peak_allocated_bytes
+
+    points = tuple(
+        Point(64 * rows, accumulating, peak(formula, rows) + extra)
+        for rows, extra in ((4, 10**7), (16, 3 * 10**7))
+    )
+    measured = ByMeasurement(formula, "cuda", 64, points)
+    assert [peak(measured, 4), peak(measured, 16)] == [point.bytes for point in points]
+    assert peak(measured, 10) - peak(formula, 10) == pytest.approx(2 * 10**7, abs=2)
+    assert peak(measured, 40) - peak(measured, 16) == peak(formula, 40) - peak(formula, 16)
+    assert measured.source == "measured"

@@ -1,0 +1,142 @@
+"""Micro-batches of several sizes, measured between two windows of the run, on its data and device.
+
+Each passes forward and backward over the same samples; nothing is applied, so that the run goes on as if
+nobody had measured. It comes after the first steps, once the optimizer's states are there.
+"""
+
+import math
+import time
+
+import numpy as np
+import torch
+
+from app.planning.speeds import leanest
+from app.schemas.run import Tried, Tuning
+from app.schemas.spec import TokenBudget
+from workers.training import guards, memory
+from workers.training.accumulate import accumulate, cut
+from workers.training.batches import Groups, tokens_of
+from workers.training.start import Indices, Training
+
+AFTER_STEPS = 2
+"""Steps after which a run is settled: states are there, kernels are chosen."""
+
+ROUNDS = 3
+"""Each size is measured so many times, in turns, and the best time counts: noise only ever adds."""
+
+_SPAN = 4
+"""The samples are as many as fill so many of the largest micro-batch, or the whole window."""
+
+_LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
+"""Sizes beside the planned one, as far as memory allows."""
+
+
+def sweep(training: Training) -> Tuning:
+    """Measures, and says which micro-batch is the leanest of the fastest.
+
+    Raises:
+        StopRequested: told to stop; nothing was changed.
+    """
+    planned = _planned(training)
+    whole = training.next_window()
+    ladder = candidates(planned, _most(training, planned), training.lengths_of(whole))
+    window = _enough(whole, training.lengths_of(whole), ladder[0])
+    cuts: dict[int, Groups] = {}
+    for budget in ladder:  # of sizes that cut alike, the smallest
+        groups = cut(training, window, TokenBudget(tokens=budget))
+        cuts = {other: own for other, own in cuts.items() if len(own) != len(groups)} | {budget: groups}
+    seconds, peaks = _measure(training, window, cuts)
+    lengths = training.lengths_of(window)
+    tokens = int(training.samples.lengths[window].sum())
+    tried = tuple(
+        Tried(
+            token_budget=budget,
+            micro_batches=len(cuts[budget]),
+            largest_tokens=max(tokens_of(lengths[g], training.form.packed) for g in cuts[budget]),
+            samples_per_second=len(window) / best,
+            tokens_per_second=tokens / best,
+            peak_bytes=peaks[budget],
+        )
+        for budget, best in seconds.items()
+    )
+    chosen = leanest((each.token_budget, each.tokens_per_second) for each in tried) if tried else planned
+    return Tuning(token_budget=chosen, samples=len(window), tried=tried)
+
+
+def settle(training: Training, tuning: Tuning) -> None:
+    """The run goes on with what was found, and says so."""
+    before = _planned(training)
+    training.state.tuned = True
+    if tuning.token_budget != before:
+        training.state.token_budget = tuning.token_budget
+    chosen = next((each for each in tuning.tried if each.token_budget == tuning.token_budget), None)
+    speed = f": {chosen.samples_per_second:.3g} samples/s" if chosen is not None else ""
+    training.reporter.event(
+        "tuned",
+        f"Micro-batches of at most {tuning.token_budget} tokens are the leanest of the fastest{speed}, of "
+        f"{len(tuning.tried)} sizes measured on {tuning.samples} samples; planned were {before}.",
+        **tuning.model_dump(mode="json"),
+    )
+
+
+def candidates(planned: int, most: int, lengths: Indices) -> list[int]:
+    """Token budgets worth measuring, largest first: up to what memory allows, and to the whole window.
+
+    None is smaller than the longest sample: such a one would cut no differently.
+    """
+    longest, together = int(lengths.max()), int(lengths.max()) * len(lengths)
+    highest = max(longest, min(most, together))
+    return sorted({min(max(round(planned * step), longest), highest) for step in _LADDER}, reverse=True)
+
+
+def _planned(training: Training) -> int:
+    assert isinstance(training.cut, TokenBudget), "a split that was asked for is not tuned"
+    return training.cut.tokens
+
+
+def _most(training: Training, planned: int) -> int:
+    failed = training.state.failed_tokens
+    most = training.order.plan.most_tokens or planned
+    return most if failed is None else min(most, failed - 1)
+
+
+def _enough(window: Indices, lengths: Indices, largest: int) -> Indices:
+    """The first samples of a window, as many as measuring takes."""
+    return window[: int(np.searchsorted(np.cumsum(lengths), _SPAN * largest)) + 1]
+
+
+def _measure(
+    training: Training, window: Indices, cuts: dict[int, Groups]
+) -> tuple[dict[int, float], dict[int, int]]:
+    """The best time and the highest peak of each size; without those that did not fit."""
+    seconds, peaks = dict.fromkeys(cuts, math.inf), dict.fromkeys(cuts, 0)
+    for _ in range(ROUNDS):
+        for budget in list(seconds):
+            memory.forget_peak(training.device)
+            took = _pass(training, window, cuts[budget])
+            if took is None:
+                del seconds[budget]
+                continue
+            seconds[budget] = min(seconds[budget], took)
+            peaks[budget] = max(peaks[budget], memory.peak(training.device))
+    memory.forget_peak(training.device)
+    return seconds, peaks
+
+
+def _pass(training: Training, window: Indices, groups: Groups) -> float | None:
+    """Seconds of one pass over the samples; null: out of memory."""
+    began = time.perf_counter()
+    fits = False
+    try:
+        accumulate(training, window, groups, training.samples.denominator(window) or 1.0)
+        training.window.finite()  # waits for the device
+        fits = True
+    except RuntimeError as error:
+        if not guards.is_out_of_memory(error):
+            raise
+    if fits:
+        return time.perf_counter() - began
+    training.window.abandon()
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
