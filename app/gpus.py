@@ -31,7 +31,7 @@ class SeenGpu:
 
     @property
     def device(self) -> Device:
-        return Device(self.id, self.name, self.memory_total_bytes, "cuda")
+        return Device(self.id, self.name, self.memory_total_bytes, "cuda", _expandable_segments())
 
 
 class _Gauge:
@@ -108,6 +108,12 @@ def _gputil():  # type: ignore[no-untyped-def]
         import GPUtil
         import setuptools  # noqa: F401  # brings distutils where Python has none
     return GPUtil
+
+
+def _expandable_segments() -> bool:
+    """Whether trainers started from this environment have them; PyTorch reads either name."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable_segments:true" in told.replace(" ", "").lower()
 
 
 def _number(value: float) -> float | None:

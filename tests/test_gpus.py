@@ -64,3 +64,12 @@ def test_plans_are_made_for_declared_devices_first(nvidia_smi: Path, monkeypatch
     assert gpus.for_planning([], []) == [gpus.this_cpu()]
     elsewhere = [Device(0, "H100", 80 * GIB, "cuda")]
     assert gpus.for_planning([], elsewhere) == elsewhere
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_whose_segments_grow_is_planned_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "garbage_collection_threshold:0.8, expandable_segments:True")
+    assert gpus.seen()[0].device.expandable_segments
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert not gpus.seen()[0].device.expandable_segments

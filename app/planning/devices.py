@@ -28,6 +28,8 @@ class Device:
     name: str
     memory_bytes: int
     kind: Literal["cpu", "cuda"]
+    expandable_segments: bool = False
+    """Its trainers' allocator has segments that grow."""
 
 
 def common_name(devices: Sequence[Device]) -> str | None:

@@ -123,6 +123,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         quantised=spec.method.name == "qlora",
         accumulate_in_fp32=spec.accumulate_in_fp32,
         accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
+        expandable_segments=device.expandable_segments,
     )
 
 

@@ -12,6 +12,7 @@ from app.schemas.run import NoiseScale
 SIZES = {"small": 125_000_000, "medium": 350_000_000, "large": 760_000_000, "xl": 1_300_000_000}
 """Parameters that people mean by a size, after the GPT-3 paper's table (Brown et al. 2020, table 2.1)."""
 
+ModelKind = Literal["transformer", "vision", "recurrent"]
 Confidence = Literal["low", "medium", "high"]
 
 _FINE_TUNING_BATCH = 32
@@ -46,7 +47,10 @@ class Situation:
     source: Source = "formula"
     """Where `micro_batch` is from."""
     optimizer: str = "adamw"
-    noise: "MeasuredNoise | None" = None
+    noise: MeasuredNoise | None = None
+    useful: int | None = None
+    """The micro-batch beyond which throughput was measured not to grow."""
+    kind: ModelKind = "transformer"
 
 
 def recommended_batch(samples: int | None) -> int:
@@ -60,16 +64,12 @@ def recommended_batch(samples: int | None) -> int:
 def recommend(situation: Situation) -> dict[str, Recommendation]:
     """A recommendation for each choice, by name."""
     batch = situation.target or _batch_by_noise(situation.noise) or recommended_batch(None)
-    micro = max(1, min(situation.micro_batch, -(-batch // situation.devices)))
+    most = min(situation.micro_batch, situation.useful or situation.micro_batch)
+    micro = max(1, min(most, -(-batch // situation.devices)))
     steps = -(-batch // (micro * situation.devices))
     return {
         "effective_batch_size": _batch(situation, batch),
-        "micro_batch_size": _predicted(
-            situation,
-            micro,
-            "the largest micro-batch predicted to fit, no larger than the target needs",
-            "medium" if situation.source == "formula" else "high",
-        ),
+        "micro_batch_size": _micro_batch(situation, micro),
         "accumulation_steps": _predicted(
             situation,
             steps,
@@ -92,7 +92,7 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
             else "memory suffices without it, and it costs about a third more computation (Chen et al. 2016)",
             "medium",
         ),
-        "gradient_clipping": _clipping(batch),
+        "gradient_clipping": _clipping(batch, situation.kind),
     }
 
 
@@ -132,10 +132,36 @@ def _measured_batch(noise: MeasuredNoise, batch: int) -> Recommendation:
     )
 
 
-def _clipping(batch: int) -> Recommendation:
+def _micro_batch(situation: Situation, micro: int) -> Recommendation:
+    if situation.useful is not None and micro == situation.useful < situation.micro_batch:
+        return Recommendation(
+            value=micro,
+            why=f"a sweep on such a device found larger ones no faster, up to the {situation.micro_batch} "
+            "that are predicted to fit: more accumulation steps of this size cost no throughput",
+            evidence="measured",
+            confidence="high",
+        )
+    return _predicted(
+        situation,
+        micro,
+        "the largest micro-batch predicted to fit, no larger than the target needs",
+        "medium" if situation.source == "formula" else "high",
+    )
+
+
+def _clipping(batch: int, kind: ModelKind) -> Recommendation:
     if batch > _LARGE_BATCH:
         return _literature(
             0.25, "beyond 8k samples a step the gradient is little noise: a tighter norm, by custom", "low"
+        )
+    if kind == "vision":
+        return _literature(5.0, "a loose norm against outliers only, by custom of image models", "low")
+    if kind == "recurrent":
+        return _literature(
+            0.5,
+            "gradients through time explode; limits from half to ten times the usual norm work (Pascanu et al. "
+            "2013)",
+            "low",
         )
     return _literature(
         1.0,

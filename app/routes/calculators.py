@@ -192,6 +192,7 @@ def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:
         lora=method.lora,
         quantised=method.name == "qlora",
         gradient_checkpointing=asked.gradient_checkpointing,
+        expandable_segments=device.expandable_segments,
     )
 
 

@@ -13,9 +13,9 @@ from app.models import Job
 from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
 from app.planning.devices import common_name
-from app.planning.estimate import largest_micro_batch
+from app.planning.estimate import MOST_ROWS, largest_micro_batch
 from app.planning.plan import precision_for
-from app.planning.recommendations import SIZES, MeasuredNoise, Situation, recommend
+from app.planning.recommendations import SIZES, MeasuredNoise, ModelKind, Situation, recommend
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Recipe
@@ -52,6 +52,7 @@ def recommendations(
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
     optimizer: Annotated[OptimizerName, Query()] = "adamw",
+    kind: Annotated[ModelKind, Query(description="What the rule for clipping is for")] = "transformer",
 ) -> Recommendations:
     """For a model, for a size of model, or for a job from its own figures."""
     advice: list[str] = []
@@ -73,7 +74,7 @@ def recommendations(
         model_name=model_name,
         model_size=model_size,
         parameters=architecture.parameters,
-        **recommend(replace(situation, noise=noise)),
+        **recommend(replace(situation, noise=noise, kind=kind)),
         advice=advice,
     )
 
@@ -106,6 +107,7 @@ def _situation(
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     budget = limits.budget(min(device.memory_bytes for device in devices))
     sequence = min(architecture.positions, DEFAULT_MAX_LENGTH)
+    measured = profiles.speeds(session, architecture, common_name(devices))(recipe, sequence)
     estimate = profiles.estimates(session, architecture, common_name(devices))(recipe, sequence)
     return Situation(
         architecture=architecture,
@@ -115,6 +117,7 @@ def _situation(
         device_kind=devices[0].kind,
         source=estimate.source,
         optimizer=optimizer,
+        useful=max(1, measured.useful(MOST_ROWS * sequence) // sequence) if measured else None,
     )
 
 

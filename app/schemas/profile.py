@@ -26,6 +26,8 @@ class Recipe(Frozen):
     clips: bool = True
     accumulate_in_fp32: bool = True
     accumulate_on_cpu: bool = False
+    expandable_segments: bool = False
+    """The caching allocator's segments grow (PyTorch's allocator settings)."""
 
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from app.planning.architectures import named
-from app.planning.recommendations import MeasuredNoise, Situation, recommend, recommended_batch
+from app.planning.recommendations import MeasuredNoise, ModelKind, Situation, recommend, recommended_batch
 from app.schemas.run import NoiseScale
 
 
@@ -53,3 +53,25 @@ def test_without_a_measurement_the_evidence_is_literature_and_a_target_goes_firs
     assert recommend(situation)["effective_batch_size"].evidence == "literature"
     given = recommend(replace(situation, target=7, noise=NOISE))["effective_batch_size"]
     assert (given.value, given.evidence) == (7, "literature")
+
+
+def test_a_sweep_caps_the_micro_batch_and_is_cited() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, 256, micro_batch=64, devices=1, device_kind="cuda", useful=16)
+    found = recommend(situation)
+    assert (found["micro_batch_size"].value, found["micro_batch_size"].evidence) == (16, "measured")
+    assert found["accumulation_steps"].value == 16
+    small = recommend(replace(situation, micro_batch=8))["micro_batch_size"]
+    assert (small.value, small.evidence) == (8, "formula")
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "limit"),
+    [("transformer", 64, 1.0), ("vision", 64, 5.0), ("recurrent", 64, 0.5), ("vision", 16_384, 0.25)],
+)
+def test_clipping_goes_by_the_kind_of_model_and_the_batch(kind: ModelKind, batch: int, limit: float) -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, batch, micro_batch=8, devices=1, device_kind="cuda", kind=kind)
+    assert recommend(situation)["gradient_clipping"].value == limit

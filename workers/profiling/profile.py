@@ -131,7 +131,7 @@ def _traced(simulation: Simulation, rows: int, sequence: int) -> Traced:
         NotUniform: the layers that were left out are not like those that were traced.
     """
     tape = simulation.whole(rows, sequence)
-    allocator = replay(tape)
+    allocator = replay(tape, expandable_segments=simulation.recipe.expandable_segments)
     return Traced(peaks(tape), allocator.peak_reserved / allocator.peak_allocated)
 
 

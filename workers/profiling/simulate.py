@@ -67,7 +67,7 @@ class Simulation:
 
     def __init__(self, config: dict[str, Any], recipe: Recipe, depth: Depth) -> None:
         self._mode = FakeTensorMode()
-        self._recipe = recipe
+        self.recipe = recipe
         self._depth = depth
         with torch.device("meta"), _quiet():
             self._model = self._build(config)
@@ -90,8 +90,8 @@ class Simulation:
             rows: samples of each micro-batch.
             sequence: tokens of each sample.
         """
-        recorder = Recorder(self._recipe.device, truth=not self._recipe.packing)
-        on_target = OnCuda() if self._recipe.device == "cuda" else contextlib.nullcontext()
+        recorder = Recorder(self.recipe.device, truth=not self.recipe.packing)
+        on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
         with self._mode, _quiet(), _as_if_real(), on_target:
             return self._trace(recorder, rows, sequence)
 
@@ -123,31 +123,31 @@ class Simulation:
         from transformers import AutoModelForCausalLM
 
         made = config_for(with_layers(config, self._depth.traced))
-        attention = "eager" if self._recipe.attention == "eager" else "sdpa"  # flash attention keeps the same
-        dtype = torch.bfloat16 if self._recipe.precision == "pure_bf16" else torch.float32
+        attention = "eager" if self.recipe.attention == "eager" else "sdpa"  # flash attention keeps the same
+        dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
         try:
             model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
         except ValueError:
             if attention != "sdpa":
                 raise
             model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
-        if self._recipe.quantised:
+        if self.recipe.quantised:
             definitions.to_compute_precision(layers_of(model))
         return models.trainable(
             model,
-            lora=self._recipe.lora,
+            lora=self.recipe.lora,
             seed=0,
-            gradient_checkpointing=self._recipe.gradient_checkpointing,
-            freeze=self._recipe.freeze,
-            precision=self._recipe.precision,
+            gradient_checkpointing=self.recipe.gradient_checkpointing,
+            freeze=self.recipe.freeze,
+            precision=self.recipe.precision,
         )
 
     def _trace(self, recorder: Recorder, rows: int, sequence: int) -> Tape:
-        model, recipe = self._model, self._recipe
+        model, recipe = self._model, self.recipe
         recorder.enter("load")
         for tensor, group in weights_by_group(self._model, self._depth):
             block = recorder.know(tensor, "weights", group)
-            if block is not None and self._recipe.quantised and definitions.is_quantised(tensor, group):
+            if block is not None and self.recipe.quantised and definitions.is_quantised(tensor, group):
                 recorder.tape.blocks[block].size = definitions.stored_bytes(tensor)
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()
         parameters = list(model.parameters())
@@ -181,7 +181,7 @@ class Simulation:
         optimizer.step()
         for tensor in _states(optimizer):
             block = recorder.label(tensor, "optimizer")
-            if block is not None and self._recipe.optimizer == "adamw_8bit":
+            if block is not None and self.recipe.optimizer == "adamw_8bit":
                 recorder.tape.blocks[block].size = definitions.state_bytes(tensor)
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -189,7 +189,7 @@ class Simulation:
 
     def _window(self, recorder: Recorder, step: _Step, rows: int, sequence: int) -> None:
         recorder.enter("batch")
-        batch = _batch(rows, sequence, self._recipe.packing, step.balance is not None)
+        batch = _batch(rows, sequence, self.recipe.packing, step.balance is not None)
         if step.balance is not None:
             step.balance.begin(rows * MICRO_BATCHES)
             if step.balance.scope == "window":
