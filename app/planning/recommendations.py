@@ -159,8 +159,8 @@ def _clipping(batch: int, kind: ModelKind) -> Recommendation:
     if kind == "recurrent":
         return _literature(
             0.5,
-            "gradients through time explode; limits from half to ten times the usual norm work (Pascanu et al. "
-            "2013)",
+            "gradients through time explode; limits from half to ten times the usual norm work (Pascanu et "
+            "al. 2013)",
             "low",
         )
     return _literature(
