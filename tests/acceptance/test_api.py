@@ -193,6 +193,30 @@ def test_a_model_without_weights_fails_with_the_reason_and_the_queue_moves_on(sh
     assert shared.ended(good)["status"] == "succeeded"
 
 
+def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, tmp_path: Path) -> None:
+    data = tmp_path / "book.jsonl"
+    data.write_text(
+        "".join(json.dumps({"text": "All work and no play. " * (1 + n % 9)}) + "\n" for n in range(60))
+    )
+    asked = (str(data), "--batch", "24", "--max-length", "96")
+    measured = shared.command("tune", *asked)
+    assert measured.returncode == 0, measured.stdout + measured.stderr
+    assert "leanest of the fastest" in measured.stdout
+    (job,) = shared.get(f"{TRAINING}?limit=1")["data"]
+    tuning = job["result"]["tuning"]
+    assert (job["status"], job["result"]["model_path"], job["links"]["model"]) == ("succeeded", None, None)
+    assert len(tuning["tried"]) > 1
+    assert tuning["token_budget"] in {tried["token_budget"] for tried in tuning["tried"]}
+    assert shared.http.get(f"{TRAINING}/{job['id']}/model").status_code in (404, 409)
+
+    trained = json.loads(shared.command("submit", *asked, "--max-steps", "4", "--tune", "--json").stdout)
+    ended = shared.ended(trained["id"])
+    assert (ended["status"], ended["plan"]["source"]) == ("succeeded", "measured")
+    assert ended["plan"]["cut"]["tokens"] <= max(96, tuning["token_budget"])
+    kinds = [event["type"] for event in shared.get(f"{TRAINING}/{trained['id']}/events?limit=100")["data"]]
+    assert kinds.count("tuned") == 1
+
+
 def test_the_command_plans_submits_watches_and_lists(shared: Accrue, tmp_path: Path) -> None:
     plan = shared.command("plan", "gpt2", "--batch", "64", "--gpu", "24GB")
     assert plan.returncode == 0, plan.stderr

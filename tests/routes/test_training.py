@@ -323,6 +323,9 @@ def test_what_the_trainer_can_do_can_be_asked_for(client: TestClient, changes: d
             "training_config.compile",
             "packing",
         ),
+        ({"tune": "first"}, "tune", "leave accumulation_steps"),
+        ({"tune": "only", "accumulation_steps": None, "micro_batch_size": 4}, "tune", "micro_batch_size out"),
+        ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "without compile"),
     ],
     ids=str,
 )  # fmt: skip
