@@ -59,6 +59,8 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
         ended = job.status in ENDED
         what = "has ended without a model" if ended else "has no model yet"
         raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
+    if not job.result["files"]:
+        raise Conflict(f"Job {training_id} only measured (tune: only): no model came of it.")
     folder = model_dir(settings, training_id)
     if not folder.is_dir():
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
