@@ -129,7 +129,7 @@ def promises(measured: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
 def rendered(result: dict[str, Any]) -> str:
     """The results in Markdown."""
     lines = [f"# The trainer beside transformers' Trainer\n\n{result['machine']}. {result['date']}. "
-             f"`make bench-trainer`, {result['rounds']} rounds, medians.\n"]  # fmt: skip
+             f"`make bench-trainer`, medians of {result['rounds']}.\n"]  # fmt: skip
     for size, measured in result["sizes"].items():
         lines.append(f"\n## {size}: {result['models'][size]}\n")
         lines.append("| contestant | samples/s | peak MiB |\n| --- | ---: | ---: |")
