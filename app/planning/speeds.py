@@ -1,20 +1,11 @@
 """Which micro-batch is fast enough: throughput as it was measured."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.planning.interpolation import interpolated
 from app.schemas.profile import Recipe
-
-AS_FAST = 0.97
-"""A micro-batch this close to the fastest counts as fast as it: the leanest of those is taken."""
-
-
-def leanest(measured: Iterable[tuple[int, float]]) -> int:
-    """The smallest size whose rate is as good as the best; of (tokens, rate) pairs, at least one."""
-    pairs = list(measured)
-    best = max(rate for _, rate in pairs)
-    return min(tokens for tokens, rate in pairs if rate >= AS_FAST * best)
+from app.schemas.run import leanest
 
 
 @dataclass(frozen=True)

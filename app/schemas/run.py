@@ -1,5 +1,6 @@
 """What a trainer reports through its run directory: lines of its log, events, its end."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from app.schemas.wire import Frozen
@@ -76,6 +77,17 @@ class EventLine(Frozen):
     level: Level
     message: str
     data: dict[str, Any]
+
+
+AS_FAST = 0.97
+"""A micro-batch this close to the fastest counts as fast as it: the leanest of those is taken."""
+
+
+def leanest(measured: Iterable[tuple[int, float]]) -> int:
+    """The smallest size whose rate is as good as the best; of (tokens, rate) pairs, at least one."""
+    pairs = list(measured)
+    best = max(rate for _, rate in pairs)
+    return min(tokens for tokens, rate in pairs if rate >= AS_FAST * best)
 
 
 class Tried(Frozen):

@@ -10,8 +10,9 @@ from app.planning.devices import GIB, Device
 from app.planning.estimate import ByFormula, ByMeasurement, Point, by_formula
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
-from app.planning.speeds import AS_FAST, Speeds, leanest
+from app.planning.speeds import Speeds
 from app.schemas.profile import Recipe
+from app.schemas.run import AS_FAST, leanest
 from app.schemas.spec import TokenBudget
 from tests.specs import make_spec
 

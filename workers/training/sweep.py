@@ -10,8 +10,7 @@ import time
 import numpy as np
 import torch
 
-from app.planning.speeds import leanest
-from app.schemas.run import Tried, Tuning
+from app.schemas.run import Tried, Tuning, leanest
 from app.schemas.spec import TokenBudget
 from workers.training import guards, memory
 from workers.training.accumulate import accumulate, cut
