@@ -111,10 +111,10 @@ class ByMeasurement:
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
         predicted = self.by.memory(rows, accumulating=accumulating)
         known = [(point.tokens / self.sequence, self._beyond(point)) for point in self.points]
-        beyond = interpolated(known, rows)
-        if self.device == "cpu":
-            beyond /= predicted.reserved_over_allocated  # the process is measured, not what is allocated
-        return replace(predicted, workspace_bytes=max(0, predicted.workspace_bytes + round(beyond)))
+        beyond = round(interpolated(known, rows))
+        if self.device == "cpu":  # the process was measured, not what is allocated
+            return replace(predicted, context_bytes=max(0, predicted.context_bytes + beyond))
+        return replace(predicted, workspace_bytes=max(0, predicted.workspace_bytes + beyond))
 
     def _beyond(self, point: Point) -> int:
         """Bytes measured over those predicted."""
