@@ -1,6 +1,8 @@
 """Runs the migrations: from `accrue migrate`, at the service's start, or from the alembic command."""
 
-from sqlalchemy import create_engine, text
+from typing import Any
+
+from sqlalchemy import Connection, create_engine, event, text
 
 from alembic import context
 from app.models import Base
@@ -12,6 +14,9 @@ MIGRATING = 0x4163637275650001
 
 def run() -> None:
     engine = create_engine(context.config.attributes.get("url") or _own_url())
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _leave_transactions_to_us)
+        event.listen(engine, "begin", _begin)
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": MIGRATING})
@@ -25,6 +30,15 @@ def run() -> None:
         with context.begin_transaction():
             context.run_migrations()
     engine.dispose()
+
+
+def _leave_transactions_to_us(connection: Any, record: Any) -> None:
+    connection.isolation_level = None
+
+
+def _begin(connection: Connection) -> None:
+    """The driver begins none before CREATE or DROP: a migration that is killed would be half done."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _own_url() -> str:

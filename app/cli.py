@@ -77,11 +77,60 @@ def serve() -> None:
 
 
 @app.command()
-def worker() -> None:
-    """Run a worker: it claims jobs and trains them."""
-    import runpy
+def worker(
+    drain: Annotated[bool, typer.Option("--drain", help="End as soon as no job waits and none runs")] = False,
+) -> None:
+    """Run a worker: it claims jobs and trains them.
 
-    runpy.run_module("workers", run_name="__main__")
+    SIGTERM or Ctrl-C: trainers write a checkpoint, their jobs go back to the queue, the worker ends; a
+    second one ends it at once. SIGUSR1: it finishes what runs, claims nothing more, and ends.
+    """
+    import importlib
+
+    importlib.import_module("workers.__main__").main(until_empty=drain)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Look at this installation, and say what to do about what is wrong. Exit status 1 if anything is."""
+    from dataclasses import asdict
+
+    from app.doctor import examine
+    from app.settings import get_settings
+    from app.terminal import show_findings
+
+    found = list(examine(get_settings()))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        show_findings(found)
+    if any(finding.verdict == "error" for finding in found):
+        sys.exit(1)
+
+
+@app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(help="A folder that is not there yet")],
+    runs: Annotated[bool, typer.Option("--runs", help="Checkpoints and models too")] = False,
+) -> None:
+    """Copy database and files into a folder, while service and workers run (SQLite)."""
+    from app.backup import take
+    from app.settings import get_settings
+
+    taken = take(get_settings(), folder, runs=runs)
+    typer.echo(f"{taken.folder}: {taken.jobs} jobs, {taken.files} files, {taken.bytes / 2**20:.1f} MiB")
+
+
+@app.command()
+def restore(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="What accrue backup wrote")],
+) -> None:
+    """Put a backup into an empty data folder. What ran then goes on from its last checkpoint."""
+    from app.backup import restore as run
+    from app.settings import get_settings
+
+    restored = run(get_settings(), folder)
+    typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files: accrue up")
 
 
 @app.command()

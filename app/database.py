@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
@@ -17,6 +17,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Double
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 ALEMBIC = Path(__file__).resolve().parent.parent / "alembic"
 
@@ -41,9 +44,13 @@ def _postgresql_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> 
 class Database:
     """One engine with two kinds of session: a writing one holds SQLite's write lock from its start."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, patience_seconds: float = 30.0) -> None:
+        """
+        Args:
+            patience_seconds: how long a statement waits for others before it gives up.
+        """
         self.url = url
-        self.engine = _engine(url)
+        self.engine = _engine(url, patience_seconds)
         self._writing = self.engine.execution_options(accrue_writes=True)
 
     @contextmanager
@@ -62,10 +69,20 @@ class Database:
         self.engine.dispose()
 
 
-def _engine(url: str) -> Engine:
+def _engine(url: str, patience_seconds: float) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True)
-    engine = create_engine(url, connect_args={"timeout": 30})
+        milliseconds = round(1000 * patience_seconds)
+        return create_engine(
+            url,
+            pool_pre_ping=True,
+            connect_args={
+                "connect_timeout": max(2, round(patience_seconds)),
+                "options": f"-c lock_timeout={milliseconds} -c statement_timeout={milliseconds}",
+                "keepalives_idle": 10,
+                "tcp_user_timeout": milliseconds,
+            },
+        )
+    engine = create_engine(url, connect_args={"timeout": patience_seconds})
     event.listen(engine, "connect", _sqlite_pragmas)
     event.listen(engine, "begin", _sqlite_begin)
     return engine
@@ -74,7 +91,7 @@ def _engine(url: str) -> Engine:
 def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
@@ -92,16 +109,21 @@ def insert_for(session: Session, table: Any) -> Any:
 
 def migrate(url: str, revision: str = "head") -> None:
     """Brings the database to a revision; processes that start together do it one after another."""
-    from alembic.config import Config
-
     from alembic import command
+
+    with _one_at_a_time(url):
+        command.upgrade(alembic_config(url), revision)
+        _only_for_its_owner(url)
+
+
+def alembic_config(url: str) -> "Config":
+    """Where the migrations are, and what they migrate."""
+    from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(ALEMBIC))
     config.attributes["url"] = url
-    with _one_at_a_time(url):
-        command.upgrade(config, revision)
-        _only_for_its_owner(url)
+    return config
 
 
 @contextmanager
@@ -133,9 +155,6 @@ def current_revision(database: Database) -> str | None:
 
 def head_revision() -> str | None:
     """The newest revision that this code has."""
-    from alembic.config import Config
     from alembic.script import ScriptDirectory
 
-    config = Config()
-    config.set_main_option("script_location", str(ALEMBIC))
-    return ScriptDirectory.from_config(config).get_current_head()
+    return ScriptDirectory.from_config(alembic_config("")).get_current_head()

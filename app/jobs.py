@@ -14,7 +14,7 @@ written and `LostJob` is raised. The caller owns the transaction.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import and_, case, func, literal, select, update
+from sqlalchemy import and_, case, func, literal, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.database import database_now
@@ -31,6 +31,14 @@ MAX_FAILURES = 3
 
 RETRY_AFTER_SECONDS = (2.0, 10.0)
 """Wait before a crashed job is claimed again, by the number of failures so far."""
+
+
+AGEING_SECONDS = 600.0
+"""A job that waits so long has caught up with one of a priority higher by 1: nobody waits for ever."""
+
+
+LONGEST_LEASE_SECONDS = 600.0
+"""A lease that ends later was given before the clock was set back: nobody knows whether it still holds."""
 
 
 class LostJob(Exception):
@@ -63,9 +71,11 @@ class Submission:
 
 def submit(session: Session, submission: Submission) -> Job:
     """Stores a job; it exists once the caller's transaction is committed."""
+    now = session.scalar(select(database_now())) or 0.0
     job = Job(
         id=new_id("ftjob"),
-        created_at=session.scalar(select(database_now())),
+        created_at=now,
+        place=now - submission.priority * AGEING_SECONDS,
         status="paused" if submission.paused else "queued",
         requested=None,
         priority=submission.priority,
@@ -96,7 +106,7 @@ def claim(session: Session, worker_id: str, lease_seconds: float) -> Job | None:
     next_id = (
         select(Job.id)
         .where(Job.status == "queued", Job.not_before <= database_now())
-        .order_by(Job.priority.desc(), Job.id)
+        .order_by(Job.place, Job.id)
         .limit(1)
         .with_for_update(skip_locked=True)
         .scalar_subquery()
@@ -191,11 +201,31 @@ def release(session: Session, fence: Fence, why: str) -> None:
     _leave(session, fence, why, "info", 0.0, Job.failures)
 
 
+def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
+    """Gives a running job back that its machine could not go on with: tried again after a while."""
+    _leave(session, fence, why, "warning", wait_seconds, Job.failures)
+
+
+def waiting(session: Session) -> bool:
+    """Whether any job is queued, be it for later."""
+    return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
+
+
 def rescue(session: Session) -> list[str]:
-    """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts."""
+    """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts.
+
+    One that is not lost after all is refused whatever it writes, and its trainer holds the run directory
+    until it is gone.
+    """
     lost = session.scalars(
         select(Job)
-        .where(Job.status == "running", Job.lease_until < database_now())
+        .where(
+            Job.status == "running",
+            or_(
+                Job.lease_until < database_now(),
+                Job.lease_until > database_now() + LONGEST_LEASE_SECONDS,
+            ),
+        )
         .with_for_update(skip_locked=True)
     ).all()
     for job in lost:
@@ -244,7 +274,7 @@ def resume(session: Session, job_id: str) -> Job:
     """Puts a paused job back into the queue, or takes back a pause that was only requested."""
     job = get(session, job_id, lock=True)
     if job.status == "paused":
-        job.status = "queued"
+        job.status, job.not_before = "queued", 0.0
         tell(session, job, "queued", "Job resumed.")
     elif job.status == "running" and job.requested == "pause":
         job.requested = None

@@ -60,7 +60,7 @@ class Job(Base):
 
     __tablename__ = "jobs"
     __table_args__ = (
-        Index(None, "status", "priority", "id"),
+        Index(None, "status", "place", "id"),
         Index(None, "config_id"),
         Index(None, "file_id"),
     )
@@ -71,6 +71,8 @@ class Job(Base):
     requested: Mapped[Literal["pause", "cancel"] | None] = mapped_column(String)
     """`pause` or `cancel`, asked for while a worker has the job."""
     priority: Mapped[int]
+    place: Mapped[float]
+    """In the queue, the lowest first: when it was submitted, earlier by so much for each priority."""
     not_before: Mapped[float]
     """Not claimed earlier: the wait after a crash."""
 

@@ -34,12 +34,17 @@ class Settings(BaseSettings):
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
     lease_seconds: float = Field(
-        15.0, gt=0, description="A job whose worker is silent this long is taken over"
+        15.0, gt=0, le=300, description="A job whose worker is silent this long is taken over"
     )
     heartbeat_seconds: float = Field(3.0, gt=0)
     poll_seconds: float = Field(0.5, gt=0, description="How often a worker looks for work and for news")
     stop_grace_seconds: float = Field(
         30.0, gt=0, description="A trainer's time to write a checkpoint and go, before it is killed"
+    )
+    no_progress_seconds: float = Field(
+        3600.0,
+        gt=0,
+        description="A trainer that writes nothing for so long is ended, and its job tried again",
     )
     profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU trainer; default: all cores")

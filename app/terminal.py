@@ -2,14 +2,18 @@
 
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from app.client import Client
 from app.planning.devices import GIB, MIB
+
+if TYPE_CHECKING:
+    from app.doctor import Finding
 
 console = Console()
 
@@ -86,6 +90,16 @@ def show_plan(job: dict[str, Any]) -> None:
     )
     for warning in plan["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def show_findings(found: list["Finding"]) -> None:
+    """What `accrue doctor` found."""
+    styles = {"ok": "green", "warning": "yellow", "error": "red"}
+    table = Table("", "", "", box=None, show_header=False)
+    for finding in found:
+        verdict = Text(finding.verdict, style=styles[finding.verdict])
+        table.add_row(verdict, finding.what, Text(finding.told))
+    console.print(table)
 
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:

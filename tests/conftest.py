@@ -8,26 +8,58 @@ import pytest
 from app.database import Database, migrate
 from app.logs import configure
 from app.settings import Settings
+from tests.postgresql import Server
 
 configure("INFO", "json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what takes minutes (make test-slow)")
+    parser.addoption("--faults", action="store_true", help="also every fault (make test-faults)")
+    parser.addoption("--postgresql", action="store_true", help="on a PostgreSQL server instead of SQLite")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what takes minutes, saying so."""
-    if config.getoption("--slow"):
-        return
+    """Skips what takes minutes, and what is about another database, saying so."""
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: make test-slow"))
+        if item.get_closest_marker("faults") and not config.getoption("--faults"):
+            item.add_marker(pytest.mark.skip(reason="one of many faults: make test-faults"))
+        if item.get_closest_marker("sqlite") and config.getoption("--postgresql"):
+            item.add_marker(pytest.mark.skip(reason="about SQLite"))
+        if item.get_closest_marker("postgresql") and not config.getoption("--postgresql"):
+            item.add_marker(pytest.mark.skip(reason="about PostgreSQL: pytest --postgresql"))
+
+
+@pytest.fixture(scope="session")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server | None]:
+    """The PostgreSQL server, where the tests run on one."""
+    if not request.config.getoption("--postgresql"):
+        yield None
+        return
+    server = Server(tmp_path_factory.mktemp("pg"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def database_url(server: Server | None) -> Iterator[str | None]:
+    """A database of the test's own; null: SQLite in its data folder."""
+    if server is None:
+        yield None
+        return
+    url = server.new_database()
+    yield url
+    server.drop(url)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, database_url: str | None) -> Settings:
     settings = Settings(
+        database_url=database_url,
         data_dir=tmp_path / "data",
         models_dir=tmp_path / "models",
         offline=True,

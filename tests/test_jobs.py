@@ -1,15 +1,18 @@
 """The state machine, on a real database."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
+from sqlalchemy.ext.compiler import compiles
 
 from app import jobs
-from app.database import Database, database_now
+from app.database import Database, _postgresql_now, _sqlite_now, database_now
 from app.errors import Conflict, NotFound
-from app.jobs import MAX_FAILURES, Fence, LostJob
+from app.jobs import AGEING_SECONDS, MAX_FAILURES, Fence, LostJob
 from app.models import Attempt, File, Job, JobEvent
 from app.schemas.run import Failure
 from tests.specs import cpu_plan, make_spec
@@ -222,3 +225,65 @@ def test_every_change_of_state_is_told(database: Database) -> None:
         outcome = session.scalar(select(Attempt.outcome))
     assert told == ["submitted", "started", "queued"]
     assert outcome == "the worker was shut down"
+
+
+@contextmanager
+def clock_moved(database: Database, seconds: float) -> Iterator[Database]:
+    """The same database by a clock that was moved."""
+    moved = Database(database.url)
+    honest = {"sqlite": _sqlite_now, "postgresql": _postgresql_now}
+    for name, now in honest.items():
+        compiles(database_now, name)(lambda *told, now=now, **named: f"({now(*told, **named)} + {seconds})")
+    try:
+        yield moved
+    finally:
+        for name, now in honest.items():
+            compiles(database_now, name)(now)
+        moved.close()
+
+
+def test_a_clock_that_jumps_ahead_takes_no_job_from_a_worker_that_lives(database: Database) -> None:
+    live, dead = submitted(database), submitted(database)
+    held, lost = claimed(database, "worker-1"), claimed(database, "worker-2")
+    assert held is not None
+    assert lost is not None
+    with clock_moved(database, 3600) as moved:
+        on(moved, jobs.heartbeat, held, 15.0)  # a worker renews before it rescues
+        assert on(moved, jobs.rescue) == [dead]
+        assert state(moved, live).status == "running"
+        again = claimed(moved, "worker-1")
+        assert again is not None
+        assert again.attempt == 2
+        with pytest.raises(LostJob):
+            on(moved, jobs.heartbeat, lost, 15.0)
+
+
+def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Database) -> None:
+    live, dead = submitted(database), submitted(database)
+    held = claimed(database, "worker-1")
+    claimed(database, "worker-2")
+    with clock_moved(database, -3600) as moved:
+        on(moved, jobs.heartbeat, held, 15.0)
+        assert on(moved, jobs.rescue) == [dead]
+        assert state(moved, live).status == "running"
+
+
+def test_who_has_waited_long_enough_goes_before_a_higher_priority(database: Database) -> None:
+    patient, urgent = submitted(database), submitted(database, priority=1)
+    with database.writing() as session:
+        waited = Job.place - AGEING_SECONDS - 60
+        session.execute(update(Job).where(Job.id == patient).values(place=waited))
+    order = [claimed(database) for _ in range(2)]
+    assert [fence.job_id for fence in order if fence] == [patient, urgent]
+
+
+def test_a_job_that_its_machine_failed_waits_and_loses_nothing(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    on(database, jobs.postpone, fence, "the disk is full", 60.0)
+    job = state(database, job_id)
+    assert (job.status, job.failures) == ("queued", 0)
+    assert claimed(database) is None
+    on(database, jobs.pause, job_id)
+    on(database, jobs.resume, job_id)  # whoever has made room need not wait
+    assert claimed(database) is not None

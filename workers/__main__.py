@@ -8,16 +8,21 @@ from app.settings import get_settings
 from workers.supervisor import Supervisor
 
 
-def main() -> None:
-    """Runs a supervisor until SIGTERM or SIGINT."""
+def main(*, until_empty: bool = False) -> None:
+    """Runs a supervisor until SIGTERM or SIGINT.
+
+    Args:
+        until_empty: ends as soon as no job waits and none runs.
+    """
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
     settings.make_directories()
     migrate(settings.url)
     database = Database(settings.url)
-    supervisor = Supervisor(settings, database)
+    supervisor = Supervisor(settings, database, until_empty=until_empty)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
+    signal.signal(signal.SIGUSR1, supervisor.drain)
     supervisor.run()
     database.close()
 

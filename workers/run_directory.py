@@ -14,6 +14,7 @@
 Needs the standard library and pydantic.
 """
 
+import contextlib
 import fcntl
 import os
 import time
@@ -25,14 +26,27 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
+from app.fail_points import fail_point
 from app.schemas.run import EventLine, Failure, Level, LogLine, Outcome
 from app.schemas.spec import Order
 
 INTERRUPTED = 75
 """Exit status of a trainer that was told to stop and has written a checkpoint (EX_TEMPFAIL)."""
 
+DISK_FULL = 74
+"""Exit status of a trainer that could not write, and perhaps not even say so (EX_IOERR)."""
+
+NO_ROOM = Failure(
+    code="disk_full",
+    message="the disk is full: the job goes on from its last checkpoint once there is room",
+    permanent=False,
+)
+
 LIFELINE_VARIABLE = "ACCRUE_LIFELINE_FD"
 """A pipe that the supervisor holds open: its end of file ends the trainer."""
+
+SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
+"""Silence on that pipe for so long ends the trainer too: the supervisor is halted, and its lease runs out."""
 
 
 class RunDirectoryInUse(Exception):
@@ -78,6 +92,14 @@ class RunDirectory:
         path = self.path / "failure.json"
         return Failure.model_validate_json(path.read_bytes()) if path.exists() else None
 
+    def bytes_written(self) -> int:
+        """What lies in the directory, be it data or what the trainer printed: it changes while it works."""
+        sizes = 0
+        for path in (*self.path.glob("*"), *self.path.glob("*/*")):
+            with contextlib.suppress(FileNotFoundError):
+                sizes += path.stat().st_size
+        return sizes
+
     @contextmanager
     def locked(self, wait_seconds: float = 30.0) -> Iterator[None]:
         """Holds the directory for one trainer; the kernel lets go of it when the process ends.
@@ -107,7 +129,9 @@ class Reporter:
         self._events = _Appended(run.events)
 
     def step(self, line: LogLine) -> None:
+        fail_point("trainer.stepping")
         self._metrics.append(line)
+        fail_point("trainer.stepped")
 
     def event(self, kind: str, message: str, level: Level = "info", **data: Any) -> None:
         self._events.append(

@@ -5,10 +5,12 @@ turn does a little of everything: what must not wait for the database, leases, n
 """
 
 import contextlib
-import socket
+import errno
+import os
+import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -17,42 +19,27 @@ from sqlalchemy.orm import Session
 
 from app import events, gpus, jobs, measurements, profiles, workers_seen
 from app.database import Database
+from app.fail_points import fail_point
 from app.ids import new_id
 from app.jobs import Fence, LostJob
-from app.models import Job, Worker
+from app.models import Job
 from app.planning.devices import Device
+from app.planning.memory import bytes_on_disk
 from app.planning.plan import make_plan
 from app.schemas.run import Failure, Tuning
 from app.schemas.spec import Order, Plan, Spec
 from app.settings import Settings
-from workers.ingest import Position, ingest
+from workers.ingest import ingest
+from workers.leases import SILENT_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
-from workers.run_directory import INTERRUPTED, RunDirectory
+from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, RunDirectory
+from workers.slots import Slots
 from workers.trainer_process import TrainerProcess, why_it_ended
 
 log = structlog.get_logger("accrue.worker")
 
-_SILENT_SECONDS = 24 * 3600.0
-"""A worker that was silent this long is forgotten."""
-
-_BEFORE_THE_LEASE_ENDS = 1.0
-"""Seconds in which a trainer that is killed is surely gone."""
-
-
-@dataclass
-class Running:
-    """A trainer at work. Times are of the monotonic clock, in seconds."""
-
-    fence: Fence
-    device: Device
-    trainer: TrainerProcess
-    run: RunDirectory
-    lease_ends: float
-    times_out: float | None
-    position: Position = field(default_factory=Position)
-    stopping: str | None = None
-    """Why it was asked to stop."""
-    timed_out: bool = False
+_WAITS = {"disk_full": 60.0, "device_lost": 5.0}
+"""Seconds before a job is tried again whose machine failed it, by the failure's code."""
 
 
 @dataclass
@@ -61,106 +48,118 @@ class Supervisor:
 
     settings: Settings
     database: Database
+    slots: Slots = field(default_factory=Slots)
     id: str = field(default_factory=lambda: new_id("worker"))
     running: list[Running] = field(default_factory=list)
     leaving: list[Running] = field(default_factory=list)
     """Killed, and not gone yet: they hold their device until then."""
     stopped: bool = False
-    started_at: float = field(default_factory=time.time)
-    on_cpu: bool = field(default_factory=lambda: not gpus.seen())
-    """Decided once: a GPU that is gone for a moment makes no CPU worker."""
-    _next_beat: float = 0.0
+    hurried: bool = False
+    """Told to stop a second time: trainers are killed, and their jobs go on from the last checkpoint."""
+    draining: bool = False
+    """Claims nothing more, and ends when nothing runs."""
+    until_empty: bool = False
+    """Ends when nothing runs and nothing waits."""
+
+    def __post_init__(self) -> None:
+        self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.there)
 
     def run(self) -> None:
         """Turns until stopped; then stops the trainers, and gives their jobs back."""
-        log.info("worker started", worker=self.id, devices=[device.name for device in self.devices()])
+        log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.there()])
         profiler = ProfilerProcess(self.settings)
-        while not self.stopped:
-            if self.settings.profiler:
-                profiler.keep_alive()
-            self.turn()
-            with self._guarded(None):
-                self._claim_for_free_devices()
-            time.sleep(self.settings.poll_seconds)
-        profiler.end()
-        for running in self.running:
-            self._ask_to_stop(running, "the worker was shut down")
-        while self.running or self.leaving:
-            self.turn()
-            time.sleep(min(0.1, self.settings.poll_seconds))
+        with self.leases.at_work():
+            while not self.stopped:
+                if self.settings.profiler:
+                    profiler.keep_alive()
+                self.turn()
+                claimed = False
+                if not self.draining:
+                    with self._guarded(None):
+                        claimed = self._claim_for_free_devices()
+                if not (claimed or self.running or self.leaving) and self._is_done():
+                    break
+                time.sleep(self.settings.poll_seconds)
+            profiler.end()
+            for running in self.running:
+                self._ask_to_stop(running, "the worker was shut down")
+            while self.running or self.leaving:
+                if self.hurried:
+                    for running in self.running:
+                        running.trainer.kill()
+                self.turn()
+                time.sleep(min(0.1, self.settings.poll_seconds))
         with self._guarded(None), self.database.writing() as session:
-            workers_seen.forget(session, [self.id], _SILENT_SECONDS)
+            workers_seen.forget(session, [self.id], SILENT_SECONDS)
         log.info("worker stopped", worker=self.id)
 
+    def _is_done(self) -> bool:
+        """Whether a worker without anything to do should end."""
+        if self.draining or not self.until_empty:
+            return self.draining
+        with self.database.reading() as session:
+            return not jobs.waiting(session)
+
     def stop(self, *_: Any) -> None:
-        """Ends the run at the next turn: the handler of SIGTERM and SIGINT."""
+        """The handler of SIGTERM and SIGINT: ends the run at the next turn; the second time, at once."""
+        self.hurried = self.stopped
         self.stopped = True
 
+    def drain(self, *_: Any) -> None:
+        """The handler of SIGUSR1: finishes what runs, claims nothing more, and ends."""
+        self.draining = True
+
     def turn(self) -> None:
-        """One look at everything that runs. What must happen in time goes first and needs no database."""
+        """One look at everything that runs. Leases are kept elsewhere (`LeaseKeeper`)."""
         for running in list(self.running):
-            self._enforce(running)
+            self._heed(running)
         self._see_off()
-        if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
-            with self._guarded(None):
-                self._beat()
-            for running in list(self.running):
-                with self._guarded(running):
-                    self._renew(running)
         for running in list(self.running):
             with self._guarded(running):
                 self._attend(running)
 
-    def devices(self) -> list[Device]:
-        """A slot for each GPU; the CPU, where there was none at the start."""
-        return [gpus.this_cpu()] if self.on_cpu else [gpu.device for gpu in gpus.seen()]
-
-    def _enforce(self, running: Running) -> None:
-        """Kills a trainer whose lease is about to end, or whose grace is over."""
-        if running.trainer.status() is not None:
-            if self.stopped and time.monotonic() > running.lease_ends:
-                self._forget(running)  # its end could not be written: whoever comes next takes the job up
-            return
-        if time.monotonic() > running.lease_ends - _BEFORE_THE_LEASE_ENDS:
+    def _heed(self, running: Running) -> None:
+        """What must be done about a trainer, whatever the database says."""
+        now = time.monotonic()
+        if running.lost:
             self._lose(running)
-        elif running.trainer.overdue:
-            running.trainer.kill()
-        elif running.times_out is not None and time.monotonic() > running.times_out and not running.stopping:
+        elif running.trainer.status() is not None:
+            if self.stopped and now > running.lease_ends:
+                self._forget(running)  # its end could not be written: whoever comes next takes the job up
+        elif running.requested and not running.stopping:
+            self._ask_to_stop(running, "paused" if running.requested == "pause" else "cancelled")
+        elif running.times_out is not None and now > running.times_out and not running.stopping:
             running.timed_out = True
             self._ask_to_stop(running, "timeout")
+        elif self._is_stuck(running) and not running.stopping:
+            running.stuck = True
+            running.trainer.kill()
+        elif self.slots.is_gone(running.device) and not running.stopping:
+            running.stopping = f"its GPU {running.device.name} is no longer there"
+            self.slots.set_aside(running.device, "nvidia-smi does not show it")
+            running.trainer.kill()
 
-    def _beat(self) -> None:
-        """Says that the worker lives, and takes back what lost workers held."""
-        with self.database.writing() as session:
-            workers_seen.beat(session, self._row())
-            workers_seen.forget(session, [], _SILENT_SECONDS)
-            for job_id in jobs.rescue(session):
-                log.warning("job rescued from a lost worker", job=job_id)
+    def _is_stuck(self, running: Running) -> bool:
+        """Whether nothing in its run directory has grown for too long."""
+        now = time.monotonic()
+        if now < running.heard_at + self.settings.no_progress_seconds:
+            return False
+        written = running.run.bytes_written()
+        if written == running.heard_bytes:
+            return True
+        running.heard_at, running.heard_bytes = now, written
+        return False
 
-    def _row(self) -> Worker:
-        return Worker(
-            id=self.id,
-            hostname=socket.gethostname(),
-            started_at=self.started_at,
-            heartbeat_at=0.0,
-            devices=[asdict(device) for device in self.devices()],
-            running=[running.fence.job_id for running in self.running],
-        )
-
-    def _renew(self, running: Running) -> None:
-        asked_at = time.monotonic()
-        with self.database.writing() as session:
-            requested = jobs.heartbeat(session, running.fence, self.settings.lease_seconds)
-        running.lease_ends = asked_at + self.settings.lease_seconds
-        if requested and not running.stopping:
-            self._ask_to_stop(running, "paused" if requested == "pause" else "cancelled")
-
-    def _claim_for_free_devices(self) -> None:
+    def _claim_for_free_devices(self) -> bool:
+        """Whether any job was claimed."""
         taken = {running.device.id for running in (*self.running, *self.leaving)}
-        for device in self.devices():
-            if device.id not in taken and not self._claim(device):
-                return
+        claimed = False
+        for device in self.slots.usable():
+            if device.id not in taken:
+                if not self._claim(device):
+                    break
+                claimed = True
+        return claimed
 
     def _claim(self, device: Device) -> bool:
         asked_at = time.monotonic()
@@ -175,12 +174,17 @@ class Supervisor:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
             log.exception("the trainer could not be started", job=job.id)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(LostJob), self.database.writing() as session:
+                    jobs.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
+                return True
             self._crash(fence, Failure(code="not_started", message=_not_started(error), permanent=False))
         return True
 
     def _start(self, job: Job, fence: Fence, device: Device, asked_at: float) -> None:
         """Plans for the device, lays the run directory and starts the trainer in it."""
         spec = Spec.model_validate(job.spec)
+        self._check_room(spec)
         earlier = Plan.model_validate(job.plan)
         resumed = self._resumed_plan(spec, earlier, device)
         plan = resumed or self._new_plan(spec, device)
@@ -200,11 +204,21 @@ class Supervisor:
                 events.tell(session, jobs.get(session, job.id), "plan_changed", message, level="warning")
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.write_order(order)
-        trainer = TrainerProcess(run, device)
+        fail_point("supervisor.ordered")
+        silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
+        trainer = TrainerProcess(run, device, silence)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
         times_out = time.monotonic() + spec.timeout_seconds if spec.timeout_seconds else None
         self.running.append(Running(fence, device, trainer, run, lease_ends, times_out))
+
+    def _check_room(self, spec: Spec) -> None:
+        """Raises:
+        OSError: the disk has no room for the checkpoints and the model that a job writes.
+        """
+        free = shutil.disk_usage(self.settings.runs_dir).free
+        if free < bytes_on_disk(spec):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _resumed_plan(self, spec: Spec, earlier: Plan, device: Device) -> Plan | None:
         """An earlier attempt's plan as it stands, where the device is alike."""
@@ -243,10 +257,12 @@ class Supervisor:
         status = running.trainer.status()
         with self.database.writing() as session:
             position = ingest(session, running.run, running.fence, running.position)
+            fail_point("supervisor.ingested")
             if position.tuning not in (None, running.position.tuning):
                 self._note_sweep(session, running, position.tuning)
             if status is not None:
                 self._finish(session, running, status)
+                fail_point("supervisor.finishing")
         running.position = position
         if status is not None:
             self._forget(running)
@@ -255,7 +271,7 @@ class Supervisor:
         """Turns the trainer's end into the job's."""
         fence = running.fence
         outcome = running.run.outcome() if status == 0 else None
-        failure = running.run.failure()
+        failure = running.run.failure() or (NO_ROOM if status == DISK_FULL else None)
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
         self._note_run(session, running)
         if outcome is not None:
@@ -265,10 +281,21 @@ class Supervisor:
             jobs.fail(session, fence, Failure(code="timeout", message=message, permanent=True))
         elif status == INTERRUPTED or running.stopping:
             jobs.release(session, fence, running.stopping or "interrupted")
+        elif failure is not None and failure.code in _WAITS:
+            self._put_off(session, running, failure)
+        elif running.stuck:
+            message = f"nothing was heard of the trainer for {self.settings.no_progress_seconds:g} seconds"
+            jobs.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
         elif failure is not None and failure.permanent:
             jobs.fail(session, fence, failure)
         else:
             jobs.crash(session, fence, failure or why_it_ended(status))
+
+    def _put_off(self, session: Session, running: Running, failure: Failure) -> None:
+        """The machine is at fault, not the job: it waits, or goes to another device, and loses nothing."""
+        if failure.code == "device_lost":
+            self.slots.set_aside(running.device, failure.message)
+        jobs.postpone(session, running.fence, failure.message, _WAITS[failure.code])
 
     def _note_run(self, session: Session, running: Running) -> None:
         job = jobs.get(session, running.fence.job_id)

@@ -5,17 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+from app import fail_points
 from app.planning.devices import Device
 from app.schemas.run import Failure
-from workers.run_directory import LIFELINE_VARIABLE, RunDirectory
+from workers.run_directory import DISK_FULL, LIFELINE_VARIABLE, NO_ROOM, SILENCE_VARIABLE, RunDirectory
 
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "SSL_CERT_FILE",
-    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY",
+    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", fail_points.VARIABLE,
 )  # fmt: skip
 _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
 
@@ -26,11 +28,17 @@ class TrainerProcess:
     The parent-death signal is bound to the thread that makes this object: it must outlive the trainer.
     """
 
-    def __init__(self, run: RunDirectory, device: Device) -> None:
-        """Raises:
-        OSError: the process cannot be started.
+    def __init__(self, run: RunDirectory, device: Device, silence_seconds: float) -> None:
+        """
+        Args:
+            silence_seconds: without a `sign_of_life()` for so long it ends by itself, which must be before
+                its lease does.
+
+        Raises:
+            OSError: the process cannot be started.
         """
         theirs, self._lifeline = os.pipe()
+        os.set_blocking(self._lifeline, False)
         try:
             with run.log.open("ab") as output:
                 self._process = subprocess.Popen(
@@ -38,7 +46,7 @@ class TrainerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=_environment(device, theirs),
+                    env=_environment(device, theirs, silence_seconds),
                     pass_fds=[theirs],
                     start_new_session=True,
                     cwd=Path(__file__).resolve().parent.parent,
@@ -49,6 +57,9 @@ class TrainerProcess:
         finally:
             os.close(theirs)
         self._kill_at: float | None = None
+        self._closed = False
+        self._signalling = threading.Lock()
+        """Between looking whether it lives and a signal nobody may reap it: its id could be another's."""
 
     @property
     def pid(self) -> int:
@@ -56,13 +67,21 @@ class TrainerProcess:
 
     def status(self) -> int | None:
         """The exit status; null while it lives."""
-        return self._process.poll()
+        with self._signalling:
+            return self._process.poll()
+
+    def sign_of_life(self) -> None:
+        """Tells the trainer that its lease holds."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError), self._signalling:
+            if not self._closed:
+                os.write(self._lifeline, b".")
 
     def ask_to_stop(self, grace_seconds: float) -> None:
         """SIGTERM now; `overdue` once the grace is over."""
         self._kill_at = time.monotonic() + grace_seconds
-        if self.status() is None:
-            self._process.send_signal(signal.SIGTERM)
+        with self._signalling:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
 
     @property
     def overdue(self) -> bool:
@@ -71,17 +90,23 @@ class TrainerProcess:
 
     def kill(self) -> None:
         """Ends it and its own children: it leads a session of its own."""
-        if self.status() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        with self._signalling:
+            if self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Lets go of a trainer that has ended; should it still die slowly, its lifeline is cut."""
-        os.close(self._lifeline)
+        with self._signalling:
+            if not self._closed:
+                self._closed = True
+                os.close(self._lifeline)
 
 
 def why_it_ended(status: int) -> Failure:
     """What an exit status says where the trainer itself could not."""
+    if status == DISK_FULL:
+        return NO_ROOM
     if status >= 0:
         message = f"the trainer ended with status {status}"
         return Failure(code="trainer_crashed", message=message, permanent=False)
@@ -90,7 +115,7 @@ def why_it_ended(status: int) -> Failure:
     return Failure(code="trainer_killed", message=f"the trainer was ended by {name}{hint}", permanent=False)
 
 
-def _environment(device: Device, lifeline: int) -> dict[str, str]:
+def _environment(device: Device, lifeline: int, silence_seconds: float) -> dict[str, str]:
     """What a trainer needs of our environment."""
     passed = {
         name: value
@@ -100,6 +125,7 @@ def _environment(device: Device, lifeline: int) -> dict[str, str]:
     return {
         **passed,
         LIFELINE_VARIABLE: str(lifeline),
+        SILENCE_VARIABLE: str(silence_seconds),
         "CUDA_VISIBLE_DEVICES": "" if device.kind == "cpu" else str(device.id),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
         "TOKENIZERS_PARALLELISM": "true",

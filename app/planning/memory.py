@@ -15,7 +15,7 @@ from typing import Literal
 
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Recipe
-from app.schemas.spec import OptimizerName
+from app.schemas.spec import OptimizerName, Spec
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
@@ -31,6 +31,8 @@ _CUDA_WORKSPACE = 32 * 2**20
 
 _CPU_PROCESS = 600 * 2**20
 """Resident memory of a trainer with torch and transformers imported, before its model."""
+
+_CHECKPOINTS = 3
 
 LOSS_CHUNK = 2**23
 LEAST_LOSS_ROWS = 128
@@ -129,6 +131,14 @@ def lora_parameters(architecture: Architecture, rank: int) -> int:
     attention = 2 * (hidden + query) + 2 * (hidden + key_value)
     feed_forward = (3 if architecture.gated else 2) * (hidden + inner)
     return architecture.layers * rank * (attention + feed_forward)
+
+
+def bytes_on_disk(spec: Spec) -> int:
+    """What a job writes at most: two checkpoints and a third that is being written, and the model."""
+    architecture, lora = spec.model.architecture, spec.method.lora
+    trained = architecture.parameters if lora is None else lora_parameters(architecture, lora.r)
+    saved = architecture.parameters if lora is None or lora.merge else trained
+    return int(_CHECKPOINTS * trained * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name])) + 4 * saved
 
 
 def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:

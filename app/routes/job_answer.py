@@ -136,7 +136,7 @@ def _waiting(session: Session, job: Job) -> Waiting | None:
         .select_from(Job)
         .where(
             Job.status == "queued",
-            (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id)),
+            (Job.place < job.place) | ((Job.place == job.place) & (Job.id < job.id)),
         )
     )
     alive = session.scalars(select(Worker).where(Worker.heartbeat_at > now - WORKER_SILENT_SECONDS)).all()

@@ -12,6 +12,7 @@ from app import base_models, files, gpus, jobs, measurements, profiles, stats, w
 from app.base_models import BaseModel
 from app.database import Database
 from app.errors import Unprocessable
+from app.fail_points import fail_point
 from app.jobs import Submission
 from app.models import Job, JobEvent
 from app.planning.devices import Device
@@ -220,7 +221,10 @@ def _store(
             data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
             spec = submission.spec.model_copy(update={"data": data})
             submission = replace(submission, spec=spec)
-        return jobs.submit(session, submission).id
+        job_id = jobs.submit(session, submission).id
+        fail_point("service.committing")
+    fail_point("service.committed")
+    return job_id
 
 
 def _config(session: Session, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from tests.postgresql import Server
 from tests.runs import until
 from workers.run_directory import RunDirectory
 
@@ -24,7 +25,7 @@ TRAINING = "/gradient-accumulation/training"
 class Accrue:
     """A service and any number of workers over one data folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, database_url: str | None = None) -> None:
         self.data = folder / "data"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -43,6 +44,8 @@ class Accrue:
             "ACCRUE_CPU_THREADS": "1",
             "ACCRUE_PROFILER": "false",
         }
+        if database_url is not None:
+            self._env["ACCRUE_DATABASE_URL"] = database_url
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, part: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -135,8 +138,8 @@ class Accrue:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Accrue]:
-    accrue = Accrue(folder)
+def running(folder: Path, database_url: str | None = None) -> Iterator[Accrue]:
+    accrue = Accrue(folder, database_url)
     try:
         yield accrue
     finally:
@@ -144,19 +147,22 @@ def running(folder: Path) -> Iterator[Accrue]:
 
 
 @pytest.fixture
-def accrue(tmp_path: Path) -> Iterator[Accrue]:
+def accrue(tmp_path: Path, database_url: str | None) -> Iterator[Accrue]:
     """A service of the test's own, not started yet."""
-    with running(tmp_path) as accrue:
+    with running(tmp_path, database_url) as accrue:
         yield accrue
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
+def shared(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Iterator[Accrue]:
     """A service with one worker, for the module's tests."""
-    with running(tmp_path_factory.mktemp("accrue")) as accrue:
+    url = server.new_database() if server is not None else None
+    with running(tmp_path_factory.mktemp("accrue"), url) as accrue:
         accrue.serve()
         accrue.start("worker")
         yield accrue
+    if server is not None and url is not None:
+        server.drop(url)
 
 
 def _free_port() -> int:

@@ -40,7 +40,7 @@ from workers.training.fit import advance
 from workers.training.start import start
 from workers.training.trackers import Trackers
 
-EXAMPLES = 96
+EXAMPLES = 48
 WINDOWS = 4
 EFFECTIVE_BATCH = EXAMPLES // WINDOWS
 ROOM_FOR = 3.5
@@ -54,7 +54,7 @@ CASES = [
     Case("llama", options={"packing": True}),
     Case("qwen3", options={"optimizer": "adafactor"}),
     Case("mistral", options={"precision": "bf16"}),
-    Case("gemma2", options={"precision": "pure_bf16"}),
+    Case("gemma2", options={"checkpointing": True}),
     Case("opt", options={"smoothing": True}),
     Case("mixtral"),
 ]

@@ -1,28 +1,35 @@
 """The supervisor with real trainers, its clock and database disturbed."""
 
 import hashlib
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from app import jobs
+from app import gpus, jobs
 from app.database import Database
-from app.models import Job
+from app.gpus import SeenGpu
+from app.models import Job, JobEvent
+from app.planning.devices import GIB
 from app.schemas.spec import Plan
 from app.settings import Settings
 from tests.runs import small_data, until, write_texts
 from tests.specs import make_spec
 from tests.submissions import submitted
+from workers.slots import Slots
 from workers.supervisor import Supervisor
 
 
 @pytest.fixture
 def supervisor(settings: Settings, database: Database) -> Iterator[Supervisor]:
     chosen = settings.model_copy(update={"poll_seconds": 0.05, "cpu_threads": 1, "heartbeat_seconds": 0.1})
-    supervisor = Supervisor(chosen, database, on_cpu=True)
+    supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
     yield supervisor
     end_all(supervisor)
 
@@ -70,7 +77,10 @@ def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_away(
     monkeypatch.setattr(database, "writing", away)
     supervisor.turn()
     assert running.trainer.status() is None
+    supervisor.leases.enforce()
+    assert not running.lost
     running.lease_ends = 0.0
+    supervisor.leases.enforce()
     supervisor.turn()
     assert supervisor.running == []
     until(lambda: running.trainer.status() is not None, 5)
@@ -112,11 +122,12 @@ def test_a_resume_keeps_the_plan_on_a_device_alike(
     fence = supervisor.running[0].fence
     with database.writing() as session:
         jobs.release(session, fence, "test")
-    supervisor._next_beat = 0.0
+    supervisor.leases.beat(database)
     supervisor.turn()
     assert supervisor.running == []
     until(lambda: supervisor.turn() is None and not supervisor.leaving)  # type: ignore[func-returns-value]
-    other = Supervisor(supervisor.settings.model_copy(update={"cpu_threads": 2}), database, on_cpu=True)
+    chosen = supervisor.settings.model_copy(update={"cpu_threads": 2})
+    other = Supervisor(chosen, database, Slots(on_cpu=True))
     other._claim_for_free_devices()
     assert Plan.model_validate(job(database, job_id).plan) == first
     assert job(database, job_id).attempt == 2
@@ -132,3 +143,147 @@ def test_a_stopped_supervisor_gives_its_jobs_back(
     supervisor.run()
     assert supervisor.running == []
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+
+
+def ended(supervisor: Supervisor) -> None:
+    """Turns until the one trainer that runs has ended, and its end is written."""
+    until(lambda: supervisor.turn() is None and not supervisor.running)  # type: ignore[func-returns-value]
+
+
+def stand_in(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Trainers are replaced by a shell script, which is given the run directory."""
+    honest = subprocess.Popen
+
+    def started(command: list[str], **named: Any) -> Any:
+        return honest(["sh", "-c", script, "sh", command[-1]], **named)
+
+    monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
+
+
+def test_told_twice_a_supervisor_ends_at_once_and_gives_its_jobs_back(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "trap '' TERM; while true; do sleep 0.1; done")  # it will not listen
+    job_id = endless(settings, database)
+    turn(supervisor)
+    supervisor.stop()
+    supervisor.stop()
+    began = time.monotonic()
+    supervisor.run()
+    assert time.monotonic() - began < supervisor.settings.stop_grace_seconds / 3
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+
+
+def test_a_drained_supervisor_finishes_what_runs_and_claims_nothing_more(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "sleep 1; exit 75")
+    first, second = endless(settings, database), endless(settings, database)
+    turn(supervisor)
+    supervisor.drain()
+    supervisor.run()
+    assert job(database, first).attempt == 1
+    assert job(database, second).attempt == 0
+
+
+def test_a_worker_that_works_off_the_queue_ends_with_it(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = '{"code": "bad_data", "message": "no", "permanent": true}'
+    stand_in(supervisor, monkeypatch, f"echo '{failure}' > $1/failure.json; exit 1")
+    ids = [endless(settings, database) for _ in range(3)]
+    supervisor.until_empty = True
+    supervisor.run()
+    assert {job(database, job_id).status for job_id in ids} == {"failed"}
+
+
+def test_a_trainer_that_nothing_is_heard_of_is_ended_and_its_job_tried_again(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.settings = supervisor.settings.model_copy(update={"no_progress_seconds": 0.4})
+    stand_in(supervisor, monkeypatch, "for i in 1 2 3 4 5 6 7 8; do echo working; sleep 0.2; done; sleep 60")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    began = time.monotonic()
+    ended(supervisor)
+    assert time.monotonic() - began > 1.5  # as long as it wrote, it was left alone
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
+    assert "nothing was heard" in told(database, job_id)
+
+
+def told(database: Database, job_id: str) -> str:
+    """What the job's events say, all together."""
+    with database.reading() as session:
+        return " ".join(session.scalars(select(JobEvent.message).where(JobEvent.job_id == job_id)))
+
+
+def test_a_full_disk_costs_the_job_nothing(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "exit 74")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    ended(supervisor)
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+    assert "the disk is full" in told(database, job_id)
+    supervisor._claim_for_free_devices()
+    assert supervisor.running == []  # not before there may be room
+    with database.writing() as session:
+        session.execute(update(Job).values(not_before=0.0))
+    monkeypatch.setattr("workers.supervisor.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    supervisor._claim_for_free_devices()
+    assert supervisor.running == []
+    assert (job(database, job_id).attempt, job(database, job_id).failures) == (2, 0)
+
+
+def test_a_gpu_that_fails_is_set_aside_and_its_job_goes_to_another(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [SeenGpu(n, f"GPU-{n}", "NVIDIA L4", 24 * GIB, 0, None, None) for n in range(2)]
+    monkeypatch.setattr(gpus, "seen", lambda: seen)
+    supervisor.slots = Slots(on_cpu=False)
+    failure = '{"code": "device_lost", "message": "uncorrectable ECC error", "permanent": false}'
+    stand_in(supervisor, monkeypatch, f"echo '{failure}' > $1/failure.json; exit 1")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    ended(supervisor)
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+    assert [device.id for device in supervisor.slots.usable()] == [1]
+    monkeypatch.setattr("workers.slots.ASIDE_SECONDS", 0.0)
+    supervisor.slots.set_aside(seen[0].device, "again")
+    assert len(supervisor.slots.usable()) == 2  # tried again after a while
+
+
+def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [SeenGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
+    monkeypatch.setattr(gpus, "seen", lambda: seen)
+    monkeypatch.setattr("workers.slots._MISSED_SECONDS", 0.3)
+    supervisor.slots = Slots(on_cpu=False)
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    seen.clear()
+    supervisor.turn()
+    assert supervisor.running  # it may only have been looked away
+    ended(supervisor)
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+    assert "no longer there" in told(database, job_id)
+
+
+def test_leases_are_renewed_while_the_supervisor_is_held_up(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"lease_seconds": 1.5, "heartbeat_seconds": 0.2}
+    held_up = Supervisor(supervisor.settings.model_copy(update=short), database, Slots(on_cpu=True))
+    stand_in(held_up, monkeypatch, "sleep 60")
+    job_id = endless(settings, database)
+    with held_up.leases.at_work():
+        turn(held_up)
+        time.sleep(3)  # the main loop does nothing for two leases
+        with database.writing() as session:
+            assert jobs.rescue(session) == []
+        assert not held_up.running[0].lost
+    assert job(database, job_id).status == "running"
+    end_all(held_up)

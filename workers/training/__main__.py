@@ -1,10 +1,13 @@
 """`python -m workers.training RUN_DIR`: one attempt at one job, in this process.
 
-Exit status: 0 with outcome.json; 75 if told to stop (a checkpoint is written); 1 otherwise, with
-failure.json if the trainer could say why.
+Exit status: 0 with outcome.json; 75 if told to stop (a checkpoint is written), or where another trainer
+still holds the directory; 74 if the disk is full; 1 otherwise, with failure.json if the trainer could say
+why.
 """
 
 import argparse
+import contextlib
+import errno
 import logging
 import signal
 import sys
@@ -12,11 +15,20 @@ from pathlib import Path
 from types import FrameType
 
 from app.schemas.run import Failure
-from workers.run_directory import INTERRUPTED, Reporter, RunDirectory, RunDirectoryInUse
+from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, Reporter, RunDirectory, RunDirectoryInUse
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.lifeline import die_with_parent
 
 log = logging.getLogger("accrue.trainer")
+
+
+_DEVICE_LOST = (
+    "uncorrectable ecc error", "fallen off the bus", "gpu is lost", "device is lost",
+    "no cuda-capable device", "devices are busy or unavailable",
+    "device(s) is/are busy or unavailable", "unknown error",
+    "hardware stack error", "nvlink error", "contained memory error",
+)  # fmt: skip
+"""What CUDA says where the device is at fault, not the program (CUDA runtime API, error codes)."""
 
 
 class StopSignal:
@@ -46,7 +58,7 @@ def main() -> int:
             return attempt(run, stop)
     except RunDirectoryInUse as error:
         log.error("%s", error)
-        return 1
+        return INTERRUPTED  # no fault of the job's: another attempt is about to end
 
 
 def attempt(run: RunDirectory, stop: StopSignal) -> int:
@@ -65,19 +77,25 @@ def attempt(run: RunDirectory, stop: StopSignal) -> int:
             return 1
         except Exception as error:
             log.exception("the attempt failed")
-            run.write_failure(_crash(error, run))
-            return 1
+            failure = _crash(error, run)
+            with contextlib.suppress(OSError):
+                run.write_failure(failure)
+            return DISK_FULL if failure.code == "disk_full" else 1
     return 0
 
 
 def _crash(error: Exception, run: RunDirectory) -> Failure:
     """The kind of error and its first line; the whole is in trainer.log, which no answer shows."""
     if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return NO_ROOM
         first = error.strerror or "system error"  # its text may name paths
     else:
         first = (str(error).strip().splitlines() or [""])[0][:300]
         first = first.replace(str(run.path.parent.parent), "data").replace(str(Path.cwd()), ".")
-    return Failure(code="trainer_crashed", message=f"{type(error).__name__}: {first}", permanent=False)
+    lost = isinstance(error, RuntimeError) and any(sign in first.lower() for sign in _DEVICE_LOST)
+    code = "device_lost" if lost else "trainer_crashed"
+    return Failure(code=code, message=f"{type(error).__name__}: {first}", permanent=False)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ It is written beside its final name, synced, and renamed. The random state is no
 seeds its own from (seed, epoch, position), so that a resume needs no generator's state.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from app.fail_points import fail_point
 from workers.run_directory import sync, write_whole
 
 KEPT = 2
@@ -90,22 +93,40 @@ def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.
         target = folder / f"{name_of(state)}-{again:03d}"  # the same place, with something learned since
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{target.name}.{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
+    _clear(folder)
     shutil.rmtree(target, ignore_errors=True)
-    partial.mkdir()
-    save_file(dict(_trained(model)), partial / "model.safetensors")
-    tensors, scalars = _flat(optimizer)
-    save_file(tensors, partial / "optimizer.safetensors")
-    content = {"state": asdict(state), "optimizer": scalars, "updates": _updates(optimizer)}
-    (partial / "state.json").write_text(json.dumps(content))
-    manifest = {file.name: _digest(file) for file in sorted(partial.iterdir())}
-    (partial / "manifest.json").write_text(json.dumps(manifest))
-    for path in (*partial.iterdir(), partial):
-        sync(path)
+    try:
+        partial.mkdir()
+        _write(partial, state, model, optimizer)
+    except (OSError, SafetensorError) as error:
+        _clear(folder)  # a full disk has the room back
+        if isinstance(error, SafetensorError) and "No space left" in str(error):
+            raise OSError(errno.ENOSPC, "No space left on device") from None
+        raise
+    fail_point("checkpoint.written")
     partial.rename(target)
+    fail_point("checkpoint.renamed")
     sync(folder)
     _retire(folder)
+    fail_point("checkpoint.retired")
     return target
+
+
+def _write(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint's files, on the disk with their manifest."""
+    save_file(dict(_trained(model)), folder / "model.safetensors")
+    fail_point("checkpoint.weights")
+    tensors, scalars = _flat(optimizer)
+    save_file(tensors, folder / "optimizer.safetensors")
+    fail_point("checkpoint.optimizer")
+    content = {"state": asdict(state), "optimizer": scalars, "updates": _updates(optimizer)}
+    (folder / "state.json").write_text(json.dumps(content))
+    fail_point("checkpoint.state")
+    manifest = {file.name: _digest(file) for file in sorted(folder.iterdir())}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    fail_point("checkpoint.manifest")
+    for path in (*folder.iterdir(), folder):
+        sync(path)
 
 
 def name_of(state: TrainingState) -> str:
@@ -226,6 +247,11 @@ def _retire(folder: Path) -> None:
     for path in newest_first(folder)[KEPT:]:
         if kept is None or not path.name.startswith(kept):
             shutil.rmtree(path)
+    _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what was begun and not finished."""
     for partial in folder.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
 

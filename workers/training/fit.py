@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from app.fail_points import fail_point
 from app.schemas.run import Outcome
 from app.schemas.spec import Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
@@ -194,7 +195,9 @@ def finish(training: Training) -> Outcome:
         band = f"{noise.low:.0f} to {noise.high:.0f}" if noise.high is not None else f"above {noise.low:.0f}"
         message = f"Gradient noise scale {noise.value:.0f} samples (90 % band: {band})."
         training.reporter.event("noise_scale", message, **noise.model_dump())
+    fail_point("trainer.saving")
     files = models.save(training.model, tokenizer_of(order), training.run.model, order.spec.method)
+    fail_point("trainer.saved")
     training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
     training.close()
     return Outcome(

@@ -3,11 +3,12 @@
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 
-from workers.run_directory import LIFELINE_VARIABLE
+from workers.run_directory import LIFELINE_VARIABLE, SILENCE_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
 
@@ -16,18 +17,21 @@ def die_with_parent() -> None:
     """Ends this process with the supervisor that started it; does nothing when started by hand.
 
     The kernel's parent-death signal acts at once on Linux; the inherited pipe, whose other end dies
-    with the supervisor, also ends what has other parents: the ranks below a launcher.
+    with the supervisor, also ends what has other parents: the ranks below a launcher. Where the supervisor
+    promises to be heard from on it, its silence ends this process as well.
     """
     descriptor = os.environ.get(LIFELINE_VARIABLE)
     if descriptor is None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(int(descriptor),), daemon=True, name="lifeline").start()
+    silence = os.environ.get(SILENCE_VARIABLE)
+    patience = float(silence) if silence is not None else None
+    threading.Thread(target=_watch, args=(int(descriptor), patience), daemon=True, name="lifeline").start()
 
 
-def _watch(descriptor: int) -> None:
+def _watch(descriptor: int, patience: float | None) -> None:
     with contextlib.suppress(OSError):
-        while os.read(descriptor, 1):
+        while select.select([descriptor], [], [], patience)[0] and os.read(descriptor, 4096):
             pass
     os._exit(1)

@@ -1,0 +1,165 @@
+"""Leases: renewed, and enforced, in threads of their own, so that nothing else's slowness reaches them.
+
+A trainer must be gone before another worker may take its job up. So one thread only looks at the clock,
+and another only speaks to the database, over a connection of its own that loses patience early.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from app import jobs, workers_seen
+from app.database import Database
+from app.jobs import Fence, LostJob
+from app.models import Worker
+from app.planning.devices import Device
+from app.settings import Settings
+from workers.ingest import Position
+from workers.run_directory import RunDirectory
+from workers.trainer_process import TrainerProcess
+
+log = structlog.get_logger("accrue.worker")
+
+SILENT_SECONDS = 24 * 3600.0
+"""A worker that was silent this long is forgotten."""
+
+_BEFORE_THE_LEASE_ENDS = 1.0
+"""Seconds in which a trainer that is killed is surely gone."""
+
+_LOOKED_AT_EVERY = 0.2
+
+
+@dataclass
+class Running:
+    """A trainer at work. Times are of the monotonic clock, in seconds."""
+
+    fence: Fence
+    device: Device
+    trainer: TrainerProcess
+    run: RunDirectory
+    lease_ends: float
+    times_out: float | None
+    position: Position = field(default_factory=Position)
+    heard_at: float = field(default_factory=time.monotonic)
+    """When it was last looked at whether it had written anything."""
+    heard_bytes: int = 0
+    """What it had written by then."""
+    requested: Literal["pause", "cancel"] | None = None
+    """What people want of the job, as of the last renewal."""
+    stopping: str | None = None
+    """Why it was asked to stop."""
+    timed_out: bool = False
+    stuck: bool = False
+    """It was ended since it made no progress."""
+    lost: bool = False
+    """The job is another's by now, or may be: the trainer was killed."""
+
+
+class LeaseKeeper:
+    """Says that the worker lives, renews its leases, and ends trainers whose lease it could not renew.
+
+    Args:
+        running: what the supervisor runs at the moment.
+        devices: of this machine.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker_id: str,
+        running: Callable[[], list[Running]],
+        devices: Callable[[], list[Device]],
+    ) -> None:
+        self._settings = settings
+        self._worker_id = worker_id
+        self._running = running
+        self._devices = devices
+        self._started_at = time.time()
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Both threads, until the end of the block."""
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("leases", self._beat_on), ("deadlines", self._enforce_on))
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            for thread in self._threads:
+                thread.join(self._settings.lease_seconds)
+
+    def beat(self, database: Database) -> None:
+        """One round: every lease, the worker's own sign of life, and the rescue of lost jobs.
+
+        Its own leases come first: should the clock have jumped ahead, they are not lost.
+        """
+        for running in self._running():
+            if not running.lost:
+                self._renew(database, running)
+        with database.writing() as session:
+            workers_seen.beat(session, self._row())
+            workers_seen.forget(session, [], SILENT_SECONDS)
+            for job_id in jobs.rescue(session):
+                log.warning("job rescued from a lost worker", job=job_id)
+
+    def enforce(self) -> None:
+        """Kills what would outlive its lease, and what was told to stop and did not."""
+        for running in self._running():
+            if running.trainer.status() is not None:
+                continue
+            if time.monotonic() > running.lease_ends - _BEFORE_THE_LEASE_ENDS:
+                running.lost = True
+                running.trainer.kill()
+            elif running.trainer.overdue:
+                running.trainer.kill()
+            else:
+                running.trainer.sign_of_life()
+
+    def _beat_on(self) -> None:
+        patience = self._settings.lease_seconds / 3
+        database = Database(self._settings.url, patience_seconds=patience)
+        while not self._stopped.is_set():
+            try:
+                self.beat(database)
+            except SQLAlchemyError as error:
+                log.warning("the database did not answer", error=str(error).splitlines()[0])
+            self._stopped.wait(self._settings.heartbeat_seconds)
+        database.close()
+
+    def _enforce_on(self) -> None:
+        while not self._stopped.wait(_LOOKED_AT_EVERY):
+            self.enforce()
+
+    def _renew(self, database: Database, running: Running) -> None:
+        asked_at = time.monotonic()
+        try:
+            with database.writing() as session:
+                requested = jobs.heartbeat(session, running.fence, self._settings.lease_seconds)
+        except LostJob:
+            running.lost = True
+            return
+        running.requested = requested
+        running.lease_ends = asked_at + self._settings.lease_seconds
+
+    def _row(self) -> Worker:
+        return Worker(
+            id=self._worker_id,
+            hostname=socket.gethostname(),
+            started_at=self._started_at,
+            heartbeat_at=0.0,
+            devices=[asdict(device) for device in self._devices()],
+            running=[running.fence.job_id for running in self._running()],
+        )

@@ -1,0 +1,50 @@
+"""This machine's devices as slots for trainers, and those set aside for a while."""
+
+import time
+
+import structlog
+
+from app import gpus
+from app.planning.devices import Device
+
+log = structlog.get_logger("accrue.worker")
+
+ASIDE_SECONDS = 600.0
+"""A GPU that failed is tried again after so long."""
+
+_MISSED_SECONDS = 30.0
+"""A GPU that nvidia-smi does not show for so long is gone; for a moment it may only not have answered."""
+
+
+class Slots:
+    """A slot for each GPU; the CPU, where there was no GPU at the start.
+
+    That is decided once: a GPU that is gone for a moment makes no CPU worker.
+    """
+
+    def __init__(self, *, on_cpu: bool | None = None) -> None:
+        self._on_cpu = not gpus.seen() if on_cpu is None else on_cpu
+        self._aside_until: dict[int | str, float] = {}
+        self._seen_at: dict[int | str, float] = {}
+
+    def there(self) -> list[Device]:
+        """Every device that answers."""
+        found = [gpus.this_cpu()] if self._on_cpu else [gpu.device for gpu in gpus.seen()]
+        self._seen_at |= {device.id: time.monotonic() for device in found}
+        return found
+
+    def usable(self) -> list[Device]:
+        """Those that no trainer has failed on lately."""
+        now = time.monotonic()
+        return [device for device in self.there() if self._aside_until.get(device.id, 0.0) <= now]
+
+    def set_aside(self, device: Device, why: str) -> None:
+        """Gives a device no job for a while."""
+        log.error("device set aside", device=device.name, id=device.id, why=why, seconds=ASIDE_SECONDS)
+        self._aside_until[device.id] = time.monotonic() + ASIDE_SECONDS
+
+    def is_gone(self, device: Device) -> bool:
+        """Whether a device that was there has not been seen for some time."""
+        if any(other.id == device.id for other in self.there()):
+            return False
+        return time.monotonic() - self._seen_at.get(device.id, 0.0) > _MISSED_SECONDS
