@@ -5,8 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_machine.py tests/test_profiles.py \
+	tests/test_measurements.py tests/test_stats.py tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow accuracy bench-trainer bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -26,6 +28,11 @@ demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happen
 
 test: check ## Run every check and every test
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --postgresql $(ON_A_DATABASE)
+
+test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 40 minutes)
+	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
+	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow
@@ -36,6 +43,9 @@ accuracy: $(STAMP) ## Predicted against true memory, with a table and a chart (a
 
 bench-trainer: $(STAMP) ## Time the trainer beside transformers' Trainer (about 20 minutes)
 	$(BIN)/python -m tests.benchmarks.trainer
+
+bench-queue: $(STAMP) ## Claims, and log lines stored, per second
+	$(BIN)/python -m tests.benchmarks.queue
 
 bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
 	$(BIN)/python -m tests.benchmarks.variance

@@ -18,6 +18,8 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Double
 
+from app.errors import BadSetting
+
 if TYPE_CHECKING:
     from alembic.config import Config
 
@@ -71,6 +73,7 @@ class Database:
 
 def _engine(url: str, patience_seconds: float) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
+        _need_driver(url)
         milliseconds = round(1000 * patience_seconds)
         return create_engine(
             url,
@@ -86,6 +89,19 @@ def _engine(url: str, patience_seconds: float) -> Engine:
     event.listen(engine, "connect", _sqlite_pragmas)
     event.listen(engine, "begin", _sqlite_begin)
     return engine
+
+
+def _need_driver(url: str) -> None:
+    """Raises:
+    BadSetting: the library that speaks to this database is not installed.
+    """
+    try:
+        make_url(url).get_dialect().import_dbapi()
+    except ImportError as error:
+        raise BadSetting(
+            f"ACCRUE_DATABASE_URL needs {error.name}: pip install 'accrue[postgresql]', and write the URL as "
+            "postgresql+psycopg://…"
+        ) from None
 
 
 def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:

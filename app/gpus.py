@@ -15,6 +15,7 @@ from app.planning.devices import MIB, Device
 log = structlog.get_logger("accrue.gpus")
 
 _FRESH_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,31 @@ class SeenGpu:
 
 
 class _Gauge:
-    """nvidia-smi takes a while: one look serves everybody for a moment."""
+    """nvidia-smi takes a while: one look serves everybody for a moment; one that hangs holds nobody up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._looked_at = -math.inf
         self._seen: list[SeenGpu] = []
+        self._asking: threading.Thread | None = None
 
     def look(self) -> list[SeenGpu]:
         with self._lock:
-            if time.monotonic() - self._looked_at > _FRESH_SECONDS:
+            hangs = self._asking is not None and self._asking.is_alive()
+            if not hangs and time.monotonic() - self._looked_at > _FRESH_SECONDS:
                 self._looked_at = time.monotonic()
-                try:
-                    self._seen = _ask()
-                except (ValueError, IndexError, OSError) as error:
-                    log.warning("nvidia-smi gave no sense", error=str(error)[:200])
+                self._asking = threading.Thread(target=self._ask, daemon=True, name="nvidia-smi")
+                self._asking.start()
+                self._asking.join(_PATIENCE_SECONDS)
+                if self._asking.is_alive():
+                    log.warning("nvidia-smi does not answer", seconds=_PATIENCE_SECONDS)
             return self._seen
+
+    def _ask(self) -> None:
+        try:
+            self._seen = _ask()
+        except (ValueError, IndexError, OSError) as error:
+            log.warning("nvidia-smi gave no sense", error=str(error)[:200])
 
 
 _gauge = _Gauge()

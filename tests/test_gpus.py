@@ -1,11 +1,13 @@
 """GPUs through GPUtil, with a stand-in nvidia-smi on the PATH that answers as the real one does."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from app import gpus
 from app.planning.devices import GIB, Device
+from tests.runs import until
 
 ANSWER = (
     "0, GPU-aaaa, 35, 81920, 1024, 80896, 550.54, NVIDIA A100-SXM4-80GB, 123, Disabled, Disabled, 41\n"
@@ -73,3 +75,18 @@ def test_an_allocator_whose_segments_grow_is_planned_for(name: str, monkeypatch:
     assert gpus.seen()[0].device.expandable_segments
     monkeypatch.setenv(name, "expandable_segments:False")
     assert not gpus.seen()[0].device.expandable_segments
+
+
+def test_an_nvidia_smi_that_hangs_holds_nobody_up(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.0)
+    assert len(gpus.seen()) == 2
+    answering = nvidia_smi.read_text()
+    nvidia_smi.write_text("#!/bin/sh\nsleep 1.5\n" + answering.removeprefix("#!/bin/sh\n"))
+    began = time.monotonic()
+    assert len(gpus.seen()) == 2  # what was seen last
+    assert len(gpus.seen()) == 2  # not asked again while it hangs
+    assert time.monotonic() - began < 1.0
+    nvidia_smi.write_text(answering)
+    until(lambda: gpus._gauge._asking is not None and not gpus._gauge._asking.is_alive(), 5)
+    assert len(gpus.seen()) == 2

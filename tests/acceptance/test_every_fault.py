@@ -20,6 +20,7 @@ import pytest
 
 from tests.acceptance.conftest import TRAINING, Accrue
 from tests.acceptance.test_faults import STEPS, digest, end_of, is_alive, kill_trainer_at, submit
+from tests.postgresql import Server
 from tests.runs import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -334,3 +335,17 @@ def test_digests_tell_bits_apart(tmp_path: Path) -> None:
     one.write_bytes(b"\x00" * 100)
     other.write_bytes(b"\x00" * 99 + b"\x01")
     assert digest(one) != digest(other)
+
+
+@pytest.mark.postgresql
+def test_postgresql_restarted_under_a_running_job(
+    accrue: Accrue, undisturbed: dict[str, Any], server: Server
+) -> None:
+    accrue.serve()
+    worker = accrue.start("worker")
+    job_id = submit(accrue)
+    for step in (8, 25, 45):
+        until(lambda step=step: accrue.steps_logged(job_id) >= step)  # type: ignore[misc]
+        server.restart()
+    holds(accrue, job_id, undisturbed)
+    assert worker.poll() is None

@@ -1,0 +1,124 @@
+"""`make bench-queue`: claims per second over four processes, and log lines stored per second.
+
+On the database that ACCRUE_DATABASE_URL names, else on SQLite in a folder of its own. Every claim is a
+transaction of its own, durable before the next, as a worker makes it; each is checked to be the only one of
+its job. Lines go the way that a worker stores them, from a file as a trainer writes it. Writes
+results/queue.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sqlite3
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import insert, select
+
+from app import jobs
+from app.database import Database, migrate
+from app.jobs import Fence
+from app.models import Job
+from tests.runs import lay_order
+from tests.submissions import submitted
+from tests.workers.test_ingest import line
+from workers.ingest import Position, ingest
+
+RESULTS = Path(__file__).parent / "results"
+PROCESSES = 4
+
+
+def fill(database: Database, count: int) -> None:
+    """So many queued jobs, all alike."""
+    first = submitted(database)
+    with database.writing() as session:
+        row = session.get_one(Job, first)
+        fields = {column.key: getattr(row, column.key) for column in Job.__table__.columns}
+        rows = [fields | {"id": f"ftjob-{number:08d}", "place": float(number)} for number in range(count - 1)]
+        session.execute(insert(Job), rows)
+
+
+def claim_all(told: tuple[str, int]) -> list[str]:
+    """Claims until nothing is left."""
+    url, number = told
+    database = Database(url)
+    claimed = []
+    while True:
+        with database.writing() as session:
+            job = jobs.claim(session, f"worker-{number}", 600.0)
+        if job is None:
+            return claimed
+        claimed.append(job.id)
+
+
+def claims_per_second(url: str, count: int) -> float:
+    """Over four processes at once; every job is claimed once."""
+    database = Database(url)
+    fill(database, count)
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        list(pool.map(_warm, range(PROCESSES)))
+        began = time.perf_counter()
+        found = [
+            job_id for own in pool.map(claim_all, [(url, n) for n in range(PROCESSES)]) for job_id in own
+        ]
+        seconds = time.perf_counter() - began
+    assert len(found) == len(set(found)) == count, "a job was claimed twice, or lost"
+    database.close()
+    return count / seconds
+
+
+def _warm(number: int) -> None:
+    time.sleep(0.5)
+
+
+def lines_per_second(url: str, folder: Path, count: int) -> float:
+    """Log lines of one job from its file to rows, in the pieces that a worker reads at once."""
+    database = Database(url)
+    submitted(database)
+    with database.writing() as session:
+        job = jobs.claim(session, "worker-1", 600.0)
+        assert job is not None
+        fence = Fence(job.id, job.attempt, "worker-1")
+    run = lay_order(folder / "run")
+    with run.metrics.open("w") as file:
+        for step in range(1, count + 1):
+            file.write(line(step).model_dump_json() + "\n")
+    began = time.perf_counter()
+    with database.writing() as session:
+        ingest(session, run, fence, Position())
+    seconds = time.perf_counter() - began
+    with database.reading() as session:
+        (progress,) = session.scalars(select(Job.progress).where(Job.id == fence.job_id))
+    assert progress["step"] == count
+    database.close()
+    return count / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=4000)
+    parser.add_argument("--lines", type=int, default=200_000)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = os.environ.get("ACCRUE_DATABASE_URL") or f"sqlite:///{folder}/bench.db"
+        migrate(url)
+        result: dict[str, Any] = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "database": f"SQLite {sqlite3.sqlite_version}" if url.startswith("sqlite") else "PostgreSQL",
+            "claims_per_second": round(claims_per_second(url, asked.jobs)),
+            "lines_per_second": round(lines_per_second(url, Path(folder), asked.lines)),
+        }
+    print(json.dumps(result, indent=1))
+    RESULTS.mkdir(exist_ok=True)
+    name = "queue.json" if url.startswith("sqlite") else "queue_postgresql.json"
+    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
