@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_machine.py tests/test_profiles.py \
 	tests/test_measurements.py tests/test_stats.py tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults soak accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow
+
+soak: $(STAMP) ## An hour of small jobs under random faults
+	$(BIN)/python -m tests.benchmarks.soak
 
 accuracy: $(STAMP) ## Predicted against true memory, with a table and a chart (about 10 minutes)
 	$(BIN)/python -m tests.benchmarks.accuracy

@@ -1,14 +1,18 @@
 """Engine, sessions and migrations. SQLite by default, PostgreSQL by URL."""
 
+import contextlib
 import fcntl
 import os
+import random
+import sqlite3
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.compiler import compiles
@@ -22,6 +26,8 @@ from app.errors import BadSetting
 
 if TYPE_CHECKING:
     from alembic.config import Config
+
+_FIRST_NAP, _LONGEST_NAP = 0.0002, 0.004
 
 ALEMBIC = Path(__file__).resolve().parent.parent / "alembic"
 
@@ -112,9 +118,31 @@ def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) ->
     cursor.close()
 
 
-def _sqlite_begin(connection: Any) -> None:
+def _sqlite_begin(connection: Connection) -> None:
     writes = connection.get_execution_options().get("accrue_writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    if not (writes and _begun_writing(connection.connection.dbapi_connection)):
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _begun_writing(connection: Any) -> bool:
+    """Waits for the write lock in short, uneven naps; false where patience is over without it.
+
+    SQLite's own wait backs off to a tenth of a second, in which whoever came later overtakes.
+    """
+    (patience,) = connection.execute("PRAGMA busy_timeout").fetchone()
+    until = time.monotonic() + patience / 1000
+    connection.execute("PRAGMA busy_timeout=0")
+    nap = _FIRST_NAP
+    try:
+        while time.monotonic() < until:
+            with contextlib.suppress(sqlite3.OperationalError):
+                connection.execute("BEGIN IMMEDIATE")
+                return True
+            time.sleep(nap * random.random())
+            nap = min(_LONGEST_NAP, 1.05 * nap)
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout={patience}")
 
 
 def insert_for(session: Session, table: Any) -> Any:

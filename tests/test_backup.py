@@ -56,9 +56,9 @@ def test_a_backup_under_load_holds_every_job_acknowledged_before_it(
     assert all(found[job_id] == "queued" for job_id in acknowledged)
     assert set(found.values()) <= {"queued", "cancelled"}
     with other.writing() as session:
-        job = jobs.claim(session, "worker-1", 15.0)
-        assert job is not None
-        assert job.id == acknowledged[0]
+        fence = jobs.claim(session, "worker-1", 15.0)
+        assert fence is not None
+        assert fence.job_id == acknowledged[0]
     assert (restored.files_dir / "file-1").exists()
     other.close()
 

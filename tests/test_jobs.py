@@ -23,8 +23,7 @@ CRASH = Failure(code="trainer_killed", message="the trainer was ended by SIGKILL
 
 def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
     with database.writing() as session:
-        job = jobs.claim(session, worker, lease)
-        return Fence(job.id, job.attempt, worker) if job else None
+        return jobs.claim(session, worker, lease)
 
 
 def state(database: Database, job_id: str) -> Job:

@@ -74,8 +74,7 @@ class Queue(RuleBasedStateMachine):
     def claim(self, worker: str) -> Any:
         with self.database.writing() as session:
             session.execute(update(Job).values(not_before=0.0))  # nobody waits out a crash here
-            job = jobs.claim(session, worker, 500.0)
-            fence = Fence(job.id, job.attempt, worker) if job else None
+            fence = jobs.claim(session, worker, 500.0)
         waiting = [job_id for job_id, own in self.model.items() if own.status == "queued"]
         assert (fence is None) == (not waiting)
         if fence is None:

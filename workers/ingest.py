@@ -153,7 +153,7 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
     )
     session.execute(
         statement,
-        [{"job_id": job_id, **line.model_dump()} for line in by_step.values()],
+        [{**vars(line), "job_id": job_id} for line in by_step.values()],
     )
 
 

@@ -136,12 +136,17 @@ class LeaseKeeper:
                 self.beat(database)
             except SQLAlchemyError as error:
                 log.warning("the database did not answer", error=str(error).splitlines()[0])
+            except Exception:
+                log.exception("a round of leases failed")  # the next one may not: this thread must go on
             self._stopped.wait(self._settings.heartbeat_seconds)
         database.close()
 
     def _enforce_on(self) -> None:
         while not self._stopped.wait(_LOOKED_AT_EVERY):
-            self.enforce()
+            try:
+                self.enforce()
+            except Exception:
+                log.exception("a look at the deadlines failed")
 
     def _renew(self, database: Database, running: Running) -> None:
         asked_at = time.monotonic()

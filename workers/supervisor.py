@@ -164,10 +164,11 @@ class Supervisor:
     def _claim(self, device: Device) -> bool:
         asked_at = time.monotonic()
         with self.database.writing() as session:
-            job = jobs.claim(session, self.id, self.settings.lease_seconds)
-        if job is None:
+            fence = jobs.claim(session, self.id, self.settings.lease_seconds)
+        if fence is None:
             return False
-        fence = Fence(job.id, job.attempt, self.id)
+        with self.database.reading() as session:
+            job = jobs.get(session, fence.job_id)
         try:
             self._start(job, fence, device, asked_at)
         except LostJob:

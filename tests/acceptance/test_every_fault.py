@@ -18,7 +18,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.acceptance.conftest import TRAINING, Accrue
+from tests.acceptance.conftest import TRAINING, Accrue, running
+from tests.acceptance.proxy import Cut, Proxy
 from tests.acceptance.test_faults import STEPS, digest, end_of, is_alive, kill_trainer_at, submit
 from tests.postgresql import Server
 from tests.runs import until
@@ -349,3 +350,40 @@ def test_postgresql_restarted_under_a_running_job(
         server.restart()
     holds(accrue, job_id, undisturbed)
     assert worker.poll() is None
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("cut", ["before", "after"])
+def test_connections_lost_around_commits(
+    tmp_path: Path, server: Server, database_url: str, undisturbed: dict[str, Any], cut: Cut
+) -> None:
+    """Whether a commit whose answer is lost was done, nobody knows: neither may lose or double anything."""
+    proxy = Proxy(server.folder)
+    name = database_url.split("?")[0].rsplit("/", 1)[1]
+    with running(tmp_path, f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/{name}") as accrue:
+        accrue.serve()
+        worker = accrue.start("worker")
+        job_id = submit(accrue)
+        until(lambda: accrue.steps_logged(job_id) >= 3)
+        proxy.cut = cut
+        acknowledged, refused = [], 0
+        body = {"dataset_config": {"texts": ["one", "two"]}, "training_config": {"max_steps": 1}}
+        for _ in range(20):
+            answer = accrue.http.post(
+                f"{TRAINING}/with-accumulation", json={"model_name": "accrue/tiny-gpt2", **body}
+            )
+            if answer.is_success:
+                acknowledged.append(answer.json()["id"])
+            else:
+                refused += 1
+        until(lambda: accrue.steps_logged(job_id) >= 40)
+        proxy.cut = None
+        holds(accrue, job_id, undisturbed)
+        found = {job["id"] for job in accrue.get(f"{TRAINING}?limit=100")["data"]}
+        assert set(acknowledged) <= found
+        assert len(found) <= len(acknowledged) + refused + 1
+        for other in acknowledged:
+            succeeded(accrue, other)
+        assert proxy.cuts >= 3
+        assert worker.poll() is None
+    proxy.close()

@@ -22,7 +22,6 @@ from sqlalchemy import insert, select
 
 from app import jobs
 from app.database import Database, migrate
-from app.jobs import Fence
 from app.models import Job
 from tests.runs import lay_order
 from tests.submissions import submitted
@@ -50,10 +49,10 @@ def claim_all(told: tuple[str, int]) -> list[str]:
     claimed = []
     while True:
         with database.writing() as session:
-            job = jobs.claim(session, f"worker-{number}", 600.0)
-        if job is None:
+            fence = jobs.claim(session, f"worker-{number}", 600.0)
+        if fence is None:
             return claimed
-        claimed.append(job.id)
+        claimed.append(fence.job_id)
 
 
 def claims_per_second(url: str, count: int) -> float:
@@ -81,9 +80,8 @@ def lines_per_second(url: str, folder: Path, count: int) -> float:
     database = Database(url)
     submitted(database)
     with database.writing() as session:
-        job = jobs.claim(session, "worker-1", 600.0)
-        assert job is not None
-        fence = Fence(job.id, job.attempt, "worker-1")
+        fence = jobs.claim(session, "worker-1", 600.0)
+        assert fence is not None
     run = lay_order(folder / "run")
     with run.metrics.open("w") as file:
         for step in range(1, count + 1):

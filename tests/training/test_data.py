@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from app.schemas.spec import DataSpec
+from tests.runs import write_texts
 from workers.training.data import Samples, prepare
-from workers.training.faults import CannotTrain
+from workers.training.faults import CannotTrain, Interrupted
 from workers.training.tiny_gpt2 import make_tokenizer
 
 EOS = 256
@@ -83,7 +84,7 @@ def test_what_is_too_long_is_split_into_parts(tmp_path: Path) -> None:
 
 
 def test_what_is_too_long_is_an_error_where_asked(tmp_path: Path) -> None:
-    with pytest.raises(CannotTrain, match="line 3 of the training file has 11 tokens"):
+    with pytest.raises(CannotTrain, match="line 3 of the data has 11 tokens"):
         rows(tmp_path, spec(max_length=4, overlength="error"), {"text": "a"}, {"text": "abcdefghij"})
 
 
@@ -93,7 +94,7 @@ def test_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CannotTrain, match="line 3 of the training file"):
+    with pytest.raises(CannotTrain, match="line 3 of the data"):
         rows(tmp_path, spec(), {"text": "a"}, {"prompt": "b"})
 
 
@@ -124,3 +125,15 @@ def test_data_that_is_no_longer_what_was_uploaded_is_refused(tmp_path: Path) -> 
     source.write_text(json.dumps({"text": "b"}))
     with pytest.raises(CannotTrain, match="no longer what was uploaded"):
         prepare(asked, source, make_tokenizer(), tmp_path / "prepared")
+
+
+def test_tokenising_ends_between_chunks_when_told_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.training.data._CHUNK", 10)
+    source = write_texts(tmp_path / "data.jsonl", count=40)
+    asked = of(source, spec("text"))
+    looks = iter([False, False, True])
+    with pytest.raises(Interrupted):
+        prepare(asked, source, make_tokenizer(), tmp_path / "prepared", stop=lambda: next(looks))
+    assert prepare(asked, source, make_tokenizer(), tmp_path / "prepared").samples == 40

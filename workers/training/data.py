@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow as pa
 from app.schemas.examples import BadLine, Chat, Example, PromptCompletion, TextExample, parse_line
 from app.schemas.spec import DataSpec
 from workers.run_directory import sync, write_whole
-from workers.training.faults import CannotTrain
+from workers.training.faults import CannotTrain, Interrupted
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
@@ -98,15 +98,22 @@ def held_out(spec: DataSpec, seed: int) -> Taken:
 
 
 def prepare(
-    spec: DataSpec, source: Path, tokenizer: Any, folder: Path, taken: Taken | None = None
+    spec: DataSpec,
+    source: Path,
+    tokenizer: Any,
+    folder: Path,
+    taken: Taken | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Prepared:
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
 
     Args:
         taken: which of the file's examples, bool of shape (examples,); null: all.
+        stop: looked at between chunks.
 
     Raises:
         CannotTrain: a bad line, a line longer than allowed, or nothing in it that counts for a loss.
+        Interrupted: told to stop; what was begun is begun again.
     """
     key = _key(spec, tokenizer, taken)
     done = folder / "prepared.json"
@@ -117,7 +124,7 @@ def prepare(
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
-    prepared = _write(spec, source, tokenizer, folder, taken)
+    prepared = _write(spec, source, tokenizer, folder, taken, stop)
     if prepared.targets == 0:
         raise CannotTrain(
             "nothing_to_learn",
@@ -153,7 +160,14 @@ def _key(spec: DataSpec, tokenizer: Any, taken: Taken | None) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path, taken: Taken | None) -> Prepared:
+def _write(
+    spec: DataSpec,
+    source: Path,
+    tokenizer: Any,
+    folder: Path,
+    taken: Taken | None,
+    stop: Callable[[], bool],
+) -> Prepared:
     prepared = Prepared()
     lengths: list[int] = []
     targets: list[int] = []
@@ -164,6 +178,8 @@ def _write(spec: DataSpec, source: Path, tokenizer: Any, folder: Path, taken: Ta
         examples = itertools.compress(examples, taken)
     with pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer:
         while chunk := list(itertools.islice(examples, _CHUNK)):
+            if stop():
+                raise Interrupted
             rows = [
                 (*row, example.weight)
                 for (_, example), (number, tokens, counts) in zip(chunk, tokeniser.rows(chunk), strict=True)
@@ -203,7 +219,7 @@ def read_examples(spec: DataSpec, source: Path) -> Iterator[tuple[int, Example]]
             try:
                 yield number, parse_line(line, spec.format)[1]
             except BadLine as error:
-                raise CannotTrain("bad_line", f"line {number} of the training file: {error}") from None
+                raise CannotTrain("bad_line", f"line {number} of the data: {error}") from None
 
 
 class Tokeniser:
@@ -261,7 +277,7 @@ class Tokeniser:
             if not (whole.startswith(before) and whole.startswith(upto)):
                 raise CannotTrain(
                     "chat_template",
-                    f"line {number} of the training file: the model's chat template renders a turn "
+                    f"line {number} of the data: the model's chat template renders a turn "
                     "differently once others follow, so it cannot be told which tokens to learn; use "
                     "prompt and completion instead",
                 )
@@ -299,7 +315,7 @@ def fit_length(
     if spec.overlength == "error":
         raise CannotTrain(
             "overlength",
-            f"line {number} of the training file has {len(tokens)} tokens, more than max_length {longest}: "
+            f"line {number} of the data has {len(tokens)} tokens, more than max_length {longest}: "
             "raise max_length, or set overlength to truncate or split",
         )
     if spec.overlength == "truncate":

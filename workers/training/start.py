@@ -142,7 +142,7 @@ def start(
     model, tokenizer, notes = models.load(order)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
-    prepared, samples, validation = _data(run, order, tokenizer)
+    prepared, samples, validation = _data(run, order, tokenizer, stop)
     if spec.method.name != "qlora":
         model.to(device)
     optimizer = make_optimizer(spec.optimizer, model.parameters())
@@ -176,28 +176,27 @@ def start(
     return training, prepared
 
 
-def _data(run: RunDirectory, order: Order, tokenizer: Any) -> tuple[Prepared, Samples, Samples | None]:
+def _data(
+    run: RunDirectory, order: Order, tokenizer: Any, stop: Stop
+) -> tuple[Prepared, Samples, Samples | None]:
     """The tokenised samples to train on, and those to evaluate on."""
     spec = order.spec.data
     taken = held_out(spec, order.spec.seed) if spec.held_out() else None
     source = Path(order.data_file)
-    prepared = prepare(spec, source, tokenizer, run.data, None if taken is None else ~taken)
+    prepared = prepare(spec, source, tokenizer, run.data, None if taken is None else ~taken, stop)
     samples = Samples(run.data)
     if spec.validation is None:
         return prepared, samples, None
     folder = run.data / "validation"
-    if order.validation_file is None:
-        prepare(spec, source, tokenizer, folder, taken)
-    else:
-        own = spec.model_copy(
-            update={
-                "file_id": spec.validation.file_id,
-                "sha256": spec.validation.sha256,
-                "format": spec.validation.format,
-                "validation": None,
-            }
-        )
-        prepare(own, Path(order.validation_file), tokenizer, folder)
+    try:
+        if order.validation_file is None:
+            prepare(spec, source, tokenizer, folder, taken, stop)
+        else:
+            own = spec.validation.model_dump(exclude={"share"}) | {"validation": None}
+            file = Path(order.validation_file)
+            prepare(spec.model_copy(update=own), file, tokenizer, folder, stop=stop)
+    except CannotTrain as error:
+        raise CannotTrain(error.code, f"validation data: {error}") from None
     return prepared, samples, Samples(folder)
 
 

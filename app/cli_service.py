@@ -1,0 +1,107 @@
+"""The accrue command's part for whoever runs the service: nothing of it speaks HTTP."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+commands = typer.Typer()
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON")]
+
+
+@commands.command()
+def up() -> None:
+    """Run the service and a worker together; Ctrl-C ends both."""
+    from app.processes import up as run
+
+    sys.exit(run())
+
+
+@commands.command()
+def serve() -> None:
+    """Run the service alone."""
+    import uvicorn
+
+    from app.logs import configure
+    from app.main import create_app
+    from app.security.local import require_loopback
+    from app.settings import get_settings
+
+    settings = get_settings()
+    require_loopback(settings.host)
+    configure(settings.log_level, settings.log_format)
+    uvicorn.run(
+        create_app(settings), host=settings.host, port=settings.port, log_config=None, access_log=False
+    )
+
+
+@commands.command()
+def worker(
+    drain: Annotated[bool, typer.Option("--drain", help="End as soon as no job waits and none runs")] = False,
+) -> None:
+    """Run a worker: it claims jobs and trains them.
+
+    SIGTERM or Ctrl-C: trainers write a checkpoint, their jobs go back to the queue, the worker ends; a
+    second one ends it at once. SIGUSR1: it finishes what runs, claims nothing more, and ends.
+    """
+    import importlib
+
+    importlib.import_module("workers.__main__").main(until_empty=drain)
+
+
+@commands.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Look at this installation, and say what to do about what is wrong. Exit status 1 if anything is."""
+    from dataclasses import asdict
+
+    from app.doctor import examine
+    from app.settings import get_settings
+    from app.terminal import show_findings
+
+    found = list(examine(get_settings()))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        show_findings(found)
+    if any(finding.verdict == "error" for finding in found):
+        sys.exit(1)
+
+
+@commands.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(help="A folder that is not there yet")],
+    runs: Annotated[bool, typer.Option("--runs", help="Checkpoints and models too")] = False,
+) -> None:
+    """Copy database and files into a folder, while service and workers run (SQLite)."""
+    from app.backup import take
+    from app.settings import get_settings
+
+    taken = take(get_settings(), folder, runs=runs)
+    typer.echo(f"{taken.folder}: {taken.jobs} jobs, {taken.files} files, {taken.bytes / 2**20:.1f} MiB")
+
+
+@commands.command()
+def restore(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="What accrue backup wrote")],
+) -> None:
+    """Put a backup into an empty data folder. What ran then goes on from its last checkpoint."""
+    from app.backup import restore as run
+    from app.settings import get_settings
+
+    restored = run(get_settings(), folder)
+    typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files: accrue up")
+
+
+@commands.command()
+def migrate() -> None:
+    """Bring the database to the newest revision."""
+    from app.database import migrate as run
+    from app.settings import get_settings
+
+    settings = get_settings()
+    settings.make_directories()
+    run(settings.url)
+    typer.echo("The database is at the newest revision.")
