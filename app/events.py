@@ -1,5 +1,6 @@
 """What happens to a job, as people read it later."""
 
+import json
 from typing import Any
 
 from sqlalchemy import bindparam, insert
@@ -8,13 +9,17 @@ from sqlalchemy.orm import Session
 from app.database import database_now
 from app.ids import new_id
 from app.models import Job, JobEvent
+from app.prepared import Prepared
 from app.schemas.run import Level
 
-_TABLE: Any = JobEvent.__table__
-_TELL = insert(_TABLE).values(
-    {column.name: bindparam(column.name) for column in _TABLE.columns}
-    | {"created_at": database_now(), "line": None}
-)
+
+def _tell(dialect: str) -> Any:
+    table: Any = JobEvent.__table__
+    given: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns}
+    return insert(table).values(given | {"created_at": database_now(), "line": None})
+
+
+_TELL = Prepared(_tell)
 
 
 def tell(
@@ -42,4 +47,4 @@ def tell_of(
 ) -> None:
     """The same of a job by its id, which is in the database by now."""
     told = {"id": new_id("ftevent"), "job_id": job_id, "attempt": attempt, "level": level, "type": kind}
-    session.connection().execute(_TELL, told | {"message": message, "data": data or {}})
+    _TELL.run(session, told | {"message": message, "data": json.dumps(data or {})})

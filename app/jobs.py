@@ -14,7 +14,7 @@ written and `LostJob` is raised. The caller owns the transaction.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import and_, bindparam, case, func, insert, literal, or_, select, update
+from sqlalchemy import Double, and_, bindparam, case, func, insert, literal, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.database import database_now
@@ -22,6 +22,7 @@ from app.errors import Conflict, NotFound
 from app.events import tell, tell_of
 from app.ids import new_id
 from app.models import Attempt, File, Job
+from app.prepared import Prepared
 from app.schemas.run import Failure, Level
 from app.schemas.spec import Plan, Spec
 from app.schemas.training import ENDED, JobStatus
@@ -101,50 +102,49 @@ def submit(session: Session, submission: Submission) -> Job:
     return job
 
 
-_JOBS: Any = Job.__table__
-_ATTEMPTS: Any = Attempt.__table__
-_NEXT = (
-    select(_JOBS.c.id)
-    .where(_JOBS.c.status == "queued", _JOBS.c.not_before <= database_now())
-    .order_by(_JOBS.c.place, _JOBS.c.id)
-    .limit(1)
-    .with_for_update(skip_locked=True)
-    .scalar_subquery()
-)
-_CLAIM = (
-    update(_JOBS)
-    .where(_JOBS.c.id == _NEXT, _JOBS.c.status == "queued")
-    .values(
-        status="running",
-        worker_id=bindparam("worker"),
-        attempt=_JOBS.c.attempt + 1,
-        lease_until=database_now() + bindparam("lease_seconds"),
-        started_at=func.coalesce(_JOBS.c.started_at, database_now()),
+def _claim(dialect: str) -> Any:
+    jobs: Any = Job.__table__
+    following = (
+        select(jobs.c.id)
+        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now())
+        .order_by(jobs.c.place, jobs.c.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
     )
-    .returning(_JOBS.c.id, _JOBS.c.attempt)
-)
-_BEGIN_ATTEMPT = insert(_ATTEMPTS).values(
-    job_id=bindparam("job"),
-    attempt=bindparam("number"),
-    worker_id=bindparam("worker"),
-    claimed_at=database_now(),
-)
+    return (
+        update(jobs)
+        .where(jobs.c.id == following, jobs.c.status == "queued")
+        .values(
+            status="running",
+            worker_id=bindparam("worker"),
+            attempt=jobs.c.attempt + 1,
+            lease_until=database_now() + bindparam("lease_seconds", type_=Double),
+            started_at=func.coalesce(jobs.c.started_at, database_now()),
+        )
+        .returning(jobs.c.id, jobs.c.attempt)
+    )
+
+
+def _begin_attempt(dialect: str) -> Any:
+    given: dict[str, Any] = {name: bindparam(name) for name in ("job_id", "attempt", "worker_id")}
+    return insert(Attempt.__table__).values(given | {"claimed_at": database_now()})  # type: ignore[arg-type]
+
+
+_CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
 
 
 def claim(session: Session, worker_id: str, lease_seconds: float) -> Fence | None:
-    """The next queued job, now running under this worker with a new attempt; null if there is none.
-
-    The statements are made once: whoever claims holds SQLite's write lock meanwhile.
-    """
-    connection = session.connection()
+    """The next queued job, now running under this worker with a new attempt; null if there is none."""
     told = {"worker": worker_id, "lease_seconds": lease_seconds}
-    claimed = connection.execute(_CLAIM, told).one_or_none()
+    claimed = _CLAIM.run(session, told).one_or_none()
     if claimed is None:
         return None
-    job_id, attempt = claimed
-    connection.execute(_BEGIN_ATTEMPT, {"job": job_id, "number": attempt, "worker": worker_id})
-    tell_of(session, job_id, attempt, "started", f"Attempt {attempt} started.", data={"attempt": attempt})
-    return Fence(job_id, attempt, worker_id)
+    fence = Fence(claimed.id, claimed.attempt, worker_id)
+    _BEGIN_ATTEMPT.run(session, vars(fence))
+    message = f"Attempt {fence.attempt} started."
+    tell_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})
+    return fence
 
 
 def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:

@@ -4,21 +4,20 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import Dialect, Insert, func, select
+from sqlalchemy import Insert, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
-from sqlalchemy.sql.compiler import SQLCompiler
 
 from app import jobs
 from app.database import insert_for
 from app.ids import new_id
 from app.jobs import Fence
 from app.models import JobEvent, StepMetric
+from app.prepared import Prepared
 from app.schemas.run import EventLine, LogLine
 from workers.run_directory import RunDirectory
 
@@ -146,23 +145,14 @@ def _log_lines(raw: list[bytes]) -> list[LogLine]:
 
 
 def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
-    """One row per step; where two attempts made it, the later one's stays.
-
-    By the driver, with a statement that was compiled once: binding row by row takes longer than storing.
-    """
+    """One row per step; where two attempts made it, the later one's stays."""
     by_step: dict[int, LogLine] = {}
     for line in lines:
         if line.step not in by_step or line.attempt >= by_step[line.step].attempt:
             by_step[line.step] = line
     if not by_step:
         return
-    connection = session.connection()
-    statement, places = _upsert(connection.dialect)
-    rows = [_row(job_id, line) for line in by_step.values()]
-    if places is None:
-        connection.exec_driver_sql(statement, rows)
-    else:
-        connection.exec_driver_sql(statement, [tuple(row[name] for name in places) for row in rows])
+    _UPSERT.run_for_each(session, (_row(job_id, line) for line in by_step.values()))
 
 
 def _row(job_id: str, line: LogLine) -> dict[str, Any]:
@@ -172,20 +162,17 @@ def _row(job_id: str, line: LogLine) -> dict[str, Any]:
     return row
 
 
-@cache
-def _upsert(dialect: Dialect) -> tuple[str, list[str] | None]:
-    """The statement in a database's words, and the order of its values; null: they go by name."""
-    module = postgresql if dialect.name == "postgresql" else sqlite
-    insert = module.insert(StepMetric.__table__)
+def _upsert(dialect: str) -> Any:
+    insert = (postgresql if dialect == "postgresql" else sqlite).insert(StepMetric.__table__)
     update = {name: insert.excluded[name] for name in LogLine.model_fields if name != "step"}
-    statement = insert.on_conflict_do_update(
+    return insert.on_conflict_do_update(
         index_elements=["job_id", "step"],
         set_=update,
         where=insert.excluded.attempt >= StepMetric.__table__.c.attempt,
     )
-    compiled = statement.compile(dialect=dialect, column_keys=["job_id", *LogLine.model_fields])
-    assert isinstance(compiled, SQLCompiler)
-    return str(compiled), list(compiled.positiontup or []) if compiled.positional else None
+
+
+_UPSERT = Prepared(_upsert, ["job_id", *LogLine.model_fields])
 
 
 def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:
