@@ -73,11 +73,11 @@ class Supervisor:
                 if self.settings.profiler:
                     profiler.keep_alive()
                 self.turn()
-                claimed = False
-                if not self.draining:
-                    with self._guarded(None):
-                        claimed = self._claim_for_free_devices()
-                if not (claimed or self.running or self.leaving) and self._is_done():
+                done = False
+                with self._guarded(None):
+                    claimed = not self.draining and self._claim_for_free_devices()
+                    done = not (claimed or self.running or self.leaving) and self._is_done()
+                if done:
                     break
                 time.sleep(self.settings.poll_seconds)
             profiler.end()
