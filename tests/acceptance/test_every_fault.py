@@ -295,8 +295,12 @@ def test_cancelling_while_it_ends_leaves_one_end(accrue: Accrue) -> None:
         assert ends.count("succeeded") + ends.count("cancelled") == 1
 
 
+@pytest.mark.timeout(3600)
 def test_kills_at_random_moments(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
-    """A hundred kills of trainers, over as many jobs as that takes."""
+    """A hundred kills of trainers, over as many jobs as that takes.
+
+    There is a new checkpoint between any two of a job: three without one are the end of it.
+    """
     accrue.serve()
     accrue.start("worker")
     random.seed(int(os.environ.get("ACCRUE_FAULT_SEED", "7")))
@@ -304,8 +308,8 @@ def test_kills_at_random_moments(accrue: Accrue, undisturbed: dict[str, Any]) ->
     kills = done = 0
     while kills < wanted:
         job_id = submit(accrue)
-        for step in sorted(random.sample(range(1, STEPS), min(6, wanted - kills))):
-            kills += killed_at(accrue, job_id, step)
+        for checkpoint in sorted(random.sample(range(STEPS // 7), min(6, wanted - kills))):
+            kills += killed_at(accrue, job_id, 7 * checkpoint + random.randint(1, 6))
         holds(accrue, job_id, undisturbed)
         done += 1
     print(
@@ -315,8 +319,8 @@ def test_kills_at_random_moments(accrue: Accrue, undisturbed: dict[str, Any]) ->
 
 def killed_at(accrue: Accrue, job_id: str, step: int) -> bool:
     """Kills the job's trainer at a random moment after a step; false where the job ended before."""
-    while accrue.steps_logged(job_id) < step:
-        if accrue.job(job_id)["status"] in ("succeeded", "failed"):
+    while (job := accrue.job(job_id))["progress"]["step"] < step:
+        if job["status"] in ("succeeded", "failed"):
             return False
         time.sleep(0.02)
     time.sleep(random.random() * 0.3)
