@@ -67,10 +67,12 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> Taken:
 
 
 def restore(settings: Settings, folder: Path) -> Taken:
-    """Puts a backup where the service looks for its data; what ran then goes on from its last checkpoint.
+    """Puts a backup where the service looks for its data.
+
+    What ran when it was taken goes on from its last checkpoint, if runs are in it, else from its beginning.
 
     Raises:
-        InvalidRequest: it is no whole backup, or there is a database already.
+        InvalidRequest: it is no whole backup, or there is a database already; nothing was written.
     """
     target = _sqlite_file(settings)
     if not (folder / _DATABASE).is_file():
@@ -82,6 +84,9 @@ def restore(settings: Settings, folder: Path) -> Taken:
     wrong = _what_is_wrong(folder / _DATABASE)
     if wrong is not None:
         raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")
+    missing = [file for file in _named_files(folder / _DATABASE) if not (folder / "files" / file).exists()]
+    if missing:
+        raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
     settings.make_directories()
     for part, own in (("files", settings.files_dir), ("runs", settings.runs_dir)):
         if (folder / part).is_dir():
@@ -92,9 +97,6 @@ def restore(settings: Settings, folder: Path) -> Taken:
     with database.reading() as session:
         jobs, files = _jobs(session), session.scalars(select(File.id)).all()
     database.close()
-    missing = [file for file in files if not (settings.files_dir / file).exists()]
-    if missing:
-        raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Taken(folder, len(jobs), len(files), size)
 
@@ -107,6 +109,12 @@ def _sqlite_file(settings: Settings) -> Path:
             "folder's files/ and runs/ afterwards"
         )
     return Path(url.database)
+
+
+def _named_files(path: Path) -> list[str]:
+    """The ids of the files that a database names."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return [file_id for (file_id,) in database.execute("SELECT id FROM files")]
 
 
 def _what_is_wrong(path: Path) -> str | None:

@@ -87,7 +87,11 @@ def backup(
 def restore(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="What accrue backup wrote")],
 ) -> None:
-    """Put a backup into an empty data folder. What ran then goes on from its last checkpoint."""
+    """Put a backup into an empty data folder.
+
+    What ran when it was taken goes on from its last checkpoint, if it was taken with --runs, else from its
+    beginning.
+    """
     from app.backup import restore as run
     from app.settings import get_settings
 

@@ -1,6 +1,5 @@
 """Engine, sessions and migrations. SQLite by default, PostgreSQL by URL."""
 
-import contextlib
 import fcntl
 import os
 import random
@@ -125,7 +124,9 @@ def _sqlite_begin(connection: Connection) -> None:
 
 
 def _begun_writing(connection: Any) -> bool:
-    """Waits for the write lock in short, uneven naps; false where patience is over without it.
+    """Waits for the write lock in short, uneven naps; false where it cannot be had.
+
+    That may be for a reason that no patience mends: whoever asks SQLite once more then hears it.
 
     SQLite's own wait backs off to a tenth of a second, in which whoever came later overtakes.
     """
@@ -135,9 +136,12 @@ def _begun_writing(connection: Any) -> bool:
     nap = _FIRST_NAP
     try:
         while time.monotonic() < until:
-            with contextlib.suppress(sqlite3.OperationalError):
+            try:
                 connection.execute("BEGIN IMMEDIATE")
                 return True
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    return False
             time.sleep(nap * random.random())
             nap = min(_LONGEST_NAP, 1.05 * nap)
         return False

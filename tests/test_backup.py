@@ -93,6 +93,7 @@ def test_what_cannot_be_backed_up_or_restored_says_why(
     (lacking / "files" / "file-1").unlink()
     with pytest.raises(InvalidRequest, match="lacks files"):
         backup.restore(elsewhere(settings, tmp_path / "fourth"), lacking)
+    assert not (tmp_path / "fourth").exists()
     assert not list(tmp_path.glob(".backup*"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import JSON, MetaData, String, Table, inspect, select, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from app.database import Database, alembic_config, current_revision, database_now, head_revision, migrate
 from app.models import Attempt, Base, Configuration
@@ -165,3 +165,13 @@ def test_a_server_that_was_restarted_is_reconnected_to(database: Database, serve
         session.add(Configuration(id="accumulation_1", created_at=0.0, given={}, num_gpus=1))
     with database.reading() as session:
         assert session.get(Configuration, "accumulation_1") is not None
+
+
+@pytest.mark.sqlite
+def test_what_no_patience_mends_is_said_at_once(database: Database, settings: Settings) -> None:
+    readonly = Database(f"sqlite:///file:{settings.data_dir / 'accrue.db'}?mode=ro&uri=true")
+    began = time.monotonic()
+    with pytest.raises(OperationalError, match="readonly"), readonly.writing() as session:
+        session.add(Configuration(id="accumulation_1", created_at=0.0, given={}, num_gpus=1))
+    assert time.monotonic() - began < 5
+    readonly.close()
