@@ -1,5 +1,6 @@
 """Engine, sessions and migrations. SQLite by default, PostgreSQL by URL."""
 
+import contextlib
 import fcntl
 import os
 import random
@@ -8,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,13 @@ from app.errors import BadSetting
 if TYPE_CHECKING:
     from alembic.config import Config
 
-_FIRST_NAP, _LONGEST_NAP = 0.0002, 0.004
+_FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
+
+_PAGES_BETWEEN_CHECKPOINTS = 4000
+"""Of SQLite's log, 16 MiB: then every commit copies what it can into the database."""
+
+_COMMITS_BETWEEN_RESTARTS = 500
+_RESTART_MILLISECONDS = 100
 
 ALEMBIC = Path(__file__).resolve().parent.parent / "alembic"
 
@@ -59,6 +67,8 @@ class Database:
         self.url = url
         self.engine = _engine(url, patience_seconds)
         self._writing = self.engine.execution_options(accrue_writes=True)
+        self._is_sqlite = self.engine.dialect.name == "sqlite"
+        self._commits = count(1)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
@@ -71,6 +81,22 @@ class Database:
         """A session that is committed at its end, and rolled back if it raises."""
         with Session(self._writing, expire_on_commit=False) as session, session.begin():
             yield session
+        if self._is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
+            self._restart_log()
+
+    def _restart_log(self) -> None:
+        """Has SQLite's log written from its start again.
+
+        It does so by itself in a moment when all of it is in the database. Several processes that write all
+        the time leave no such moment: the log would grow, and every commit copy pages from it.
+        """
+        with (
+            contextlib.suppress(sqlite3.OperationalError),  # what was to be committed is
+            contextlib.closing(self.engine.raw_connection()) as connection,
+        ):
+            cursor = connection.cursor()
+            cursor.execute(f"PRAGMA busy_timeout={_RESTART_MILLISECONDS}")
+            cursor.execute("PRAGMA wal_checkpoint(RESTART)")
 
     def close(self) -> None:
         self.engine.dispose()
@@ -92,7 +118,11 @@ def _engine(url: str, patience_seconds: float) -> Engine:
         )
     engine = create_engine(url, connect_args={"timeout": patience_seconds})
     event.listen(engine, "connect", _sqlite_pragmas)
-    event.listen(engine, "begin", _sqlite_begin)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        _sqlite_begin(connection, patience_seconds)
+
     return engine
 
 
@@ -112,41 +142,45 @@ def _need_driver(url: str) -> None:
 def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        f"wal_autocheckpoint={_PAGES_BETWEEN_CHECKPOINTS}",
+    ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
 
-def _sqlite_begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("accrue_writes", False)
-    if not (writes and _begun_writing(connection.connection.dbapi_connection)):
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+def _sqlite_begin(connection: Connection, patience_seconds: float) -> None:
+    driver: Any = connection.connection.dbapi_connection
+    if connection.get_execution_options().get("accrue_writes", False):
+        driver.execute("PRAGMA busy_timeout=0")
+        if not _begun_writing(driver, patience_seconds):
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:
+        driver.execute(f"PRAGMA busy_timeout={round(1000 * patience_seconds)}")
+        connection.exec_driver_sql("BEGIN")
 
 
-def _begun_writing(connection: Any) -> bool:
+def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> bool:
     """Waits for the write lock in short, uneven naps; false where it cannot be had.
 
     That may be for a reason that no patience mends: whoever asks SQLite once more then hears it.
 
     SQLite's own wait backs off to a tenth of a second, in which whoever came later overtakes.
     """
-    (patience,) = connection.execute("PRAGMA busy_timeout").fetchone()
-    until = time.monotonic() + patience / 1000
-    connection.execute("PRAGMA busy_timeout=0")
+    until = time.monotonic() + patience_seconds
     nap = _FIRST_NAP
-    try:
-        while time.monotonic() < until:
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                return True
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                    return False
-            time.sleep(nap * random.random())
-            nap = min(_LONGEST_NAP, 1.05 * nap)
-        return False
-    finally:
-        connection.execute(f"PRAGMA busy_timeout={patience}")
+    while True:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            return True
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                return False
+        time.sleep(nap * random.random())
+        nap = min(_LONGEST_NAP, 1.5 * nap)
 
 
 def insert_for(session: Session, table: Any) -> Any:

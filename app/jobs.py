@@ -137,10 +137,11 @@ _CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
 def claim(session: Session, worker_id: str, lease_seconds: float) -> Fence | None:
     """The next queued job, now running under this worker with a new attempt; null if there is none."""
     told = {"worker": worker_id, "lease_seconds": lease_seconds}
-    claimed = _CLAIM.run(session, told).one_or_none()
-    if claimed is None:
+    claimed = _CLAIM.run(session, told)
+    if not claimed:
         return None
-    fence = Fence(claimed.id, claimed.attempt, worker_id)
+    ((job_id, attempt),) = claimed
+    fence = Fence(job_id, attempt, worker_id)
     _BEGIN_ATTEMPT.run(session, vars(fence))
     message = f"Attempt {fence.attempt} started."
     tell_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -11,6 +11,10 @@ from app.schemas.run import Level
 from app.schemas.training import JobStatus
 
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+
+
+BY_JOB = {"sqlite_with_rowid": False}
+"""Rows kept in the order of their primary key, which begins with the job: a job's lie together."""
 
 
 class Base(DeclarativeBase):
@@ -105,6 +109,7 @@ class Attempt(Base):
     """One claim of a job by one worker, with the plan that it made."""
 
     __tablename__ = "attempts"
+    __table_args__ = BY_JOB
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
@@ -119,6 +124,7 @@ class StepMetric(Base):
     """One optimizer step of a job; where two attempts made it, the later one's."""
 
     __tablename__ = "step_metrics"
+    __table_args__ = BY_JOB
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
@@ -156,10 +162,20 @@ class JobEvent(Base):
     """Something that happened to a job: told by the service, a worker, or its trainer."""
 
     __tablename__ = "job_events"
-    __table_args__ = (UniqueConstraint("job_id", "line"), Index(None, "job_id", "id"))
+    __table_args__ = (
+        Index(
+            "uq_job_events_job_id_line",
+            "job_id",
+            "line",
+            unique=True,
+            sqlite_where=text("line IS NOT NULL"),
+            postgresql_where=text("line IS NOT NULL"),
+        ),
+        BY_JOB,
+    )
 
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     id: Mapped[str] = mapped_column(primary_key=True)
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
     line: Mapped[int | None] = mapped_column(BigInteger)
     """Byte offset of the line in events.jsonl, where it came from there: read twice, stored once."""
     attempt: Mapped[int]

@@ -1,14 +1,16 @@
-"""Statements that run thousands of times: compiled once for each kind of database, bound by the driver.
+"""Statements that run thousands of times: compiled once for each kind of database, run by its driver.
 
-SQLAlchemy's own way looks the statement up and binds value by value, which takes longer than the database
-does, and on SQLite with the write lock held.
+SQLAlchemy's own way looks the statement up, binds value by value and wraps the answer, which takes longer
+than the database does, and on SQLite with the write lock held.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import CursorResult, Dialect
+from sqlalchemy import Connection, Dialect
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.base import Executable
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -22,34 +24,67 @@ class Prepared:
     Args:
         make: the statement, for a dialect's name.
         columns: of an INSERT that takes every one of them as a parameter.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it, when the statement is run.
     """
 
-    def __init__(self, make: Any, columns: Iterable[str] = ()) -> None:
+    def __init__(self, make: Callable[[str], Any], columns: Iterable[str] = ()) -> None:
         self._make = make
         self._columns = list(columns) or None
         self._compiled = lru_cache(maxsize=8)(self._compile)
 
-    def run(self, session: Session, row: Row) -> CursorResult[Any]:
-        """Once."""
+    def run(self, session: Session, row: Row) -> list[Any]:
+        """Once. Returns the rows that it gives, as the driver does."""
         connection = session.connection()
-        text, places, given = self._compiled(connection.dialect)
-        return connection.exec_driver_sql(text, _bound({**given, **row}, places))
+        text, bound, given = self._compiled(connection.dialect)
+        with _Cursor(connection, text) as cursor:
+            cursor.execute(text, bound({**given, **row}))
+            return cursor.fetchall() if cursor.description else []
 
     def run_for_each(self, session: Session, rows: Iterable[Row]) -> None:
         """For at least one row."""
         connection = session.connection()
-        text, places, given = self._compiled(connection.dialect)
-        connection.exec_driver_sql(text, [_bound({**given, **row}, places) for row in rows])
+        text, bound, given = self._compiled(connection.dialect)
+        values = [bound({**given, **row} if given else row) for row in rows]
+        with _Cursor(connection, text) as cursor:
+            cursor.executemany(text, values)
 
-    def _compile(self, dialect: Dialect) -> tuple[str, list[str] | None, dict[str, Any]]:
-        """Its text, the order of its values (null: they go by name), and those that are in the statement."""
+    def _compile(self, dialect: Dialect) -> tuple[str, Callable[[Row], Any], dict[str, Any]]:
+        """Its text, what makes the driver's parameters of a row, and the values that are in the statement."""
         statement: Executable = self._make(dialect.name)
         compiled = statement.compile(dialect=dialect, column_keys=self._columns)  # type: ignore[attr-defined]
         assert isinstance(compiled, SQLCompiler)
         binds = compiled.bind_names.items()
         given = {name: bind.effective_value for bind, name in binds if not bind.required}
-        return str(compiled), list(compiled.positiontup or []) if compiled.positional else None, given
+        return str(compiled), _bind(compiled), given
 
 
-def _bound(row: Row, places: list[str] | None) -> Any:
-    return row if places is None else tuple([row[name] for name in places])
+def _bind(compiled: SQLCompiler) -> Callable[[Row], Any]:
+    if not compiled.positional:
+        return lambda row: row
+    places = list(compiled.positiontup or [])
+    return itemgetter(*places) if len(places) > 1 else lambda row: tuple(row[name] for name in places)
+
+
+class _Cursor:
+    """The driver's own, closed at the end; its errors become SQLAlchemy's."""
+
+    def __init__(self, connection: Connection, text: str) -> None:
+        self._connection, self._text = connection, text
+
+    def __enter__(self) -> Any:
+        self._cursor = self._connection.connection.cursor()
+        return self._cursor
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._cursor.close()
+        dialect = self._connection.dialect
+        if not isinstance(error, dialect.loaded_dbapi.Error):
+            return
+        lost = dialect.is_disconnect(error, self._connection.connection, self._cursor)
+        if lost:
+            self._connection.invalidate(error)
+        raise DBAPIError.instance(
+            self._text, None, error, dialect.loaded_dbapi.Error, connection_invalidated=lost, dialect=dialect
+        ) from error
