@@ -8,7 +8,8 @@ AccrueError
 ├── Conflict        409   the state of a job does not allow it; a retry cannot heal it
 ├── TooLarge        413
 ├── Forbidden       403   a request from elsewhere than this machine
-└── Unavailable     503   this service cannot do it now
+├── Unavailable     503   this service cannot do it now
+└── DiskFull        507   there is no room for it
 """
 
 from typing import ClassVar
@@ -73,3 +74,9 @@ class Unavailable(AccrueError):
     status = 503
     code = "unavailable"
     title = "Unavailable"
+
+
+class DiskFull(AccrueError):
+    status = 507
+    code = "disk_full"
+    title = "No room"

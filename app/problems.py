@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
-from app.errors import AccrueError, Conflict, TooLarge, Unavailable
+from app.disk import is_full
+from app.errors import AccrueError, Conflict, DiskFull, TooLarge, Unavailable
 
 log = structlog.get_logger("accrue.service")
 
@@ -75,6 +76,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OperationalError, _database_away)
     app.add_exception_handler(IntegrityError, _in_use)
+    app.add_exception_handler(OSError, _os_error)
 
 
 def _known(request: Request, error: Exception) -> JSONResponse:
@@ -148,10 +150,26 @@ def _in_use(request: Request, error: Exception) -> JSONResponse:
 
 
 def _database_away(request: Request, error: Exception) -> JSONResponse:
+    if is_full(error):
+        return _disk_full(request, error)
     log.error("the database did not answer", error=str(getattr(error, "orig", error)))
     return problem_response(
         request, 503, Unavailable.code, Unavailable.title,
         "The database does not answer right now: try again in a moment.", headers={"Retry-After": "2"},
+    )  # fmt: skip
+
+
+def _os_error(request: Request, error: Exception) -> JSONResponse:
+    if is_full(error):
+        return _disk_full(request, error)
+    raise error
+
+
+def _disk_full(request: Request, error: Exception) -> JSONResponse:
+    log.error("the disk is full", error=str(error))
+    return problem_response(
+        request, DiskFull.status, DiskFull.code, DiskFull.title,
+        "The disk is full: nothing was stored. Delete files or ended jobs, or make room for the data folder.",
     )  # fmt: skip
 
 

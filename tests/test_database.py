@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import JSON, MetaData, String, Table, inspect, select, text
+from sqlalchemy import JSON, MetaData, String, Table, insert, inspect, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from app.database import Database, alembic_config, current_revision, database_now, head_revision, migrate
 from app.models import Attempt, Base, Configuration
+from app.prepared import Prepared
 from app.settings import Settings
 from tests.postgresql import Server
 
@@ -175,3 +176,35 @@ def test_what_no_patience_mends_is_said_at_once(database: Database, settings: Se
         session.add(Configuration(id="accumulation_1", created_at=0.0, given={}, num_gpus=1))
     assert time.monotonic() - began < 5
     readonly.close()
+
+
+def test_a_prepared_statement_s_errors_are_sqlalchemy_s(database: Database) -> None:
+    attempt = Prepared(lambda dialect: insert(Attempt), Attempt.__table__.columns.keys())
+    row = {"job_id": "ftjob-none", "attempt": 1, "worker_id": "w", "claimed_at": 0.0}
+    missing = {"ended_at": None, "plan": None, "outcome": None}
+
+    def add() -> None:
+        with database.writing() as session:
+            attempt.run(session, row | missing)
+
+    with pytest.raises(IntegrityError):
+        add()
+
+
+@pytest.mark.sqlite
+def test_the_log_does_not_grow_where_it_could_start_again(
+    database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = settings.data_dir / "accrue.db-wal"
+
+    def grown(commits: int) -> int:
+        before = log.stat().st_size if log.exists() else 0
+        for number in range(commits):
+            with database.writing() as session:
+                name = f"accumulation_{commits}_{number}"
+                session.add(Configuration(id=name, created_at=0.0, given={"x": "y" * 3000}, num_gpus=1))
+        return log.stat().st_size - before
+
+    freely = grown(100)
+    monkeypatch.setattr("app.database._COMMITS_BETWEEN_RESTARTS", 10)
+    assert grown(200) < freely / 4

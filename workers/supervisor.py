@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from app import events, gpus, jobs, measurements, profiles, workers_seen
 from app.database import Database
+from app.disk import is_full
 from app.fail_points import fail_point
 from app.ids import new_id
 from app.jobs import Fence, LostJob
@@ -175,7 +176,7 @@ class Supervisor:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
             log.exception("the trainer could not be started", job=job.id)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if is_full(error):
                 with contextlib.suppress(LostJob), self.database.writing() as session:
                     jobs.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
                 return True

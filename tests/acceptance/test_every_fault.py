@@ -4,6 +4,7 @@
 docs/faults.md is the table.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,51 @@ def test_a_disk_that_is_full_for_a_while(accrue: Accrue, undisturbed: dict[str, 
     accrue.post(f"{TRAINING}/{job_id}/pause")
     accrue.post(f"{TRAINING}/{job_id}/resume")  # a person who has made room need not wait
     accrue.start("worker")
+    holds(accrue, job_id, undisturbed)
+
+
+@pytest.fixture
+def small_disk(accrue: Accrue) -> Iterator[Path]:
+    """The data folder on a file system of 64 MiB."""
+    accrue.data.mkdir(mode=0o700)
+    options = f"size=64m,mode=0700,uid={os.getuid()},gid={os.getgid()}"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "accrue-test", accrue.data], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a file system: {mounted.stderr.strip()}")
+    yield accrue.data
+    accrue.stop()
+    subprocess.run(["umount", accrue.data], check=True)
+
+
+def fill(path: Path) -> None:
+    """Writes until no byte is left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        for size in (2**16, 2**10, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+def test_a_file_system_that_is_full_for_a_while(
+    accrue: Accrue, small_disk: Path, undisturbed: dict[str, Any]
+) -> None:
+    accrue.serve()
+    accrue.start("worker")
+    job_id = submit(accrue)
+    until(lambda: accrue.steps_logged(job_id) >= 10)
+    filler = small_disk / "filler"
+    fill(filler)
+    until(lambda: accrue.trainer_of(job_id) is None, 60)
+    assert accrue.job(job_id)["status"] in ("running", "queued")  # what is there can be read
+    body = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"texts": ["one", "two"]}}
+    refused = accrue.http.post(f"{TRAINING}/with-accumulation", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full"), refused.text
+    filler.unlink()
+    until(lambda: accrue.job(job_id)["status"] == "queued", 60)
+    accrue.post(f"{TRAINING}/{job_id}/pause")
+    accrue.post(f"{TRAINING}/{job_id}/resume")
     holds(accrue, job_id, undisturbed)
 
 
