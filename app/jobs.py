@@ -68,6 +68,8 @@ class Submission:
     metadata: dict[str, str]
     priority: int
     paused: bool
+    suffix: str | None = None
+    """Of the trained model's name."""
 
 
 def submit(session: Session, submission: Submission) -> Job:
@@ -86,6 +88,7 @@ def submit(session: Session, submission: Submission) -> Job:
         labels=submission.metadata,
         config_id=submission.config_id,
         file_id=submission.spec.data.file_id,
+        suffix=submission.suffix,
         config=submission.config,
         training_config=submission.training_config,
         spec=submission.spec.model_dump(mode="json"),

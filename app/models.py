@@ -86,6 +86,8 @@ class Job(Base):
     """The client's metadata."""
     config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
     file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
+    suffix: Mapped[str | None]
+    """Of the trained model's name, as OpenAI's clients know it."""
     config: Mapped[dict[str, Any]]
     training_config: Mapped[dict[str, Any]]
     spec: Mapped[dict[str, Any]]

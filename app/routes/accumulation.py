@@ -5,9 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from sqlalchemy import select
 
-from app import jobs
+from app import configurations, jobs
 from app.database import database_now
-from app.errors import NotFound
 from app.ids import new_id
 from app.models import Configuration, Job
 from app.routes.dependencies import After, Limit, Reading, Writing
@@ -52,23 +51,13 @@ def list_configurations(
 def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
     if config_id.startswith("ftjob-"):
         return _of_job(jobs.get(session, config_id))
-    return answer(find(session, config_id))
+    return answer(configurations.find(session, config_id))
 
 
 @router.delete("/config/{config_id}", status_code=204, summary="Delete a configuration")
 def delete(session: Writing, config_id: ConfigId) -> None:
     """Jobs made with it keep what they were made with."""
-    session.delete(find(session, config_id))
-
-
-def find(session: Reading, config_id: str, field: str | None = None) -> Configuration:
-    """Raises:
-    NotFound: no configuration has that id.
-    """
-    row = session.get(Configuration, config_id)
-    if row is None:
-        raise NotFound(f"No configuration has the id {config_id}.", field=field)
-    return row
+    session.delete(configurations.find(session, config_id))
 
 
 def answer(row: Configuration) -> ConfigurationAnswer:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from app import base_models, gpus, measurements, profiles, workers_seen
 from app.database import Database
 from app.errors import Unprocessable
+from app.intake import select_devices
 from app.planning import learning_rate
 from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
@@ -19,7 +20,6 @@ from app.planning.split import split_over
 from app.profiles import Wanted
 from app.routes.dependencies import CurrentDatabase, CurrentSettings
 from app.routes.json_bodies import JsonWhateverTheHeader
-from app.routes.training import select_devices
 from app.schemas.accumulation import MAX_ACCUMULATION_STEPS, Precision
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import (

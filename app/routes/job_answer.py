@@ -6,6 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app.database import database_now
+from app.jobs import Submission
 from app.models import Job, Worker
 from app.planning.plan import samples_of
 from app.schemas.spec import Plan, Spec
@@ -60,10 +61,9 @@ def job_answer(session: Session, job: Job) -> JobAnswer:
     )
 
 
-def dry_run_answer(
-    spec: Spec, plan: Plan, config: dict[str, Any], training_config: dict[str, Any], speed: Speed | None
-) -> DryRunAnswer:
+def dry_run_answer(submission: Submission, speed: Speed | None) -> DryRunAnswer:
     """What a job would do, in the same words."""
+    spec, plan = submission.spec, submission.plan
     seconds = plan.predicted_duration_seconds
     samples = samples_of(spec, plan.steps_total)
     tokens = speed.tokens_per_sample * samples if speed is not None and samples is not None else None
@@ -75,8 +75,8 @@ def dry_run_answer(
         else None,
         measured_by=speed.job_id if speed is not None else None,
         model_name=spec.model.name,
-        config=config,
-        training_config=training_config,
+        config=submission.config,
+        training_config=submission.training_config,
         dataset=_dataset(spec),
         plan=plan,
         effective_batch_size=spec.effective_batch_size,

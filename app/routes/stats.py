@@ -4,8 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from app import jobs, stats
-from app.routes import accumulation
+from app import configurations, jobs, stats
 from app.routes.dependencies import Reading
 from app.schemas.statistics import ConfigurationStatistics, JobStatistics, Totals
 
@@ -23,5 +22,5 @@ def of(
     identifier: Annotated[str, Path(max_length=100, description="ftjob-… or accumulation_…")],
 ) -> JobStatistics | ConfigurationStatistics:
     if identifier.startswith("accumulation_"):
-        return stats.of_configuration(session, accumulation.find(session, identifier))
+        return stats.of_configuration(session, configurations.find(session, identifier))
     return stats.of_job(session, jobs.get(session, identifier))

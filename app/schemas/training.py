@@ -38,6 +38,8 @@ ModelName = Annotated[
 ]
 """A name or owner/name, never a path."""
 
+FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
+
 Metadata = Annotated[
     dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
     Field(max_length=16),
@@ -51,13 +53,9 @@ UserId = (
 """A label of the client's: a number that JSON carries exactly, or a short string."""
 
 
-class DatasetConfig(Request):
-    """Where the samples come from: exactly one of `texts` and `file_id`."""
+class DatasetOptions(Request):
+    """What becomes of the samples, wherever they come from."""
 
-    texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
-        None, description="Inline samples; they are stored as a file"
-    )
-    file_id: str | None = Field(None, pattern=r"^file-[A-Za-z0-9]+$", description="An uploaded JSONL file")
     format: DataFormat | None = Field(None, description="null: what the file's lines are")
     max_length: int | None = Field(
         None, ge=2, description="Tokens; null: the model's positions, at most 1024"
@@ -66,12 +64,19 @@ class DatasetConfig(Request):
     validation_split: float | None = Field(
         None, gt=0, lt=1, description="Share of the lines that is kept for evaluation"
     )
-    validation_file_id: str | None = Field(
-        None, pattern=r"^file-[A-Za-z0-9]+$", description="An uploaded file to evaluate on"
-    )
     packing: bool = Field(
         False, description="Samples of a micro-batch share a row without padding, kept apart by attention"
     )
+
+
+class DatasetConfig(DatasetOptions):
+    """Where the samples come from: exactly one of `texts` and `file_id`."""
+
+    texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
+        None, description="Inline samples; they are stored as a file"
+    )
+    file_id: FileId | None = Field(None, description="An uploaded JSONL file")
+    validation_file_id: FileId | None = Field(None, description="An uploaded file to evaluate on")
 
     @model_validator(mode="after")
     def _one_source(self) -> "DatasetConfig":
@@ -144,17 +149,13 @@ class TrainingConfig(Request):
         return self
 
 
-class TrainingRequest(AccumulationConfig):
-    """A job: the model, the data, the effective batch. Any field of a configuration, or its id."""
+class JobOptions(AccumulationConfig):
+    """How a job is to run: any field of a configuration, or its id, and what is of this job alone."""
 
-    model_name: ModelName
-    dataset_config: DatasetConfig
-    training_config: TrainingConfig = Field(default_factory=TrainingConfig)
     config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
     num_gpus: int | None = Field(None, ge=1, le=1024)
     gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
     user_id: UserId | None = Field(None, description="A label to filter by")
-    metadata: Metadata = Field(default_factory=dict)
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: bool = Field(True, description="false: queued paused, until it is resumed")
     profile: bool = Field(False, description="torch.profiler over one settled window, as an artifact")
@@ -163,15 +164,24 @@ class TrainingRequest(AccumulationConfig):
         description="Measure micro-batches of several sizes: first, to train with the leanest of the "
         "fastest; or only, which makes no model",
     )
-    dry_run: bool = Field(False, description="Check and plan, queue nothing")
 
     @model_validator(mode="after")
-    def _devices_agree(self) -> "TrainingRequest":
+    def _devices_agree(self) -> "JobOptions":
         if self.gpu_ids is not None and self.num_gpus not in (None, len(self.gpu_ids)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")
         if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
             raise ValueError("gpu_ids names a GPU twice")
         return self
+
+
+class TrainingRequest(JobOptions):
+    """A job: the model, the data, the effective batch."""
+
+    model_name: ModelName
+    dataset_config: DatasetConfig
+    training_config: TrainingConfig = Field(default_factory=TrainingConfig)
+    metadata: Metadata = Field(default_factory=dict)
+    dry_run: bool = Field(False, description="Check and plan, queue nothing")
 
     def accumulation(self) -> AccumulationConfig:
         """The part that a configuration holds, with only the fields that were given."""
