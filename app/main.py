@@ -15,8 +15,10 @@ from app.routes import (
     accumulation,
     calculators,
     files,
+    fine_tuning,
     gpus,
     metrics,
+    models,
     performance,
     profiles,
     stats,
@@ -59,6 +61,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         native.include_router(surface.router)
     app.include_router(native, prefix="/gradient-accumulation")
     app.include_router(native, prefix="/api/v1/gradient-accumulation", include_in_schema=False)
-    app.include_router(files.router)
+    for openai in (files, fine_tuning, models):
+        app.include_router(openai.router)
     app.include_router(system.router)
     return app

@@ -15,6 +15,9 @@ from starlette.exceptions import HTTPException
 from app.disk import is_full
 from app.errors import AccrueError, Conflict, DiskFull, TooLarge, Unavailable
 
+OPENAI = "OpenAI"
+"""How the tags of the OpenAI-compatible routes begin."""
+
 log = structlog.get_logger("accrue.service")
 
 
@@ -79,12 +82,18 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(OSError, _os_error)
 
 
+def _status(request: Request, status: int) -> int:
+    """OpenAI's clients know a request that was understood and refused as 400."""
+    tags: list[str] = getattr(request.scope.get("route"), "tags", [])
+    return 400 if status == 422 and any(tag.startswith(OPENAI) for tag in tags) else status
+
+
 def _known(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, AccrueError)
     fields = [FieldProblem(field=error.field, message=error.message)] if error.field else []
     headers = {"x-should-retry": "false"} if isinstance(error, Conflict) else {}
     return problem_response(
-        request, error.status, error.code, error.title, error.message,
+        request, _status(request, error.status), error.code, error.title, error.message,
         errors=fields, param=error.field, headers=headers,
     )  # fmt: skip
 
@@ -99,7 +108,13 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
     detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5]) + "."
     first = fields[0].field if fields else None
     return problem_response(
-        request, 422, "invalid_value", "Unprocessable request", detail, errors=fields, param=first
+        request,
+        _status(request, 422),
+        "invalid_value",
+        "Unprocessable request",
+        detail,
+        errors=fields,
+        param=first,
     )
 
 

@@ -14,6 +14,11 @@ def model_dir(settings: Settings, job_id: str) -> Path:
     return settings.runs_dir / job_id / "model"
 
 
+def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
+    """The checkpoints that a job's run directory holds."""
+    return {path.name for path in (settings.runs_dir / job_id / "checkpoints").glob("step-*")}
+
+
 def remove_run(settings: Settings, job_id: str) -> None:
     """Deletes the run directory of a deleted job."""
     shutil.rmtree(settings.runs_dir / job_id, ignore_errors=True)

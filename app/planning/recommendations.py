@@ -76,7 +76,7 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
             f"{batch} samples over {situation.devices} device(s) in micro-batches of {micro}",
             "high",
         ),
-        "learning_rate": _rate(situation, batch),
+        "learning_rate": recommended_rate(situation.architecture.parameters, situation.optimizer, batch),
         "warmup_steps": _literature(
             learning_rate.warmup_steps(batch),
             "larger batches take a longer warmup (Goyal et al. 2017); at most a tenth of the run",
@@ -170,11 +170,10 @@ def _clipping(batch: int, kind: ModelKind) -> Recommendation:
     )
 
 
-def _rate(situation: Situation, batch: int) -> Recommendation:
-    base = next(
-        (rate for size, rate in _BASE_RATES if situation.architecture.parameters <= size), _BASE_RATE_BEYOND
-    )
-    rule = learning_rate.default_rule(situation.optimizer)
+def recommended_rate(parameters: int, optimizer: str, batch: int) -> Recommendation:
+    """A peak learning rate by rule: by the model's size, scaled for the batch as the optimizer asks."""
+    base = next((rate for size, rate in _BASE_RATES if parameters <= size), _BASE_RATE_BEYOND)
+    rule = learning_rate.default_rule(optimizer)
     scale = learning_rate.scale(rule, batch / _FINE_TUNING_BATCH)
     return _literature(
         float(f"{base * scale:.3g}"),

@@ -3,17 +3,23 @@
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Form, Path, UploadFile
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from app import files
-from app.models import File
+from app import files, stats
+from app.errors import Conflict, NotFound
+from app.models import File, Job
 from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading
+from app.routes.metrics import csv_answer, csv_of
 from app.routes.pages import page
 from app.schemas.files import FileAnswer, FileDeleted
 from app.schemas.wire import Page
+from app.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 
-router = APIRouter(prefix="/v1/files", tags=["files"])
+router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
+
+RESULTS = "fine-tune-results"
 
 FileId = Annotated[str, Path(max_length=100, description="file-…")]
 
@@ -37,6 +43,9 @@ def upload(
 def list_files(
     session: Reading, limit: Limit = 20, after: After = None, purpose: str | None = None
 ) -> Page[FileAnswer]:
+    """Uploaded files; with `purpose=fine-tune-results`, the step metrics of jobs that succeeded."""
+    if purpose == RESULTS:
+        return _list_results(session, limit, after)
     query = select(File).where(File.inline.is_(False))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
@@ -45,17 +54,25 @@ def list_files(
 
 @router.get("/{file_id}", summary="A file")
 def get(session: Reading, file_id: FileId) -> FileAnswer:
-    return answer(files.get(session, file_id))
+    job_id = job_of_result_file(file_id)
+    return (
+        answer(files.get(session, file_id)) if job_id is None else _result(session, _ended(session, job_id))
+    )
 
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
-def content(session: Reading, settings: CurrentSettings, file_id: FileId) -> FileResponse:
+def content(session: Reading, settings: CurrentSettings, file_id: FileId) -> Response:
+    job_id = job_of_result_file(file_id)
+    if job_id is not None:
+        return csv_answer(session, _ended(session, job_id).id)
     file = files.get(session, file_id)
     return FileResponse(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
 
 
 @router.delete("/{file_id}", summary="Delete a file")
 def delete(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> FileDeleted:
+    if (job_id := job_of_result_file(file_id)) is not None:
+        raise Conflict(f"The file {file_id} goes with its job: delete {job_id} instead.")
     with database.writing() as session:
         files.remove(session, file_id)
     (settings.files_dir / file_id).unlink(missing_ok=True)
@@ -71,4 +88,32 @@ def answer(row: File) -> FileAnswer:
         purpose=row.purpose,
         format=row.format,
         examples=row.examples,
+    )
+
+
+def _list_results(session: Session, limit: int, after: str | None) -> Page[FileAnswer]:
+    query = select(Job).where(Job.status == "succeeded")
+    last = after and (job_of_result_file(after) or after)
+    found = page(session, query, Job.id, limit, last, lambda job: _result(session, job))
+    first_id, last_id = (found.data[0].id, found.data[-1].id) if found.data else (None, None)
+    return found.model_copy(update={"first_id": first_id, "last_id": last_id})
+
+
+def _ended(session: Session, job_id: str) -> Job:
+    job = session.get(Job, job_id)
+    if job is None or job.status != "succeeded":
+        raise NotFound(f"No file has the id {RESULT_FILE}{job_id.removeprefix('ftjob-')}.")
+    return job
+
+
+def _result(session: Session, job: Job) -> FileAnswer:
+    """A job's step metrics as a file."""
+    return FileAnswer(
+        id=result_file_of(job),
+        bytes=len(csv_of(stats.series(session, job.id, 0, None)).encode()),
+        created_at=int(job.finished_at or job.created_at),
+        filename="step_metrics.csv",
+        purpose=RESULTS,
+        format=None,
+        examples=None,
     )

@@ -37,11 +37,7 @@ def metrics(
     jobs.get(session, training_id)
     rows = stats.series(session, training_id, from_step, points)
     if format == "csv":
-        return Response(
-            _csv(rows),
-            media_type="text/csv",
-            headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},
-        )
+        return _csv_response(rows, training_id)
     return Metrics(training_id=training_id, steps=stats.last_step(session, training_id), data=rows)
 
 
@@ -74,7 +70,21 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
     )
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
+def csv_answer(session: Session, training_id: str) -> Response:
+    """All of a job's steps, one a row."""
+    return _csv_response(stats.series(session, training_id, 0, None), training_id)
+
+
+def _csv_response(rows: Sequence[dict[str, Any]], training_id: str) -> Response:
+    return Response(
+        csv_of(rows),
+        media_type="text/csv",
+        headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},
+    )
+
+
+def csv_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Log lines as CSV, with a header."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()

@@ -31,3 +31,15 @@ def page(
         first_id=getattr(rows[0], key.key) if data else None,
         last_id=getattr(rows[len(data) - 1], key.key) if data else None,
     )
+
+
+def page_of(items: Sequence[Item], key: Callable[[Item], str], limit: int, after: str | None) -> Page[Item]:
+    """One page of a list that is in memory, newest first."""
+    rest = [item for item in items if after is None or key(item) < after]
+    data = rest[:limit]
+    return Page(
+        data=data,
+        has_more=len(rest) > limit,
+        first_id=key(data[0]) if data else None,
+        last_id=key(data[-1]) if data else None,
+    )

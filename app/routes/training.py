@@ -9,6 +9,7 @@ from sqlalchemy import String, cast, select
 from app import intake, jobs
 from app.models import Job, JobEvent
 from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading, Writing
+from app.routes.filters import with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
 from app.run_files import remove_run
@@ -67,10 +68,9 @@ def list_jobs(
         query = query.where(Job.status == status)
     if user_id is not None:
         query = query.where(cast(Job.user_id, String).in_([user_id, json.dumps(user_id)]))
-    for name, value in request.query_params.items():
-        if name.startswith("metadata[") and name.endswith("]"):
-            query = query.where(Job.labels[name[9:-1]].as_string() == value)
-    return page(session, query, Job.id, limit, after, lambda job: job_answer(session, job))
+    return page(
+        session, with_metadata(query, request), Job.id, limit, after, lambda job: job_answer(session, job)
+    )
 
 
 @router.get("/{training_id}", summary="A job")

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from app.schemas.examples import DataFormat
 from app.schemas.wire import Answer
 
@@ -14,8 +16,8 @@ class FileAnswer(Answer):
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
-    format: DataFormat
-    examples: int
+    format: DataFormat | None = Field(description="null: no training file")
+    examples: int | None
 
 
 class FileDeleted(Answer):

@@ -30,6 +30,7 @@ from app.schemas.spec import (
 from app.schemas.wire import Answer, Request
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+DEFAULT_LEARNING_RATE = 5e-5
 ENDED: tuple[JobStatus, ...] = ("succeeded", "failed", "cancelled")
 
 ModelName = Annotated[
@@ -96,7 +97,7 @@ class TrainingConfig(Request):
     max_steps: int | None = Field(
         None, ge=1, le=100_000_000, validation_alias=AliasChoices("max_steps", "steps")
     )
-    learning_rate: float = Field(5e-5, gt=0, le=100)
+    learning_rate: float = Field(DEFAULT_LEARNING_RATE, gt=0, le=100)
     weight_decay: float = Field(0.0, ge=0, le=1)
     optimizer: OptimizerName = "adamw"
     optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)

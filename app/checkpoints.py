@@ -1,0 +1,53 @@
+"""A job's checkpoints, as the events of its trainer tell of them."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.models import Job, JobEvent, StepMetric
+from app.run_files import checkpoint_names
+from app.settings import Settings
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is on the disk."""
+
+    id: str
+    created_at: int
+    step: int
+    train_loss: float | None
+    eval_loss: float | None
+
+
+def kept(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
+    """Those that are on the disk, newest first."""
+    there = checkpoint_names(settings, job.id)
+    told = session.scalars(
+        select(JobEvent)
+        .where(JobEvent.job_id == job.id, JobEvent.type.in_(("checkpoint", "evaluation")))
+        .order_by(JobEvent.id.desc())
+    ).all()
+    by_name = {event.data["name"]: event for event in told if event.data.get("name") in there}
+    evaluated = {event.data["step"]: event.data["loss"] for event in told if event.type == "evaluation"}
+    trained = _losses(session, job, [event.data["step"] for event in by_name.values()])
+    return [
+        Checkpoint(
+            id=event.id.replace("ftevent-", "ftckpt-", 1),
+            created_at=int(event.created_at),
+            step=(step := event.data["step"]),
+            train_loss=trained.get(step),
+            eval_loss=evaluated.get(step),
+        )
+        for event in sorted(by_name.values(), key=lambda event: event.id, reverse=True)
+    ]
+
+
+def _losses(session: Session, job: Job, steps: list[int]) -> dict[int, float]:
+    rows = session.execute(
+        select(StepMetric.step, StepMetric.loss).where(
+            StepMetric.job_id == job.id, StepMetric.step.in_(steps)
+        )
+    )
+    return {row.step: row.loss for row in rows}

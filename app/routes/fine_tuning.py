@@ -1,0 +1,144 @@
+"""The OpenAI-compatible surface of jobs: the same jobs, in OpenAI's shape."""
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from sqlalchemy import select
+
+from app import checkpoints, intake, jobs, openai_requests
+from app.checkpoints import Checkpoint
+from app.models import Job, JobEvent
+from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading, Writing
+from app.routes.filters import with_metadata
+from app.routes.pages import page, page_of
+from app.schemas.openai import (
+    CheckpointMetrics,
+    FineTuningCheckpoint,
+    FineTuningError,
+    FineTuningEvent,
+    FineTuningJob,
+    FineTuningRequest,
+    HyperparametersAnswer,
+    MethodAnswer,
+    SupervisedAnswer,
+)
+from app.schemas.spec import Spec
+from app.schemas.training import DEFAULT_LEARNING_RATE
+from app.schemas.wire import Page
+from app.trained_models import name_of, result_file_of
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"])
+
+JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
+
+
+@router.post("", summary="Create a fine-tuning job")
+def create(asked: FineTuningRequest, database: CurrentDatabase, settings: CurrentSettings) -> FineTuningJob:
+    """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
+    job_id = intake.store(openai_requests.check(asked, database, settings), database, settings)
+    with database.reading() as session:
+        return answer(jobs.get(session, job_id))
+
+
+@router.get("", summary="List fine-tuning jobs")
+def list_jobs(
+    request: Request, session: Reading, limit: Limit = 20, after: After = None
+) -> Page[FineTuningJob]:
+    """Newest first; filter by `metadata[key]=value`."""
+    return page(session, with_metadata(select(Job), request), Job.id, limit, after, answer)
+
+
+@router.get("/{fine_tuning_job_id}", summary="A fine-tuning job")
+def get(session: Reading, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(jobs.get(session, fine_tuning_job_id))
+
+
+@router.post("/{fine_tuning_job_id}/cancel", summary="Cancel a fine-tuning job")
+def cancel(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(jobs.cancel(session, fine_tuning_job_id))
+
+
+@router.post("/{fine_tuning_job_id}/pause", summary="Pause a fine-tuning job")
+def pause(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(jobs.pause(session, fine_tuning_job_id))
+
+
+@router.post("/{fine_tuning_job_id}/resume", summary="Resume a paused fine-tuning job")
+def resume(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(jobs.resume(session, fine_tuning_job_id))
+
+
+@router.get("/{fine_tuning_job_id}/events", summary="What happened to a job, newest first")
+def list_events(
+    session: Reading, fine_tuning_job_id: JobId, limit: Limit = 20, after: After = None
+) -> Page[FineTuningEvent]:
+    jobs.get(session, fine_tuning_job_id)
+    query = select(JobEvent).where(JobEvent.job_id == fine_tuning_job_id)
+    return page(session, query, JobEvent.id, limit, after, _event)
+
+
+@router.get("/{fine_tuning_job_id}/checkpoints", summary="A job's checkpoints, newest first")
+def list_checkpoints(
+    session: Reading,
+    settings: CurrentSettings,
+    fine_tuning_job_id: JobId,
+    limit: Limit = 10,
+    after: After = None,
+) -> Page[FineTuningCheckpoint]:
+    """Those that are kept: older ones make room for newer ones."""
+    job = jobs.get(session, fine_tuning_job_id)
+    kept = [_checkpoint(job, each) for each in checkpoints.kept(session, settings, job)]
+    return page_of(kept, lambda each: each.id, limit, after)
+
+
+def answer(job: Job) -> FineTuningJob:
+    """A job in OpenAI's shape."""
+    spec = Spec.model_validate(job.spec)
+    hyperparameters = HyperparametersAnswer(
+        n_epochs=spec.epochs or "auto",
+        batch_size=spec.effective_batch_size,
+        learning_rate_multiplier=job.training_config["learning_rate"] / DEFAULT_LEARNING_RATE,
+    )
+    made = job.status == "succeeded" and bool(job.result["files"])
+    left = job.progress.get("eta_seconds") if job.status == "running" else None
+    validation = spec.data.validation
+    return FineTuningJob(
+        id=job.id,
+        created_at=int(job.created_at),
+        finished_at=None if job.finished_at is None else int(job.finished_at),
+        model=job.model_name,
+        fine_tuned_model=name_of(job) if made else None,
+        status=job.status,
+        training_file=job.file_id,
+        validation_file=validation.file_id if validation is not None else None,
+        result_files=[result_file_of(job)] if job.status == "succeeded" else [],
+        hyperparameters=hyperparameters,
+        method=MethodAnswer(supervised=SupervisedAnswer(hyperparameters=hyperparameters)),
+        seed=spec.seed,
+        trained_tokens=job.result["trained_tokens"] if job.status == "succeeded" else None,
+        estimated_finish=None if left is None else int(time.time() + left),
+        error=FineTuningError(**job.error) if job.error else None,
+        metadata=job.labels,
+    )
+
+
+def _event(row: JobEvent) -> FineTuningEvent:
+    return FineTuningEvent(
+        id=row.id,
+        created_at=int(row.created_at),
+        level="warn" if row.level == "warning" else row.level,
+        message=row.message,
+        data={"type": row.type, **row.data},
+    )
+
+
+def _checkpoint(job: Job, each: Checkpoint) -> FineTuningCheckpoint:
+    return FineTuningCheckpoint(
+        id=each.id,
+        created_at=each.created_at,
+        fine_tuned_model_checkpoint=f"{name_of(job)}:ckpt-step-{each.step}",
+        fine_tuning_job_id=job.id,
+        step_number=each.step,
+        metrics=CheckpointMetrics(step=each.step, train_loss=each.train_loss, full_valid_loss=each.eval_loss),
+    )
