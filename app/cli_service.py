@@ -11,6 +11,9 @@ commands = typer.Typer()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON")]
 
+_STREAMS_END_SECONDS = 2
+"""For those who follow events when the service is told to end; they come back by themselves."""
+
 
 @commands.command()
 def up() -> None:
@@ -34,7 +37,12 @@ def serve() -> None:
     require_loopback(settings.host)
     configure(settings.log_level, settings.log_format)
     uvicorn.run(
-        create_app(settings), host=settings.host, port=settings.port, log_config=None, access_log=False
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_STREAMS_END_SECONDS,
     )
 
 

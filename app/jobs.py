@@ -304,6 +304,40 @@ def resume(session: Session, job_id: str) -> Job:
     return job
 
 
+def retry(session: Session, job_id: str) -> Job:
+    """A new job with the spec of one that failed or was cancelled.
+
+    Raises:
+        NotFound, Conflict: no such job, or it ended otherwise, or not yet.
+    """
+    job = get(session, job_id)
+    if job.status not in ("failed", "cancelled"):
+        raise Conflict(f"Job {job_id} is {job.status}: only what failed or was cancelled is tried again.")
+    again = Submission(
+        spec=Spec.model_validate(job.spec),
+        plan=Plan.model_validate(job.plan).model_copy(update={"predicted": True}),
+        config=job.config,
+        training_config=job.training_config,
+        config_id=job.config_id,
+        user_id=job.user_id,
+        metadata=job.labels,
+        priority=job.priority,
+        paused=False,
+        suffix=job.suffix,
+    )
+    return submit(session, again)
+
+
+def hold(session: Session, fence: Fence) -> None:
+    """Keeps others from the job until the transaction ends: what is told of it meanwhile stays in order.
+
+    Raises:
+        LostJob: it is no longer this worker's.
+    """
+    if session.scalar(select(Job.id).where(_held(fence)).with_for_update()) is None:
+        raise LostJob(fence.job_id)
+
+
 def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     """Deletes an ended job; gives its id and that of the file made of its inline texts, if any."""
     job = get(session, job_id, lock=True)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI
 
 from app import __version__, problems
 from app.database import Database, migrate
+from app.event_stream import EventStream
 from app.latency import LatencyGauge
 from app.middleware import EveryRequest
 from app.problems import Problem
@@ -53,6 +54,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.settings = settings
     app.state.database = Database(settings.url)
+    app.state.events = EventStream(app.state.database)
     app.state.latency = LatencyGauge()
     app.add_middleware(EveryRequest, settings=settings, latency=app.state.latency)
     problems.install(app)

@@ -286,3 +286,17 @@ def test_a_job_that_its_machine_failed_waits_and_loses_nothing(database: Databas
     on(database, jobs.pause, job_id)
     on(database, jobs.resume, job_id)  # whoever has made room need not wait
     assert claimed(database) is not None
+
+
+def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
+    job_id = submitted(database)
+    with pytest.raises(Conflict, match="is queued"), database.writing() as session:
+        jobs.retry(session, job_id)
+    with database.writing() as session:
+        jobs.cancel(session, job_id)
+    with database.writing() as session:
+        again = jobs.retry(session, job_id)
+        old = jobs.get(session, job_id)
+        assert (again.status, old.status) == ("queued", "cancelled")
+        assert (again.spec, again.file_id, again.labels) == (old.spec, old.file_id, old.labels)
+        assert again.plan["predicted"]

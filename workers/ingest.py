@@ -56,6 +56,7 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
         made, at_metrics = _new_lines(run.metrics, position.metrics)
         if not told and not made:
             break
+        jobs.hold(session, fence)
         position = replace(_store_events(session, fence, told, position), events=at_events)
         _store_metrics(session, fence.job_id, _log_lines([raw for _, raw in made]))
         position = replace(position, metrics=at_metrics)

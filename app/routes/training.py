@@ -1,19 +1,23 @@
 """Jobs: submitted, looked at, stopped, deleted."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import format_sse_event
 from sqlalchemy import String, cast, select
 
 from app import intake, jobs
+from app.event_stream import EventStream
 from app.models import Job, JobEvent
 from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading, Writing
 from app.routes.filters import with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
 from app.run_files import remove_run
-from app.schemas.training import DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
+from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
 from app.settings import Settings
 
@@ -100,6 +104,12 @@ def start(session: Writing, training_id: JobId) -> JobAnswer:
     return job_answer(session, jobs.resume(session, training_id))
 
 
+@router.post("/{training_id}/retry", status_code=202, summary="Train again what failed or was cancelled")
+def retry(session: Writing, training_id: JobId) -> JobAnswer:
+    """A new job with the same spec; the old one stays as it ended."""
+    return job_answer(session, jobs.retry(session, training_id))
+
+
 @router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
 def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: JobId) -> None:
     with database.writing() as session:
@@ -109,11 +119,49 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: Jo
         (settings.files_dir / file_id).unlink(missing_ok=True)
 
 
-@router.get("/{training_id}/events", summary="What happened to a job, newest first")
-def events(session: Reading, training_id: JobId, limit: Limit = 20, after: After = None) -> Page[EventAnswer]:
-    jobs.get(session, training_id)
+@router.get(
+    "/{training_id}/events",
+    summary="What happened to a job, newest first, or as it happens",
+    response_model=Page[EventAnswer],
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "A page; or, with Accept: text/event-stream, every event as it happens",
+        },
+        204: {"description": "The job has ended, and nothing came after Last-Event-ID"},
+    },
+)
+def events(
+    request: Request,
+    session: Reading,
+    training_id: JobId,
+    limit: Limit = 20,
+    after: After = None,
+    accept: Annotated[str, Header(max_length=1000)] = "*/*",
+    last_event_id: Annotated[str, Header(max_length=100)] = "",
+) -> Page[EventAnswer] | Response:
+    """With `Accept: text/event-stream`: server-sent events, oldest first, each with its id. They begin at
+    the start, or after `Last-Event-ID`; the stream ends with the job."""
+    job = jobs.get(session, training_id)
     query = select(JobEvent).where(JobEvent.job_id == training_id)
-    return page(session, query, JobEvent.id, limit, after, _event)
+    if "text/event-stream" not in accept:
+        return page(session, query, JobEvent.id, limit, after, _event)
+    if job.status in ENDED and session.scalar(query.where(JobEvent.id > last_event_id).limit(1)) is None:
+        return Response(status_code=204)  # by which a browser knows not to ask again
+    stream: EventStream = request.app.state.events
+    return StreamingResponse(
+        _as_sent_events(stream, training_id, last_event_id),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _as_sent_events(stream: EventStream, job_id: str, last: str) -> AsyncIterator[bytes]:
+    async for event in stream.follow(job_id, last):
+        if event is None:
+            yield format_sse_event(comment="still here")
+        else:
+            yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
 
 
 def _submit(

@@ -1,0 +1,95 @@
+"""Events as they happen: one look at the database for everybody who follows a job."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import structlog
+from anyio import to_thread
+from sqlalchemy import Integer, String, and_, column, select, values
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.database import Database
+from app.models import JobEvent
+from app.schemas.training import ENDED
+
+log = structlog.get_logger("accrue.service")
+
+_LOOK_EVERY_SECONDS = 0.25
+_SIGN_OF_LIFE_SECONDS = 15.0
+_AT_ONCE = 2000
+"""Events that one look brings at most; the next goes on from there."""
+
+
+class _Follower:
+    """Somebody who follows a job, and the last event that was put aside for them."""
+
+    def __init__(self, job_id: str, last: str) -> None:
+        self.job_id, self.last = job_id, last
+        self.waiting: asyncio.Queue[list[JobEvent]] = asyncio.Queue()
+
+
+class EventStream:
+    """Looks for new events only while somebody follows a job, and for those who have read what they got."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._followers: set[_Follower] = set()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def follow(self, job_id: str, last: str = "") -> AsyncIterator[JobEvent | None]:
+        """A job's events behind the one named, oldest first, to the one that ends it.
+
+        Yields null where nothing happened for a while, so that whoever is gone is noticed.
+        """
+        follower = _Follower(job_id, last)
+        self._followers.add(follower)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_again_and_again())
+        try:
+            while True:
+                try:
+                    events = await asyncio.wait_for(follower.waiting.get(), _SIGN_OF_LIFE_SECONDS)
+                except TimeoutError:
+                    yield None
+                    continue
+                for event in events:
+                    yield event
+                    if event.type in ENDED:
+                        return
+        finally:
+            self._followers.discard(follower)
+
+    async def _look_again_and_again(self) -> None:
+        structlog.contextvars.clear_contextvars()  # of the request that happened to be the first
+        while self._followers:
+            hungry = [each for each in self._followers if each.waiting.empty()]
+            try:
+                found = await to_thread.run_sync(self._look, [(each.job_id, each.last) for each in hungry])
+            except SQLAlchemyError as error:
+                log.warning("events cannot be read right now", error=str(error))
+            else:
+                for number, events in found.items():
+                    hungry[number].last = events[-1].id
+                    hungry[number].waiting.put_nowait(events)
+            await asyncio.sleep(_LOOK_EVERY_SECONDS)
+
+    def _look(self, wanted: Sequence[tuple[str, str]]) -> dict[int, list[JobEvent]]:
+        """New events by the number of the one who wants them: a job, and the last event known of it."""
+        found: dict[int, list[JobEvent]] = {}
+        if not wanted:
+            return found
+        followed = (
+            values(column("number", Integer), column("job_id", String), column("last", String))
+            .data([(number, *each) for number, each in enumerate(wanted)])
+            .cte("followed")
+        )
+        query = (
+            select(followed.c.number, JobEvent)
+            .join(JobEvent, and_(JobEvent.job_id == followed.c.job_id, JobEvent.id > followed.c.last))
+            .order_by(followed.c.number, JobEvent.id)
+            .limit(_AT_ONCE)
+        )
+        with self._database.reading() as session:
+            for number, event in session.execute(query):
+                found.setdefault(number, []).append(event)
+        return found
