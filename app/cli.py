@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from app import __version__, cli_service
+from app import __version__, cli_keys, cli_service
 from app.client import Client, ServiceError
 from app.errors import AccrueError, InvalidRequest, NotFound
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(cli_service.commands)
+app.add_typer(cli_keys.commands, name="keys")
 errors = Console(stderr=True)
 
 Url = Annotated[str, typer.Option("--url", envvar="ACCRUE_URL", help="Address of the service")]

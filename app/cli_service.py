@@ -28,16 +28,20 @@ def serve() -> None:
     """Run the service alone."""
     import uvicorn
 
+    from app.database import migrate
     from app.logs import configure
     from app.main import create_app
-    from app.security.local import require_loopback
+    from app.security.local import require_keys_off_loopback
     from app.settings import get_settings
 
     settings = get_settings()
-    require_loopback(settings.host)
     configure(settings.log_level, settings.log_format)
+    settings.make_directories()
+    migrate(settings.url)
+    app = create_app(settings)
+    require_keys_off_loopback(settings.host, app.state.database)
     uvicorn.run(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_config=None,

@@ -1,5 +1,6 @@
 """The command's own way to the service: httpx, and errors as one sentence."""
 
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,10 +13,12 @@ class ServiceError(Exception):
 
 
 class Client:
-    """Speaks to one service."""
+    """Speaks to one service, with the key of ACCRUE_API_KEY where there is one."""
 
     def __init__(self, url: str, timeout_seconds: float = 60.0) -> None:
-        self._http = httpx.Client(base_url=url, timeout=timeout_seconds)
+        key = os.environ.get("ACCRUE_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers)
 
     def __enter__(self) -> Self:
         return self

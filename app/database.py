@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,17 +70,27 @@ class Database:
         self._writing = self.engine.execution_options(accrue_writes=True)
         self._is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
+        self._info: dict[str, Any] = {}
+
+    def seen_by(self, owner: str | None) -> "Database":
+        """The same database with one owner's things alone in it (app/ownership.py); null: everybody's."""
+        seen = copy(self)
+        seen._info = {"owner": owner}
+        return seen
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session for queries; nothing of it is committed."""
-        with Session(self.engine, expire_on_commit=False) as session:
+        with Session(self.engine, expire_on_commit=False, info=self._info) as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A session that is committed at its end, and rolled back if it raises."""
-        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+        with (
+            Session(self._writing, expire_on_commit=False, info=self._info) as session,
+            session.begin(),
+        ):
             yield session
         if self._is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
             self._restart_log()

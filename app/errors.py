@@ -4,10 +4,11 @@ AccrueError
 ├── BadSetting            the process cannot start
 ├── InvalidRequest  400   a value that no schema can check
 │   └── Unprocessable 422 the same, for a named field
+├── Unauthorized    401   no key, or one that opens nothing
 ├── NotFound        404
 ├── Conflict        409   the state of a job does not allow it; a retry cannot heal it
 ├── TooLarge        413
-├── Forbidden       403   a request from elsewhere than this machine
+├── Forbidden       403   a request from elsewhere than this machine, or beyond its key's scopes
 ├── Unavailable     503   this service cannot do it now
 └── DiskFull        507   there is no room for it
 """
@@ -44,6 +45,12 @@ class Unprocessable(InvalidRequest):
     status = 422
     code = "invalid_value"
     title = "Unprocessable request"
+
+
+class Unauthorized(AccrueError):
+    status = 401
+    code = "invalid_api_key"
+    title = "Unauthorized"
 
 
 class NotFound(AccrueError):

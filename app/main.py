@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import APIRouter, FastAPI
 
-from app import __version__, problems
+from app import __version__, ownership, problems
 from app.database import Database, migrate
 from app.event_stream import EventStream
 from app.latency import LatencyGauge
@@ -26,7 +26,11 @@ from app.routes import (
     system,
     training,
 )
+from app.routes.dependencies import authorised
+from app.security.keys import Keyring
 from app.settings import Settings, get_settings
+
+assert ownership  # its listeners hold for every session of this process
 
 log = structlog.get_logger("accrue.service")
 
@@ -54,6 +58,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.settings = settings
     app.state.database = Database(settings.url)
+    app.state.keyring = Keyring(app.state.database)
     app.state.events = EventStream(app.state.database)
     app.state.latency = LatencyGauge()
     app.add_middleware(EveryRequest, settings=settings, latency=app.state.latency)
@@ -61,9 +66,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     native = APIRouter()
     for surface in (accumulation, training, metrics, calculators, stats, performance, profiles, gpus):
         native.include_router(surface.router)
-    app.include_router(native, prefix="/gradient-accumulation")
-    app.include_router(native, prefix="/api/v1/gradient-accumulation", include_in_schema=False)
+    app.include_router(native, prefix="/gradient-accumulation", dependencies=[authorised])
+    app.include_router(
+        native, prefix="/api/v1/gradient-accumulation", dependencies=[authorised], include_in_schema=False
+    )
     for openai in (files, fine_tuning, models):
-        app.include_router(openai.router)
+        app.include_router(openai.router, dependencies=[authorised])
     app.include_router(system.router)
     return app

@@ -13,8 +13,10 @@ from app.errors import Forbidden, TooLarge
 from app.ids import request_id
 from app.latency import LatencyGauge
 from app.problems import problem_response, unexpected
+from app.security.authentication import bearer
+from app.security.keys import is_well_formed
 from app.security.local import refusal
-from app.settings import Settings
+from app.settings import LOOPBACK, Settings
 
 log = structlog.get_logger("accrue.service")
 
@@ -64,7 +66,7 @@ class EveryRequest:
             structlog.contextvars.clear_contextvars()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers, limit: int) -> None:
-        refused = refusal(headers)
+        refused = None if self._is_for_others(headers) else refusal(headers)
         length = headers.get("content-length", "0")
         if refused is not None:
             response = problem_response(Request(scope), 403, Forbidden.code, Forbidden.title, refused)
@@ -82,6 +84,10 @@ class EveryRequest:
             await response(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _is_for_others(self, headers: Headers) -> bool:
+        """Who shows a key, or is bound to more than loopback, needs no name of this machine."""
+        return self.settings.host not in LOOPBACK or is_well_formed(bearer(headers) or "")
 
     def _limit(self, headers: Headers) -> int:
         """Bytes of the body: a file's for an upload, a document's for everything else."""

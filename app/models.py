@@ -30,10 +30,18 @@ class Base(DeclarativeBase):
     type_annotation_map = {dict[str, Any]: Json, list[Any]: Json}  # noqa: RUF012
 
 
-class Configuration(Base):
+class Owned:
+    """What belongs to the key that it was made with (app/ownership.py)."""
+
+    owner: Mapped[str | None] = mapped_column()
+    """The key's id; null: made without a key, by this machine's own user."""
+
+
+class Configuration(Owned, Base):
     """A stored accumulation configuration, with only the fields that were given."""
 
     __tablename__ = "configurations"
+    __table_args__ = (Index(None, "owner", "id"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]
@@ -42,10 +50,11 @@ class Configuration(Base):
     effective_batch_size: Mapped[int | None]
 
 
-class File(Base):
+class File(Owned, Base):
     """A training file; its content lies in the data folder under its id."""
 
     __tablename__ = "files"
+    __table_args__ = (Index(None, "owner", "id"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]
@@ -59,7 +68,7 @@ class File(Base):
     """Made from a job's inline texts; goes with its job."""
 
 
-class Job(Base):
+class Job(Owned, Base):
     """One training job. Only app/jobs.py changes its state."""
 
     __tablename__ = "jobs"
@@ -67,6 +76,7 @@ class Job(Base):
         Index(None, "status", "place", "id"),
         Index(None, "config_id"),
         Index(None, "file_id"),
+        Index(None, "owner", "id"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -186,6 +196,22 @@ class JobEvent(Base):
     type: Mapped[str]
     message: Mapped[str]
     data: Mapped[dict[str, Any]]
+
+
+class Key(Base):
+    """An API key, by its digest."""
+
+    __tablename__ = "keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    digest: Mapped[str] = mapped_column(unique=True)
+    """SHA-256 of the key, in hexadecimal digits."""
+    scopes: Mapped[list[Any]]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
 
 
 class Worker(Base):

@@ -19,7 +19,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ACCRUE_", env_file=".env", extra="ignore")
 
-    host: str = Field("127.0.0.1", description="Address to bind to; only loopback in this release")
+    host: str = Field("127.0.0.1", description="Address to bind to; beyond loopback only once a key was made")
     port: int = Field(8000, ge=0, le=65535)
     data_dir: Path = Field(
         Path("accrue-data"), description="Files, run directories, models made, the SQLite database"

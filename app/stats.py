@@ -117,8 +117,8 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
 def totals(session: Session) -> Totals:
     """Everything on this service, counted."""
     steps, samples, tokens = session.execute(
-        select(func.count(), func.sum(StepMetric.samples), func.sum(StepMetric.tokens)).select_from(
-            StepMetric
+        select(func.count(), func.sum(StepMetric.samples), func.sum(StepMetric.tokens)).where(
+            StepMetric.job_id.in_(select(Job.id))
         )
     ).one()
     by_day: dict[str, int] = {}

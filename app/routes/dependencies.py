@@ -7,7 +7,13 @@ from fastapi import Depends, Query, Request
 from sqlalchemy.orm import Session
 
 from app.database import Database
+from app.errors import Forbidden
+from app.security.authentication import authenticate
+from app.security.keys import Caller, Keyring
+from app.security.scopes import Scope
 from app.settings import Settings
+
+CALCULATORS = "calculators"
 
 
 def _settings(request: Request) -> Settings:
@@ -15,9 +21,34 @@ def _settings(request: Request) -> Settings:
     return settings
 
 
-def _database(request: Request) -> Database:
+async def _caller(request: Request) -> Caller:
+    """Who asks, and that they may.
+
+    Raises:
+        Unauthorized, Forbidden: no key that opens this service, or not for this.
+    """
+    keyring: Keyring = request.app.state.keyring
+    caller = await authenticate(request, keyring)
+    needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
+    if not caller.may(needed):
+        raise Forbidden(f"This key may not {needed}: make one with --scope {needed}.")
+    return caller
+
+
+def _changes_nothing(request: Request) -> bool:
+    tags: list[str] = getattr(request.scope.get("route"), "tags", [])
+    return CALCULATORS in tags
+
+
+def _whole_database(request: Request) -> Database:
     database: Database = request.app.state.database
     return database
+
+
+def _database(
+    whole: Annotated[Database, Depends(_whole_database)], caller: Annotated[Caller, Depends(_caller)]
+) -> Database:
+    return whole.seen_by(caller.owner)
 
 
 def _reading(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
@@ -30,7 +61,14 @@ def _writing(database: Annotated[Database, Depends(_database)]) -> Iterator[Sess
         yield session
 
 
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+authorised = Depends(_caller)
+"""Of every router but those that anybody may ask: whether the service is up."""
+
 CurrentSettings = Annotated[Settings, Depends(_settings)]
+WholeDatabase = Annotated[Database, Depends(_whole_database)]
+"""For those few routes that anybody may ask, and that tell of nobody's things."""
+
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]

@@ -6,11 +6,14 @@ from sqlalchemy import select
 from app import gpus
 from app.database import database_now
 from app.models import Job, Worker
+from app.ownership import OF_EVERYONE, is_seen
 from app.planning.devices import GIB
 from app.routes.dependencies import CurrentSettings, Reading
 from app.routes.job_answer import WORKER_SILENT_SECONDS
 from app.schemas.statistics import DeclaredGpu, GpuInfo, GpusAnswer, WorkerAnswer
 from app.schemas.wire import Page
+
+ANOTHER_S = "another key's job"
 
 router = APIRouter(tags=["devices"])
 
@@ -18,11 +21,11 @@ router = APIRouter(tags=["devices"])
 @router.get("/gpus", summary="GPUs of this machine, and declared ones")
 def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
     """What nvidia-smi shows through GPUtil, and which job holds which."""
-    held = dict(
-        session.execute(
-            select(Job.device, Job.id).where(Job.status == "running", Job.device.is_not(None))
-        ).all()
+    rows = session.execute(
+        select(Job.device, Job.id, Job.owner).where(Job.status == "running", Job.device.is_not(None)),
+        execution_options=OF_EVERYONE,
     )
+    held = {row.device: row.id if is_seen(session, row.owner) else ANOTHER_S for row in rows}
     seen = gpus.seen()
     return GpusAnswer(
         available_gpus=[gpu.id for gpu in seen if f"cuda:{gpu.id}" not in held],
@@ -51,6 +54,7 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
 def list_workers(session: Reading) -> Page[WorkerAnswer]:
     now = session.scalar(select(database_now())) or 0.0
     rows = session.scalars(select(Worker).order_by(Worker.id.desc())).all()
+    own = set(session.scalars(select(Job.id).where(Job.status == "running")))
     data = [
         WorkerAnswer(
             id=row.id,
@@ -59,7 +63,7 @@ def list_workers(session: Reading) -> Page[WorkerAnswer]:
             last_heartbeat_at=int(row.heartbeat_at),
             alive=row.heartbeat_at > now - WORKER_SILENT_SECONDS,
             devices=row.devices,
-            running=row.running,
+            running=[job_id if job_id in own else ANOTHER_S for job_id in row.running],
         )
         for row in rows
     ]

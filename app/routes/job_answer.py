@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from app.database import database_now
 from app.jobs import Submission
 from app.models import Job, Worker
+from app.ownership import OF_EVERYONE
 from app.planning.plan import samples_of
 from app.schemas.spec import Plan, Spec
 from app.schemas.training import (
@@ -138,6 +139,7 @@ def _waiting(session: Session, job: Job) -> Waiting | None:
             Job.status == "queued",
             (Job.place < job.place) | ((Job.place == job.place) & (Job.id < job.id)),
         )
+        .execution_options(**OF_EVERYONE)
     )
     alive = session.scalars(select(Worker).where(Worker.heartbeat_at > now - WORKER_SILENT_SECONDS)).all()
     slots = sum(len(worker.devices) - len(worker.running) for worker in alive)

@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 from app import __version__
 from app.database import current_revision, database_now, head_revision
 from app.models import Worker
-from app.routes.dependencies import CurrentDatabase
+from app.routes.dependencies import WholeDatabase
 from app.routes.job_answer import WORKER_SILENT_SECONDS
 from app.schemas.system import Health, Readiness
 
@@ -20,7 +20,7 @@ def healthz() -> Health:
 
 @router.get("/readyz", summary="The database answers and is migrated; workers seen",
             responses={503: {"model": Readiness, "description": "Not ready"}})  # fmt: skip
-def readyz(database: CurrentDatabase, response: Response) -> Readiness:
+def readyz(database: WholeDatabase, response: Response) -> Readiness:
     """Without a worker the service is ready: jobs are taken and wait."""
     migrated = current_revision(database) == head_revision()
     with database.reading() as session:

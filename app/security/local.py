@@ -4,19 +4,24 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
+from app.database import Database
 from app.errors import BadSetting
+from app.security.keys import any_made
 from app.settings import LOOPBACK
 
 
-def require_loopback(host: str) -> None:
+def require_keys_off_loopback(host: str, database: Database) -> None:
     """Raises:
-    BadSetting: the address can be reached from elsewhere, and there are no keys to ask for.
+    BadSetting: the address can be reached from elsewhere, and no key was made to ask for.
     """
-    if host not in LOOPBACK:
-        raise BadSetting(
-            f"ACCRUE_HOST is {host}: without API keys Accrue serves this machine only. Use 127.0.0.1, and "
-            "put a proxy that authenticates before it if others are to reach it."
-        )
+    if host in LOOPBACK:
+        return
+    with database.reading() as session:
+        if not any_made(session):
+            raise BadSetting(
+                f"ACCRUE_HOST is {host}: make a key first (accrue keys create NAME), since others than this "
+                "machine could reach the service. Without keys it serves 127.0.0.1 only."
+            )
 
 
 def refusal(headers: Headers) -> str | None:

@@ -1,0 +1,123 @@
+"""`accrue keys`: made, listed and revoked where the database is, not over HTTP."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.security.scopes import SCOPES, Scope
+
+if TYPE_CHECKING:
+    from app.database import Database
+    from app.models import Key
+
+commands = typer.Typer(
+    no_args_is_help=True, help="API keys: with the first one made, nobody comes in without."
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON")]
+
+_UNITS = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+@commands.command("create")
+def make(
+    name: Annotated[str, typer.Argument(help="What you will know it by")],
+    scope: Annotated[
+        list[str] | None, typer.Option(help="read, write or admin, once for each; default: read and write")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="As in 12h, 30d, 8w; default: never")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key. It is shown once: only its digest is kept.
+
+    What is made with a key is seen by that key alone, and by those with the scope admin.
+    """
+    from app.security.keys import create
+
+    with _database() as database, database.writing() as session:
+        row, key = create(session, name, _scopes(scope or ["read", "write"]), _seconds(expires))
+        told = {**_told(row), "key": key}
+    typer.echo(json.dumps(told, indent=2) if as_json else key)
+
+
+@commands.command("list")
+def show(as_json: AsJson = False) -> None:
+    """List the keys, newest first."""
+    from sqlalchemy import select
+
+    from app.models import Key
+
+    with _database() as database, database.reading() as session:
+        told = [_told(row) for row in session.scalars(select(Key).order_by(Key.id.desc()))]
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    for each in told:
+        ended = "revoked" if each["revoked_at"] else f"until {each['expires_at'] or 'revoked'}"
+        used = f"last used {each['last_used_at']}" if each["last_used_at"] else "never used"
+        typer.echo(f"{each['id']}  {each['name']}  {','.join(each['scopes'])}  {ended}  {used}")
+    if not told:
+        typer.echo("No key was made: the service is open to this machine alone.")
+
+
+@commands.command("revoke")
+def end(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")]) -> None:
+    """Revoke a key: a second later it opens nothing any more."""
+    from app.security.keys import revoke
+
+    with _database() as database, database.writing() as session:
+        row = revoke(session, key_id)
+        typer.echo(f"{row.id} ({row.name}) is revoked.")
+
+
+@contextmanager
+def _database() -> Iterator["Database"]:
+    from app.database import Database, migrate
+    from app.settings import get_settings
+
+    settings = get_settings()
+    settings.make_directories()
+    migrate(settings.url)
+    database = Database(settings.url)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def _told(row: "Key") -> dict[str, Any]:
+    times = ("created_at", "expires_at", "revoked_at", "last_used_at")
+    return {
+        "id": row.id,
+        "name": row.name,
+        "scopes": row.scopes,
+        **{name: _date(getattr(row, name)) for name in times},
+    }
+
+
+def _date(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _scopes(names: list[str]) -> list[Scope]:
+    by_name: dict[str, Scope] = {scope: scope for scope in SCOPES}
+    for name in names:
+        if name not in by_name:
+            raise typer.BadParameter(f"{name} is none of {', '.join(SCOPES)}", param_hint="--scope")
+    return [by_name[name] for name in names]
+
+
+def _seconds(phrase: str | None) -> float | None:
+    if phrase is None:
+        return None
+    found = re.fullmatch(r"(\d{1,5})([hdw])", phrase)
+    if found is None:
+        raise typer.BadParameter(
+            f"{phrase}: say hours, days or weeks, as in 12h, 30d or 8w", param_hint="--expires"
+        )
+    return int(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,38 @@
+"""Whose a job, a file, a configuration is: in every query, whoever writes it.
+
+A session that carries an owner sees and makes only that owner's things. One without, such as a worker's
+or an administrator's, sees everything.
+"""
+
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.orm import ORMExecuteState, Session, with_loader_criteria
+
+from app.models import Owned
+
+OF_EVERYONE = {"accrue_of_everyone": True}
+"""Execution options of a query that counts other people's things too, and tells nothing of them."""
+
+
+@event.listens_for(Session, "do_orm_execute")
+def _only_ones_own(state: ORMExecuteState) -> None:
+    owner = state.session.info.get("owner")
+    if owner is None or state.is_column_load or state.execution_options.get("accrue_of_everyone"):
+        return
+    state.statement = state.statement.options(
+        with_loader_criteria(Owned, lambda owned: owned.owner == owner, include_aliases=True)
+    )
+
+
+@event.listens_for(Session, "before_flush")
+def _made_by(session: Session, context: Any, instances: Any) -> None:
+    owner = session.info.get("owner")
+    for made in session.new:
+        if owner is not None and isinstance(made, Owned):
+            made.owner = owner
+
+
+def is_seen(session: Session, owner: str | None) -> bool:
+    """Whether what belongs to that key is shown to whoever this session is for."""
+    return session.info.get("owner") in (None, owner)

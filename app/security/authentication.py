@@ -1,0 +1,36 @@
+"""Who a request comes from."""
+
+from anyio import to_thread
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from app.errors import Unauthorized
+from app.security.keys import LOCAL, PREFIX, Caller, Keyring
+
+
+async def authenticate(request: Request, keyring: Keyring) -> Caller:
+    """The caller, by the key in `Authorization: Bearer`; without any key made, this machine's own user.
+
+    Raises:
+        Unauthorized: a key is needed, and there is none that opens this service.
+    """
+    key = bearer(request.headers)
+    if key is None or not key.startswith(PREFIX):
+        closed = keyring.is_closed()
+        if await to_thread.run_sync(keyring.look_whether_closed) if closed is None else closed:
+            raise Unauthorized(
+                "A key is needed: send Authorization: Bearer ak_…, made with accrue keys create."
+            )
+        return LOCAL
+    known, caller = keyring.known(key)
+    if not known:
+        caller = await to_thread.run_sync(keyring.find, key)
+    if caller is None:
+        raise Unauthorized("This key opens nothing: it is mistyped, revoked, expired, or of another service.")
+    return caller
+
+
+def bearer(headers: Headers) -> str | None:
+    """The key that a request shows."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key.strip() else None

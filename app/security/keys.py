@@ -1,0 +1,158 @@
+"""API keys: `ak_`, 256 random bits and a checksum. Only their SHA-256 is kept."""
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from app.database import Database, database_now
+from app.errors import NotFound
+from app.ids import new_id
+from app.models import Key
+from app.security.scopes import SCOPES, Scope
+
+PREFIX = "ak_"
+_KNOWN_FOR_SECONDS = 1.0
+"""So long a key is taken as it was found: by then it is revoked everywhere."""
+_MOST_KNOWN = 10_000
+_USE_NOTED_EVERY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks. Without a key: this machine's own user, who may everything."""
+
+    key_id: str | None
+    scopes: frozenset[Scope]
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+    @property
+    def owner(self) -> str | None:
+        """Whose things are seen; null: everybody's."""
+        return None if self.key_id is None or self.may("admin") else self.key_id
+
+
+LOCAL = Caller(None, frozenset(SCOPES))
+
+
+def new_key() -> str:
+    """A key to give away, once."""
+    body = secrets.token_urlsafe(32)
+    return f"{PREFIX}{body}{_checksum(body)}"
+
+
+def is_well_formed(key: str) -> bool:
+    """Whether it could be a key: a mistyped one costs no look into the database."""
+    body = key.removeprefix(PREFIX)
+    return key.startswith(PREFIX) and len(body) == 51 and _checksum(body[:43]) == body[43:]
+
+
+def create(
+    session: Session, name: str, scopes: Iterable[Scope], expires_in_seconds: float | None
+) -> tuple[Key, str]:
+    """A key's row, and the key itself, which nobody can find out later."""
+    key = new_key()
+    now = session.scalar(select(database_now())) or 0.0
+    row = Key(
+        id=new_id("key"),
+        name=name,
+        digest=_digest(key),
+        scopes=[scope for scope in SCOPES if scope in set(scopes)],
+        created_at=now,
+        expires_at=None if expires_in_seconds is None else now + expires_in_seconds,
+    )
+    session.add(row)
+    session.flush()
+    return row, key
+
+
+def revoke(session: Session, key_id: str) -> Key:
+    """Raises:
+    NotFound: no key has that id.
+    """
+    row = session.get(Key, key_id)
+    if row is None:
+        raise NotFound(f"No key has the id {key_id}: accrue keys list shows them.")
+    if row.revoked_at is None:
+        row.revoked_at = session.scalar(select(database_now()))
+    return row
+
+
+def any_made(session: Session) -> bool:
+    """Whether a key was ever made: from then on nobody comes in without."""
+    return session.scalar(select(Key.id).limit(1)) is not None
+
+
+class Keyring:
+    """Which keys open this service, looked up at most once a second each."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[float, Caller | None]] = {}
+        self._noted: dict[str, float] = {}
+        self._closed: tuple[float, bool] = (0.0, False)
+
+    def is_closed(self) -> bool | None:
+        """Whether a key is needed; null: it must be looked up again. Once closed, closed for good."""
+        until, closed = self._closed
+        return closed if closed or time.monotonic() < until else None
+
+    def look_whether_closed(self) -> bool:
+        with self._database.reading() as session:
+            closed = any_made(session)
+        self._closed = time.monotonic() + _KNOWN_FOR_SECONDS, closed
+        return closed
+
+    def known(self, key: str) -> tuple[bool, Caller | None]:
+        """Whether it is known what the key is, and who then asks; without a look into the database."""
+        if not is_well_formed(key):
+            return True, None
+        until, caller = self._known.get(_digest(key), (0.0, None))
+        return time.monotonic() < until, caller
+
+    def find(self, key: str) -> Caller | None:
+        """Who asks with that key; null: it opens nothing (any more)."""
+        digest = _digest(key)
+        with self._database.reading() as session:
+            row = session.scalars(
+                select(Key).where(
+                    Key.digest == digest,
+                    Key.revoked_at.is_(None),
+                    or_(Key.expires_at.is_(None), Key.expires_at > database_now()),
+                )
+            ).one_or_none()
+        caller = None
+        if row is not None and hmac.compare_digest(row.digest, digest):
+            caller = Caller(row.id, frozenset(row.scopes))
+            self._note_use(row.id)
+        with self._lock:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[digest] = time.monotonic() + _KNOWN_FOR_SECONDS, caller
+        return caller
+
+    def _note_use(self, key_id: str) -> None:
+        with self._lock:
+            if time.monotonic() < self._noted.get(key_id, 0.0):
+                return
+            self._noted[key_id] = time.monotonic() + _USE_NOTED_EVERY_SECONDS
+        with self._database.writing() as session:
+            session.execute(update(Key).where(Key.id == key_id).values(last_used_at=database_now()))
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _checksum(body: str) -> str:
+    return f"{zlib.crc32(body.encode()):08x}"
