@@ -68,7 +68,7 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
 def store_texts(texts: Iterable[str], path: Path) -> Checked:
     """Writes inline texts as a training file of format text."""
     examples = 0
-    with path.open("xb") as target:
+    with path.open("wb") as target:
         path.chmod(0o600)
         for text in texts:
             target.write(json.dumps({"text": text}).encode() + b"\n")

@@ -1,7 +1,9 @@
 """From a request to a stored job: checked, frozen, planned; together with its inline data or not at all."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fastapi import Response
 from sqlalchemy.orm import Session
 
 from app import base_models, configurations, files, gpus, jobs, measurements, profiles, stats, workers_seen
@@ -9,7 +11,9 @@ from app.base_models import BaseModel
 from app.database import Database
 from app.errors import Unprocessable
 from app.fail_points import fail_point
+from app.idempotency import Answer, Once
 from app.jobs import Submission
+from app.models import Job
 from app.planning.devices import Device
 from app.planning.plan import make_plan, recipe_of
 from app.profiles import Wanted
@@ -90,20 +94,34 @@ def check(
     return Checked(submission, inline, speed)
 
 
-def store(checked: Checked, database: Database, settings: Settings) -> str:
-    """The job and its inline data; gives the job's id."""
-    submission, texts = checked.submission, checked.texts
-    with files.incoming(settings) as (file_id, path), database.writing() as session:
-        if texts is not None:
-            stored = files.store_texts(texts, path)
-            files.add(session, file_id, stored, filename="texts.jsonl", purpose="fine-tune", inline=True)
-            data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
-            spec = submission.spec.model_copy(update={"data": data})
-            submission = replace(submission, spec=spec)
-        job_id = jobs.submit(session, submission).id
-        fail_point("service.committing")
+def store(
+    checked: Checked,
+    database: Database,
+    settings: Settings,
+    once: Once,
+    answer: Callable[[Session, Job], Answer],
+    status: int = 200,
+) -> Answer | Response:
+    """The job and its inline data, once; gives the answer made of it."""
+    with files.incoming(settings) as (file_id, path):
+
+        def create(session: Session) -> Answer:
+            submission = checked.submission
+            if checked.texts is not None:
+                stored = files.store_texts(checked.texts, path)
+                files.add(session, file_id, stored, filename="texts.jsonl", purpose="fine-tune", inline=True)
+                data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
+                submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
+            job = jobs.submit(session, submission)
+            made = answer(session, job)
+            fail_point("service.committing")
+            return made
+
+        made = once.make(database, create, status)
+        if isinstance(made, Response):
+            path.unlink(missing_ok=True)  # the job that was made first has its own
     fail_point("service.committed")
-    return job_id
+    return made
 
 
 def _plan(

@@ -214,6 +214,21 @@ class Key(Base):
     last_used_at: Mapped[float | None]
 
 
+class AnsweredRequest(Base):
+    """A request with an Idempotency-Key, and what was answered."""
+
+    __tablename__ = "answered_requests"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    """The key that it came with; empty: none."""
+    key: Mapped[str] = mapped_column(primary_key=True)
+    said: Mapped[str]
+    """SHA-256 of method, path and body."""
+    created_at: Mapped[float] = mapped_column(index=True)
+    status: Mapped[int]
+    answer: Mapped[str]
+
+
 class Worker(Base):
     """A supervisor process, and what it saw of its machine at its last heartbeat."""
 

@@ -2,14 +2,15 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Response
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from app import configurations, jobs
 from app.database import database_now
 from app.ids import new_id
 from app.models import Configuration, Job
-from app.routes.dependencies import After, Limit, Reading, Writing
+from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, Limit, Reading, Writing
 from app.routes.pages import page
 from app.schemas.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
 from app.schemas.wire import Page
@@ -20,9 +21,15 @@ router = APIRouter(tags=["configurations"])
 ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or ftjob-…")]
 
 
-@router.post("/config", status_code=201, summary="Store a configuration")
-def create(session: Writing, asked: ConfigurationRequest) -> ConfigurationAnswer:
+@router.post("/config", status_code=201, summary="Store a configuration", response_model=ConfigurationAnswer)
+def create(
+    database: CurrentDatabase, asked: ConfigurationRequest, once: CurrentOnce
+) -> ConfigurationAnswer | Response:
     """Checks the numbers against each other and keeps what was given under an id."""
+    return once.make(database, lambda session: _create(session, asked), 201)
+
+
+def _create(session: Session, asked: ConfigurationRequest) -> ConfigurationAnswer:
     numbers = (asked.target_effective_batch_size, asked.accumulation_steps, asked.micro_batch_size)
     effective = (
         resolve_batch(asked, asked.num_gpus, recommended=1).effective_batch_size if any(numbers) else None

@@ -1,13 +1,15 @@
 """What routes ask for: settings, and a session that is committed before the answer goes out."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Annotated
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Header, Query, Request
 from sqlalchemy.orm import Session
 
 from app.database import Database
 from app.errors import Forbidden
+from app.idempotency import Once
 from app.security.authentication import authenticate
 from app.security.keys import Caller, Keyring
 from app.security.scopes import Scope
@@ -51,6 +53,20 @@ def _database(
     return whole.seen_by(caller.owner)
 
 
+async def _once(
+    request: Request,
+    caller: Annotated[Caller, Depends(_caller)],
+    idempotency_key: Annotated[
+        str | None,
+        Header(min_length=1, max_length=255, description="The same again is done once, for a day"),
+    ] = None,
+) -> Once:
+    said = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
+    if not request.headers.get("content-type", "").startswith("multipart/"):
+        said.update(await request.body())
+    return Once(idempotency_key, caller.key_id or "", said.digest())
+
+
 def _reading(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
     with database.reading() as session:
         yield session
@@ -72,5 +88,6 @@ WholeDatabase = Annotated[Database, Depends(_whole_database)]
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]
+CurrentOnce = Annotated[Once, Depends(_once)]
 Limit = Annotated[int, Query(ge=1, le=100, description="At most so many")]
 After = Annotated[str | None, Query(max_length=100, description="The last id of the page before")]

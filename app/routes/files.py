@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from app import files, stats
 from app.errors import Conflict, NotFound
 from app.models import File, Job
-from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading
+from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
 from app.routes.metrics import csv_answer, csv_of
 from app.routes.pages import page
 from app.schemas.files import FileAnswer, FileDeleted
@@ -24,19 +24,25 @@ RESULTS = "fine-tune-results"
 FileId = Annotated[str, Path(max_length=100, description="file-…")]
 
 
-@router.post("", summary="Upload a training file")
+@router.post("", summary="Upload a training file", response_model=FileAnswer)
 def upload(
     database: CurrentDatabase,
     settings: CurrentSettings,
+    once: CurrentOnce,
     file: UploadFile,
     purpose: Annotated[Literal["fine-tune"], Form()] = "fine-tune",
-) -> FileAnswer:
+) -> FileAnswer | Response:
     """JSONL of chats, prompts with completions, or texts; every line is checked."""
+    name = (file.filename or "upload.jsonl")[-200:]
     with files.incoming(settings) as (file_id, path):
         checked = files.store_upload(file.file, path, settings)
-        with database.writing() as session:
-            name = (file.filename or "upload.jsonl")[-200:]
-            return answer(files.add(session, file_id, checked, filename=name, purpose=purpose))
+        made = once.with_content(f"{name} {checked.sha256}").make(
+            database,
+            lambda session: answer(files.add(session, file_id, checked, filename=name, purpose=purpose)),
+        )
+        if isinstance(made, Response):  # the same file as before, under the id that it has
+            path.unlink()
+        return made
 
 
 @router.get("", summary="List files")

@@ -3,13 +3,21 @@
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import select
 
 from app import checkpoints, intake, jobs, openai_requests
 from app.checkpoints import Checkpoint
 from app.models import Job, JobEvent
-from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading, Writing
+from app.routes.dependencies import (
+    After,
+    CurrentDatabase,
+    CurrentOnce,
+    CurrentSettings,
+    Limit,
+    Reading,
+    Writing,
+)
 from app.routes.filters import with_metadata
 from app.routes.pages import page, page_of
 from app.schemas.openai import (
@@ -33,12 +41,13 @@ router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"])
 JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 
-@router.post("", summary="Create a fine-tuning job")
-def create(asked: FineTuningRequest, database: CurrentDatabase, settings: CurrentSettings) -> FineTuningJob:
+@router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
+def create(
+    asked: FineTuningRequest, database: CurrentDatabase, settings: CurrentSettings, once: CurrentOnce
+) -> FineTuningJob | Response:
     """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
-    job_id = intake.store(openai_requests.check(asked, database, settings), database, settings)
-    with database.reading() as session:
-        return answer(jobs.get(session, job_id))
+    checked = openai_requests.check(asked, database, settings)
+    return intake.store(checked, database, settings, once, lambda session, job: answer(job))
 
 
 @router.get("", summary="List fine-tuning jobs")

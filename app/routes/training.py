@@ -10,9 +10,19 @@ from fastapi.sse import format_sse_event
 from sqlalchemy import String, cast, select
 
 from app import intake, jobs
+from app.database import Database
 from app.event_stream import EventStream
+from app.idempotency import Once
 from app.models import Job, JobEvent
-from app.routes.dependencies import After, CurrentDatabase, CurrentSettings, Limit, Reading, Writing
+from app.routes.dependencies import (
+    After,
+    CurrentDatabase,
+    CurrentOnce,
+    CurrentSettings,
+    Limit,
+    Reading,
+    Writing,
+)
 from app.routes.filters import with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
@@ -37,10 +47,14 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     response_model=JobAnswer | DryRunAnswer,
 )
 def with_accumulation(
-    asked: TrainingRequest, response: Response, database: CurrentDatabase, settings: CurrentSettings
-) -> JobAnswer | DryRunAnswer:
+    asked: TrainingRequest,
+    response: Response,
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    once: CurrentOnce,
+) -> JobAnswer | DryRunAnswer | Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
-    return _submit(asked, response, database, settings)
+    return _submit(asked, response, database, settings, once)
 
 
 @router.post(
@@ -51,10 +65,14 @@ def with_accumulation(
     response_model=JobAnswer | DryRunAnswer,
 )
 def large_batch(
-    asked: TrainingRequest, response: Response, database: CurrentDatabase, settings: CurrentSettings
-) -> JobAnswer | DryRunAnswer:
+    asked: TrainingRequest,
+    response: Response,
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    once: CurrentOnce,
+) -> JobAnswer | DryRunAnswer | Response:
     """Queues a job whose accumulation steps are planned from memory."""
-    return _submit(asked, response, database, settings, planned=True)
+    return _submit(asked, response, database, settings, once, planned=True)
 
 
 @router.get("", summary="List jobs")
@@ -104,10 +122,15 @@ def start(session: Writing, training_id: JobId) -> JobAnswer:
     return job_answer(session, jobs.resume(session, training_id))
 
 
-@router.post("/{training_id}/retry", status_code=202, summary="Train again what failed or was cancelled")
-def retry(session: Writing, training_id: JobId) -> JobAnswer:
+@router.post(
+    "/{training_id}/retry",
+    status_code=202,
+    summary="Train again what failed or was cancelled",
+    response_model=JobAnswer,
+)
+def retry(database: CurrentDatabase, once: CurrentOnce, training_id: JobId) -> JobAnswer | Response:
     """A new job with the same spec; the old one stays as it ended."""
-    return job_answer(session, jobs.retry(session, training_id))
+    return once.make(database, lambda session: job_answer(session, jobs.retry(session, training_id)), 202)
 
 
 @router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
@@ -167,18 +190,17 @@ async def _as_sent_events(stream: EventStream, job_id: str, last: str) -> AsyncI
 def _submit(
     asked: TrainingRequest,
     response: Response,
-    database: CurrentDatabase,
+    database: Database,
     settings: Settings,
+    once: Once,
     *,
     planned: bool = False,
-) -> JobAnswer | DryRunAnswer:
+) -> JobAnswer | DryRunAnswer | Response:
     checked = intake.check(asked, database, settings, planned=planned)
     if asked.dry_run:
         response.status_code = 200
         return dry_run_answer(checked.submission, checked.speed)
-    job_id = intake.store(checked, database, settings)
-    with database.reading() as session:
-        return job_answer(session, jobs.get(session, job_id))
+    return intake.store(checked, database, settings, once, job_answer, status=202)
 
 
 def _event(row: JobEvent) -> EventAnswer:

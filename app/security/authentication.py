@@ -19,7 +19,8 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
         closed = keyring.is_closed()
         if await to_thread.run_sync(keyring.look_whether_closed) if closed is None else closed:
             raise Unauthorized(
-                "A key is needed: send Authorization: Bearer ak_…, made with accrue keys create."
+                "A key is needed: send Authorization: Bearer ak_…, made with accrue keys create; the accrue "
+                "command takes it from ACCRUE_API_KEY."
             )
         return LOCAL
     known, caller = keyring.known(key)
