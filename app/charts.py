@@ -1,7 +1,10 @@
 """Charts as PNG files."""
 
+import io
 from pathlib import Path
 from typing import Any
+
+from app.schemas.statistics import Comparison
 
 
 def loss_curve(series: list[dict[str, Any]], path: Path, title: str, entropy: float | None = None) -> Path:
@@ -29,3 +32,22 @@ def loss_curve(series: list[dict[str, Any]], path: Path, title: str, entropy: fl
     axes.grid(alpha=0.3)
     FigureCanvasAgg(figure).print_figure(path, dpi=120)
     return path
+
+
+def comparison(compared: Comparison) -> bytes:
+    """Draws the losses of several jobs over the samples that each has seen; gives a PNG's bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for job in compared.jobs:
+        ratio = "" if job.noise_ratio is None else f", noise x {job.noise_ratio:.2f}"
+        label = f"…{job.training_id[-6:]}: batch {job.effective_batch_size}{ratio}"
+        axes.plot(compared.samples_seen, compared.loss[job.training_id], label=label)
+    axes.set(xlabel="samples seen", ylabel="loss, nats per token (moving average)")
+    axes.legend(loc="upper right")
+    axes.grid(alpha=0.3)
+    out = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(out, dpi=120, format="png")
+    return out.getvalue()

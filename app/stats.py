@@ -197,7 +197,7 @@ def _statistics(
         tokens_per_second=figures.input_tokens / figures.seconds if figures.seconds else None,
         samples_per_second=figures.samples / figures.seconds if figures.seconds else None,
         padding_share=1 - figures.input_tokens / figures.padded_tokens if figures.padded_tokens else None,
-        noise_scale=None,
+        noise_scale=_noise_scale(session, job_ids),
         oom_recoveries=_count(
             session,
             select(func.count())
@@ -205,6 +205,16 @@ def _statistics(
             .where(JobEvent.job_id.in_(job_ids), JobEvent.type == "out_of_memory"),
         ),
         prediction_error=_prediction_error(figures.peak, plan),
+    )
+
+
+def _noise_scale(session: Session, job_ids: list[str]) -> float | None:
+    """As it was last measured in one of the jobs."""
+    return session.scalar(
+        select(StepMetric.noise_scale)
+        .where(StepMetric.job_id.in_(job_ids), StepMetric.noise_scale.is_not(None))
+        .order_by(StepMetric.job_id.desc(), StepMetric.step.desc())
+        .limit(1)
     )
 
 

@@ -1,12 +1,14 @@
 """Statistics of jobs and configurations."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query, Response
+from pydantic import StringConstraints
 
-from app import configurations, jobs, stats
+from app import charts, configurations, jobs, stats
+from app.compare import MOST_POINTS, compare
 from app.routes.dependencies import Reading
-from app.schemas.statistics import ConfigurationStatistics, JobStatistics, Totals
+from app.schemas.statistics import Comparison, ConfigurationStatistics, JobStatistics, Totals
 
 router = APIRouter(prefix="/stats", tags=["statistics"])
 
@@ -14,6 +16,28 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 @router.get("", summary="Totals of this service")
 def totals(session: Reading) -> Totals:
     return stats.totals(session)
+
+
+@router.get(
+    "/compare",
+    summary="Jobs side by side",
+    response_model=Comparison,
+    responses={200: {"content": {"image/png": {}}, "description": "Figures; or, with format=png, a chart"}},
+)
+def of_several(
+    session: Reading,
+    ids: Annotated[
+        list[Annotated[str, StringConstraints(max_length=100)]],
+        Query(min_length=2, max_length=10, description="ftjob-… or accumulation_…, for its newest job"),
+    ],
+    points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 200,
+    format: Annotated[Literal["json", "png"], Query()] = "json",
+) -> Comparison | Response:
+    """Losses at the same number of samples seen, whatever the batch, and how much noisier one is."""
+    compared = compare(session, ids, points)
+    if format == "png":
+        return Response(charts.comparison(compared), media_type="image/png")
+    return compared
 
 
 @router.get("/{identifier}", summary="Statistics of a job or of a configuration's jobs")

@@ -50,6 +50,30 @@ class ConfigurationStatistics(Answer):
     jobs: list[JobStatistics]
 
 
+class ComparedJob(Answer):
+    training_id: str
+    model_name: str
+    effective_batch_size: int
+    accumulation_steps: int
+    steps: int
+    final_loss: float
+    loss_noise: float
+    """Variance of the window losses around their trend."""
+    noise_ratio: float | None
+    """Over that of the first job named; null: the first has none."""
+    stats: Statistics
+
+
+class Comparison(Answer):
+    """Jobs side by side; in the order in which they were named."""
+
+    samples_seen: list[float]
+    """Where the series are compared: evenly spread over what all of them have seen."""
+    loss: dict[str, list[float]]
+    """By training id: the smoothed loss at each of `samples_seen`."""
+    jobs: list[ComparedJob]
+
+
 class Totals(Answer):
     jobs: int
     by_status: dict[str, int]
