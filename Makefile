@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_machine.py tests/test_profiles.py \
 	tests/test_measurements.py tests/test_stats.py tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults soak accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults test-fuzz soak accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ test: check ## Run every check and every test
 test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
 	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
+
+test-fuzz: $(STAMP) ## Thousands of requests made of the OpenAPI document (about 5 minutes)
+	ACCRUE_FUZZ_CASES=60 $(BIN)/python -m pytest --timeout 900 tests/acceptance/test_fuzz.py
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow

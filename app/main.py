@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import APIRouter, FastAPI
 
-from app import __version__, ownership, problems
+from app import __version__, openapi, ownership, problems
 from app.database import Database, migrate
 from app.event_stream import EventStream
 from app.latency import LatencyGauge
@@ -73,4 +73,5 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     for openai in (files, fine_tuning, models):
         app.include_router(openai.router, dependencies=[authorised])
     app.include_router(system.router)
+    openapi.describe(app)
     return app

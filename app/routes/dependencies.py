@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
+from fastapi.security import HTTPBearer
 from sqlalchemy.orm import Session
 
 from app.database import Database
@@ -23,7 +24,10 @@ def _settings(request: Request) -> Settings:
     return settings
 
 
-async def _caller(request: Request) -> Caller:
+async def _caller(
+    request: Request,
+    shown: Annotated[object, Depends(HTTPBearer(auto_error=False, description="An ak_… key"))],
+) -> Caller:
     """Who asks, and that they may.
 
     Raises:

@@ -46,7 +46,13 @@ class Accrue:
         }
         if database_url is not None:
             self._env["ACCRUE_DATABASE_URL"] = database_url
+        self.key: str | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def header(self) -> dict[str, str]:
+        """What shows the key, if there is one."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def start(self, part: str, **variables: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(

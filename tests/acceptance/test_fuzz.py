@@ -1,0 +1,77 @@
+"""Everything that the OpenAPI document allows, and what it does not: no 5xx, nothing undocumented.
+
+Where an operation asks for a key, it is also called without one, and with a wrong one (`ignored_auth`).
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from app.main import create_app
+from app.settings import Settings
+from tests.acceptance.conftest import Accrue, running
+
+CASES = int(os.environ.get("ACCRUE_FUZZ_CASES", "0"))
+"""For each operation, of each kind, drawn at random: `make test-fuzz`. Otherwise a few, always the same."""
+
+FEW = 5
+DRAWING: dict[str, Any] = {
+    "max_examples": CASES or FEW,
+    "derandomize": not CASES,
+    "database": None,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+with tempfile.TemporaryDirectory() as _folder:
+    SCHEMA = schemathesis.openapi.from_dict(create_app(Settings(data_dir=Path(_folder))).openapi())
+OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
+KINDS = [
+    (label, mode)
+    for label, operation in OPERATIONS.items()
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    if mode == GenerationMode.POSITIVE or operation.body or list(operation.iter_parameters())
+]
+"""With what the document allows, and with what it does not, where there is anything to say."""
+
+
+@pytest.fixture(scope="module")
+def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
+    with running(tmp_path_factory.mktemp("accrue")) as accrue:
+        shown = accrue.command("keys", "create", "fuzz", "--scope", "admin")
+        accrue.key = shown.stdout.strip()
+        accrue.serve()
+        yield accrue
+
+
+@pytest.mark.parametrize(("label", "mode"), KINDS)
+def test_every_operation(accrue: Accrue, label: str, mode: GenerationMode) -> None:
+    @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
+    @settings(**DRAWING)
+    def answers_as_documented(case: Any) -> None:
+        case.call_and_validate(
+            base_url=accrue.url, headers=accrue.header, excluded_checks=[positive_data_acceptance]
+        )
+
+    answers_as_documented()  # but may refuse by 422 what no schema can express
+
+
+def test_whatever_follows_whatever(accrue: Accrue) -> None:
+    class Calls(SCHEMA.as_state_machine()):  # type: ignore[misc]
+        """What one answer names goes into the next request."""
+
+        def get_call_kwargs(self, case: schemathesis.Case) -> dict[str, Any]:
+            return {"base_url": accrue.url, "headers": accrue.header}
+
+        def validate_response(self, response: Any, case: schemathesis.Case, **kw: Any) -> None:
+            case.validate_response(response, excluded_checks=[positive_data_acceptance])
+
+    Calls.run(settings=settings(**{**DRAWING, "max_examples": 4 * (CASES or FEW)}, stateful_step_count=8))
