@@ -72,11 +72,11 @@ class Database:
         self._commits = count(1)
         self._info: dict[str, Any] = {}
 
-    def seen_by(self, owner: str | None) -> "Database":
-        """The same database with one owner's things alone in it (app/ownership.py); null: everybody's."""
-        seen = copy(self)
-        seen._info = {"owner": owner}
-        return seen
+    def with_info(self, **info: Any) -> "Database":
+        """The same database, whose sessions carry this in their `info`."""
+        other = copy(self)
+        other._info = info
+        return other
 
     @contextmanager
     def reading(self) -> Iterator[Session]:

@@ -8,6 +8,7 @@ AccrueError
 ├── NotFound        404
 ├── Conflict        409   the state of a job does not allow it; a retry cannot heal it
 ├── TooLarge        413
+├── TooManyRequests 429   a key asks too often, or has too much waiting
 ├── Forbidden       403   a request from elsewhere than this machine, or beyond its key's scopes
 ├── Unavailable     503   this service cannot do it now
 └── DiskFull        507   there is no room for it
@@ -69,6 +70,22 @@ class TooLarge(AccrueError):
     status = 413
     code = "too_large"
     title = "Too large"
+
+
+class TooManyRequests(AccrueError):
+    status = 429
+    code = "rate_limit_exceeded"
+    title = "Too many requests"
+
+    def __init__(self, message: str, *, retry_after_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QuotaExceeded(AccrueError):
+    status = 429
+    code = "quota_exceeded"
+    title = "Quota exceeded"
 
 
 class Forbidden(AccrueError):

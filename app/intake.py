@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from app import base_models, configurations, files, gpus, jobs, measurements, profiles, stats, workers_seen
 from app.base_models import BaseModel
 from app.database import Database
-from app.errors import Unprocessable
+from app.errors import QuotaExceeded, Unprocessable
 from app.fail_points import fail_point
 from app.idempotency import Answer, Once
 from app.jobs import Submission
@@ -112,6 +112,7 @@ def store(
                 files.add(session, file_id, stored, filename="texts.jsonl", purpose="fine-tune", inline=True)
                 data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
                 submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
+            _check_quota(session, settings)
             job = jobs.submit(session, submission)
             made = answer(session, job)
             fail_point("service.committing")
@@ -122,6 +123,17 @@ def store(
             path.unlink(missing_ok=True)  # the job that was made first has its own
     fail_point("service.committed")
     return made
+
+
+def _check_quota(session: Session, settings: Settings) -> None:
+    """Raises:
+    QuotaExceeded: as many jobs wait as this key may have.
+    """
+    if (waiting := jobs.count_waiting(session)) >= settings.max_queued_jobs:
+        raise QuotaExceeded(
+            f"{waiting} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): "
+            "wait for some to end, or cancel them."
+        )
 
 
 def _plan(

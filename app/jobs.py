@@ -230,6 +230,12 @@ def waiting(session: Session) -> bool:
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
 
 
+def count_waiting(session: Session) -> int:
+    """How many of the jobs that this session sees are queued or paused."""
+    waits = select(func.count()).select_from(Job).where(Job.status.in_(("queued", "paused")))
+    return session.scalar(waits) or 0
+
+
 def rescue(session: Session) -> list[str]:
     """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts.
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import APIRouter, FastAPI
 
-from app import __version__, openapi, ownership, problems
+from app import __version__, openapi, problems
 from app.database import Database, migrate
 from app.event_stream import EventStream
 from app.latency import LatencyGauge
@@ -26,15 +26,32 @@ from app.routes import (
     system,
     training,
 )
+from app.routes import (
+    audit as audit_routes,
+)
 from app.routes.dependencies import authorised
+from app.security.audit import AuditLog
 from app.security.keys import Keyring
+from app.security.rates import Rates
 from app.settings import Settings, get_settings
-
-assert ownership  # its listeners hold for every session of this process
 
 log = structlog.get_logger("accrue.service")
 
 _PROBLEM = {"model": Problem, "description": "What is wrong, with the field and the remedy"}
+
+
+_NATIVE = (
+    accumulation,
+    training,
+    metrics,
+    calculators,
+    stats,
+    performance,
+    profiles,
+    gpus,
+    audit_routes,
+)
+_OPENAI = (files, fine_tuning, models)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -46,7 +63,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         settings.make_directories()
         migrate(settings.url)
         log.info("service started", version=__version__, database=settings.url.split("@")[-1])
+        audit.start()
         yield
+        audit.close()
         app.state.database.close()
 
     app = FastAPI(
@@ -61,17 +80,23 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.keyring = Keyring(app.state.database)
     app.state.events = EventStream(app.state.database)
     app.state.latency = LatencyGauge()
-    app.add_middleware(EveryRequest, settings=settings, latency=app.state.latency)
+    app.state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
+    audit = AuditLog(app.state.database, settings.audit_days)
+    app.add_middleware(EveryRequest, settings=settings, latency=app.state.latency, audit=audit)
     problems.install(app)
+    _add_routes(app)
+    openapi.describe(app)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
     native = APIRouter()
-    for surface in (accumulation, training, metrics, calculators, stats, performance, profiles, gpus):
+    for surface in _NATIVE:
         native.include_router(surface.router)
     app.include_router(native, prefix="/gradient-accumulation", dependencies=[authorised])
     app.include_router(
         native, prefix="/api/v1/gradient-accumulation", dependencies=[authorised], include_in_schema=False
     )
-    for openai in (files, fine_tuning, models):
-        app.include_router(openai.router, dependencies=[authorised])
+    for surface in _OPENAI:
+        app.include_router(surface.router, dependencies=[authorised])
     app.include_router(system.router)
-    openapi.describe(app)
-    return app

@@ -13,8 +13,9 @@ from app.errors import Forbidden, TooLarge
 from app.ids import request_id
 from app.latency import LatencyGauge
 from app.problems import problem_response, unexpected
+from app.security.audit import AuditLog, Deed
 from app.security.authentication import bearer
-from app.security.keys import is_well_formed
+from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 
@@ -22,13 +23,16 @@ log = structlog.get_logger("accrue.service")
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
+_READING = ("GET", "HEAD", "OPTIONS")
+_LONGEST_PATH = 500
 
 
 class EveryRequest:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, latency: LatencyGauge) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, latency: LatencyGauge, audit: AuditLog) -> None:
         self.app = app
+        self.audit = audit
         self.settings = settings
         self.latency = latency
 
@@ -48,7 +52,7 @@ class EveryRequest:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = int(message["status"]), True
-                MutableHeaders(scope=message)["x-request-id"] = identifier
+                _add_headers(MutableHeaders(scope=message), identifier)
             await send(message)
 
         limit = self._limit(headers)
@@ -63,7 +67,18 @@ class EveryRequest:
             self.latency.add(seconds)
             log.info("request", method=scope["method"], path=scope["path"], status=status,
                      milliseconds=round(1000 * seconds, 1))  # fmt: skip
+            self._note(scope, status, identifier)
             structlog.contextvars.clear_contextvars()
+
+    def _note(self, scope: Scope, status: int, identifier: str) -> None:
+        """Into the audit log, where it belongs there."""
+        if scope["method"] in _READING and not self.settings.audit_reads:
+            return
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        key_id = caller.key_id if caller is not None else None
+        address = scope["client"][0] if scope.get("client") else "?"
+        path = scope["path"][:_LONGEST_PATH]
+        self.audit.note(Deed(time.time(), key_id, scope["method"], path, status, address, identifier))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers, limit: int) -> None:
         refused = None if self._is_for_others(headers) else refusal(headers)
@@ -94,6 +109,16 @@ class EveryRequest:
         if headers.get("content-type", "").startswith("multipart/form-data"):
             return self.settings.max_file_bytes + _FORM_OVERHEAD
         return self.settings.max_body_bytes
+
+
+def _add_headers(headers: MutableHeaders, identifier: str) -> None:
+    """The request's id, and what keeps a browser from making more of an answer than it is."""
+    headers["x-request-id"] = identifier
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers["Referrer-Policy"] = "no-referrer"
+    headers["X-Frame-Options"] = "DENY"
+    if not headers.get("content-type", "").startswith("text/html"):
+        headers["Content-Security-Policy"] = "default-src 'none'; frame-ancestors 'none'"
 
 
 def _too_large(limit: int) -> str:

@@ -229,6 +229,21 @@ class AnsweredRequest(Base):
     answer: Mapped[str]
 
 
+class AuditEntry(Base):
+    """A request that changed something (app/security/audit.py)."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    at: Mapped[float]
+    key_id: Mapped[str | None]
+    method: Mapped[str]
+    path: Mapped[str]
+    status: Mapped[int]
+    address: Mapped[str]
+    request_id: Mapped[str]
+
+
 class Worker(Base):
     """A supervisor process, and what it saw of its machine at its last heartbeat."""
 

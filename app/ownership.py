@@ -9,10 +9,16 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.orm import ORMExecuteState, Session, with_loader_criteria
 
+from app.database import Database
 from app.models import Owned
 
 OF_EVERYONE = {"accrue_of_everyone": True}
 """Execution options of a query that counts other people's things too, and tells nothing of them."""
+
+
+def seen_by(database: Database, owner: str | None) -> Database:
+    """The same database with one owner's things alone in it; null: everybody's."""
+    return database.with_info(owner=owner)
 
 
 @event.listens_for(Session, "do_orm_execute")

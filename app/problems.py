@@ -13,7 +13,16 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
 from app.disk import is_full
-from app.errors import AccrueError, Conflict, DiskFull, TooLarge, Unauthorized, Unavailable
+from app.errors import (
+    AccrueError,
+    Conflict,
+    DiskFull,
+    QuotaExceeded,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
 
 OPENAI = "OpenAI"
 """How the tags of the OpenAI-compatible routes begin."""
@@ -91,9 +100,11 @@ def _status(request: Request, status: int) -> int:
 def _known(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, AccrueError)
     fields = [FieldProblem(field=error.field, message=error.message)] if error.field else []
-    headers = {"x-should-retry": "false"} if isinstance(error, Conflict) else {}
+    headers = {"x-should-retry": "false"} if isinstance(error, Conflict | QuotaExceeded) else {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, TooManyRequests):
+        headers["Retry-After"] = str(error.retry_after_seconds)
     return problem_response(
         request, _status(request, error.status), error.code, error.title, error.message,
         errors=fields, param=error.field, headers=headers,

@@ -33,6 +33,15 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest JSON body")
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
+    max_queued_jobs: int = Field(1000, ge=1, description="Jobs of one key that wait at once")
+    rate_limit: str = Field(
+        "6000/minute", description="Requests of one key, as in 50/second; empty: no limit"
+    )
+    rate_limit_storage: str = Field(
+        "memory://", description="Where they are counted: a Redis URL for several services together"
+    )
+    audit_reads: bool = Field(False, description="The audit log has requests that only read, too")
+    audit_days: float = Field(365.0, gt=0, description="How long the audit log is kept")
     lease_seconds: float = Field(
         15.0, gt=0, le=300, description="A job whose worker is silent this long is taken over"
     )

@@ -11,8 +11,10 @@ from sqlalchemy.orm import Session
 from app.database import Database
 from app.errors import Forbidden
 from app.idempotency import Once
+from app.ownership import seen_by
 from app.security.authentication import authenticate
 from app.security.keys import Caller, Keyring
+from app.security.rates import Rates
 from app.security.scopes import Scope
 from app.settings import Settings
 
@@ -35,6 +37,10 @@ async def _caller(
     """
     keyring: Keyring = request.app.state.keyring
     caller = await authenticate(request, keyring)
+    request.state.caller = caller
+    if caller.key_id is not None:
+        rates: Rates = request.app.state.rates
+        rates.count(caller.key_id)
     needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
     if not caller.may(needed):
         raise Forbidden(f"This key may not {needed}: make one with --scope {needed}.")
@@ -54,7 +60,7 @@ def _whole_database(request: Request) -> Database:
 def _database(
     whole: Annotated[Database, Depends(_whole_database)], caller: Annotated[Caller, Depends(_caller)]
 ) -> Database:
-    return whole.seen_by(caller.owner)
+    return seen_by(whole, caller.owner)
 
 
 async def _once(

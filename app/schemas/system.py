@@ -10,6 +10,20 @@ class Health(Answer):
     version: str
 
 
+class AuditAnswer(Answer):
+    """One request."""
+
+    id: str
+    at: float
+    key_id: str | None
+    """null: none was made yet, or none was shown that opens the service."""
+    method: str
+    path: str
+    status: int
+    address: str
+    request_id: str
+
+
 class Readiness(Answer):
     status: Literal["ready", "not_ready"]
     database: str

@@ -1,0 +1,98 @@
+"""Who changed what, when, and from where: rows that an admin can read.
+
+Written in batches from a thread of its own: a request does not wait for them. A service that is killed loses
+those of the last moment; what a client was told has happened is in the jobs' own events.
+"""
+
+import queue
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import structlog
+from sqlalchemy import delete, insert
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.database import Database
+from app.ids import new_id
+from app.models import AuditEntry
+from app.prepared import Prepared
+
+log = structlog.get_logger("accrue.audit")
+
+_BATCH = 1000
+_PAUSE_SECONDS = 0.2
+_MOST_WAITING = 100_000
+
+
+@dataclass(frozen=True)
+class Deed:
+    """One request."""
+
+    at: float
+    """Unix seconds."""
+    key_id: str | None
+    method: str
+    path: str
+    status: int
+    address: str
+    request_id: str
+
+
+_COLUMNS = [column.name for column in AuditEntry.__table__.columns]
+_INSERT = Prepared(lambda dialect: insert(AuditEntry.__table__), _COLUMNS)  # type: ignore[arg-type]
+
+
+class AuditLog:
+    """From `start()` to `close()` it writes what is noted."""
+
+    def __init__(self, database: Database, kept_days: float) -> None:
+        self._database = database
+        self._kept_seconds = 86400 * kept_days
+        self._waiting: queue.Queue[Deed | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._write_on, name="audit", daemon=True)
+
+    def start(self) -> None:
+        self._forget_old()
+        self._thread.start()
+
+    def note(self, deed: Deed) -> None:
+        """Notes a request; never waits."""
+        try:
+            self._waiting.put_nowait(deed)
+        except queue.Full:
+            log.error("the audit log cannot be written: an entry is lost", **asdict(deed))
+
+    def close(self) -> None:
+        """Returns once everything noted is written."""
+        self._waiting.put(None)
+        self._thread.join(10)
+
+    def _write_on(self) -> None:
+        ended = False
+        while not ended:
+            deeds = [self._waiting.get()]
+            time.sleep(_PAUSE_SECONDS if deeds[0] is not None else 0)
+            while len(deeds) < _BATCH and not self._waiting.empty():
+                deeds.append(self._waiting.get())
+            ended = None in deeds
+            rows = [_row(deed) for deed in deeds if deed is not None]
+            if rows:
+                self._store(rows)
+
+    def _store(self, rows: list[dict[str, Any]]) -> None:
+        try:
+            with self._database.writing() as session:
+                _INSERT.run_for_each(session, rows)
+        except SQLAlchemyError as error:
+            for row in rows:
+                log.error("not in the audit log", **row, error=str(error))
+
+    def _forget_old(self) -> None:
+        with self._database.writing() as session:
+            session.execute(delete(AuditEntry).where(AuditEntry.at < time.time() - self._kept_seconds))
+
+
+def _row(deed: Deed) -> dict[str, Any]:
+    return {"id": new_id("audit"), **asdict(deed)}
