@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from app import __version__, openapi, problems
 from app.database import Database, migrate
 from app.event_stream import EventStream
+from app.exposition import Exposition
 from app.latency import LatencyGauge
 from app.middleware import EveryRequest
 from app.problems import Problem
@@ -80,9 +81,16 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.keyring = Keyring(app.state.database)
     app.state.events = EventStream(app.state.database)
     app.state.latency = LatencyGauge()
+    app.state.exposition = Exposition(app.state.database)
     app.state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
     audit = AuditLog(app.state.database, settings.audit_days)
-    app.add_middleware(EveryRequest, settings=settings, latency=app.state.latency, audit=audit)
+    app.add_middleware(
+        EveryRequest,
+        settings=settings,
+        latency=app.state.latency,
+        audit=audit,
+        exposition=app.state.exposition,
+    )
     problems.install(app)
     _add_routes(app)
     openapi.describe(app)

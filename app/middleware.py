@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import Forbidden, TooLarge
+from app.exposition import Exposition
 from app.ids import request_id
 from app.latency import LatencyGauge
 from app.problems import problem_response, unexpected
@@ -30,9 +31,12 @@ _LONGEST_PATH = 500
 class EveryRequest:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, latency: LatencyGauge, audit: AuditLog) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, latency: LatencyGauge, audit: AuditLog, exposition: Exposition
+    ) -> None:
         self.app = app
         self.audit = audit
+        self.exposition = exposition
         self.settings = settings
         self.latency = latency
 
@@ -65,6 +69,7 @@ class EveryRequest:
         finally:
             seconds = time.perf_counter() - began
             self.latency.add(seconds)
+            self.exposition.answered(scope["method"], _template(scope), status, seconds)
             log.info("request", method=scope["method"], path=scope["path"], status=status,
                      milliseconds=round(1000 * seconds, 1))  # fmt: skip
             self._note(scope, status, identifier)
@@ -109,6 +114,11 @@ class EveryRequest:
         if headers.get("content-type", "").startswith("multipart/form-data"):
             return self.settings.max_file_bytes + _FORM_OVERHEAD
         return self.settings.max_body_bytes
+
+
+def _template(scope: Scope) -> str:
+    """The route within its surface, with its parameters' names: of those there are few."""
+    return getattr(scope.get("route"), "path", "none")
 
 
 def _add_headers(headers: MutableHeaders, identifier: str) -> None:

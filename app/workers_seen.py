@@ -10,6 +10,9 @@ from app.database import database_now
 from app.models import Worker
 from app.planning.devices import Device
 
+SILENT_SECONDS = 30.0
+"""A worker that was not seen for so long is taken for gone."""
+
 
 def beat(session: Session, worker: Worker) -> None:
     """Records that a worker lives, with its devices and jobs."""
@@ -26,7 +29,7 @@ def beat(session: Session, worker: Worker) -> None:
     )
 
 
-def gpus(session: Session, silent_seconds: float = 30.0) -> list[Device]:
+def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
     """The GPUs of workers that live, numbered from 0 where there are several workers."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)
     workers = [

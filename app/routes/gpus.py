@@ -9,9 +9,9 @@ from app.models import Job, Worker
 from app.ownership import OF_EVERYONE, is_seen
 from app.planning.devices import GIB
 from app.routes.dependencies import CurrentSettings, Reading
-from app.routes.job_answer import WORKER_SILENT_SECONDS
 from app.schemas.statistics import DeclaredGpu, GpuInfo, GpusAnswer, WorkerAnswer
 from app.schemas.wire import Page
+from app.workers_seen import SILENT_SECONDS
 
 ANOTHER_S = "another key's job"
 
@@ -61,7 +61,7 @@ def list_workers(session: Reading) -> Page[WorkerAnswer]:
             hostname=row.hostname,
             started_at=int(row.started_at),
             last_heartbeat_at=int(row.heartbeat_at),
-            alive=row.heartbeat_at > now - WORKER_SILENT_SECONDS,
+            alive=row.heartbeat_at > now - SILENT_SECONDS,
             devices=row.devices,
             running=[job_id if job_id in own else ANOTHER_S for job_id in row.running],
         )

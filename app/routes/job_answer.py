@@ -23,8 +23,8 @@ from app.schemas.training import (
     Waiting,
 )
 from app.stats import Speed
+from app.workers_seen import SILENT_SECONDS
 
-WORKER_SILENT_SECONDS = 30.0
 PREFIX = "/gradient-accumulation"
 
 
@@ -141,7 +141,7 @@ def _waiting(session: Session, job: Job) -> Waiting | None:
         )
         .execution_options(**OF_EVERYONE)
     )
-    alive = session.scalars(select(Worker).where(Worker.heartbeat_at > now - WORKER_SILENT_SECONDS)).all()
+    alive = session.scalars(select(Worker).where(Worker.heartbeat_at > now - SILENT_SECONDS)).all()
     slots = sum(len(worker.devices) - len(worker.running) for worker in alive)
     later = job.not_before > now
     reason = (

@@ -1,14 +1,18 @@
 """Whether the service is up, and whether it can do its work."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from sqlalchemy import func, select
 
 from app import __version__
 from app.database import current_revision, database_now, head_revision
+from app.errors import Forbidden
+from app.exposition import Exposition
 from app.models import Worker
-from app.routes.dependencies import WholeDatabase
-from app.routes.job_answer import WORKER_SILENT_SECONDS
+from app.routes.dependencies import CurrentCaller, WholeDatabase
 from app.schemas.system import Health, Readiness
+from app.workers_seen import SILENT_SECONDS
 
 router = APIRouter(tags=["system"])
 
@@ -16,6 +20,19 @@ router = APIRouter(tags=["system"])
 @router.get("/healthz", summary="The process is up")
 def healthz() -> Health:
     return Health(status="ok", version=__version__)
+
+
+@router.get(
+    "/metrics",
+    summary="Figures for Prometheus",
+    response_class=PlainTextResponse,
+)
+def metrics(request: Request, caller: CurrentCaller) -> PlainTextResponse:
+    """Jobs by state, queue, durations, recoveries, prediction error, workers, GPUs, answers. For admins."""
+    if not caller.may("admin"):
+        raise Forbidden("These figures are of everybody's jobs: they are for keys with the scope admin.")
+    exposition: Exposition = request.app.state.exposition
+    return PlainTextResponse(exposition.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/readyz", summary="The database answers and is migrated; workers seen",
@@ -27,7 +44,7 @@ def readyz(database: WholeDatabase, response: Response) -> Readiness:
         workers = session.scalar(
             select(func.count())
             .select_from(Worker)
-            .where(Worker.heartbeat_at > database_now() - WORKER_SILENT_SECONDS)
+            .where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
         )
     response.status_code = 200 if migrated else 503
     return Readiness(

@@ -205,7 +205,12 @@ def test_a_disk_that_is_full_for_a_while(accrue: Accrue, undisturbed: dict[str, 
     accrue.serve()
     worker = accrue.start("worker", ACCRUE_FAIL_POINTS=point)
     job_id = submit(accrue)
-    until(lambda: accrue.job(job_id)["status"] == "queued" and accrue.job(job_id)["attempt"] == 1, 60)
+
+    def given_back() -> bool:
+        job = accrue.job(job_id)  # looked at once: between two looks it could be claimed
+        return bool(job["status"] == "queued" and job["attempt"] == 1)
+
+    until(given_back, 60)
     job = accrue.job(job_id)
     assert job["waiting"]["reason"] == "not_before"
     told = accrue.get(f"{TRAINING}/{job_id}/events?limit=5")["data"][0]["message"]

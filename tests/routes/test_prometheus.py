@@ -1,0 +1,40 @@
+"""What Prometheus scrapes, read by its own parser."""
+
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from app.database import Database
+from tests.routes.test_keys import key_for
+from tests.routes.test_training import JOB, PATH
+
+
+def scraped(client: TestClient, **header: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by name and labels."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in parse(client.get("/metrics", headers=header).text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def test_figures_of_the_queue_and_of_answers(client: TestClient) -> None:
+    jobs = [client.post(f"{PATH}/with-accumulation", json=JOB).json()["id"] for _ in range(3)]
+    client.post(f"{PATH}/{jobs[0]}/cancel")
+    client.get(f"{PATH}/{jobs[0]}")
+    client.get("/nowhere/at/all")
+    found = scraped(client)
+    assert found["accrue_jobs"][("queued",)] == 2
+    assert found["accrue_jobs"][("cancelled",)] == 1
+    assert found["accrue_jobs"][("running",)] == 0
+    assert 0 <= found["accrue_queue_oldest_seconds"][()] < 60
+    assert found["accrue_workers_alive"][()] == 0
+    counted = found["accrue_http_request_seconds_count"]
+    assert counted[("POST", "/training/with-accumulation", "202")] == 3
+    assert counted[("GET", "/training/{training_id}", "200")] == 1
+    assert counted[("GET", "none", "404")] == 1
+
+
+def test_they_are_for_admins(client: TestClient) -> None:
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+    assert client.get("/metrics", headers=key_for(database)).status_code == 403
+    assert "accrue_jobs" in scraped(client, **key_for(database, "admin"))
