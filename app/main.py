@@ -32,6 +32,7 @@ from app.routes import (
 )
 from app.routes.dependencies import authorised
 from app.security.audit import AuditLog
+from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
@@ -55,8 +56,13 @@ _NATIVE = (
 _OPENAI = (files, fine_tuning, models)
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service. Migrates its database when it starts; loads no torch."""
+def create_app(settings: Settings | None = None, authenticate: Authenticate | None = None) -> FastAPI:
+    """The service. Migrates its database when it starts; loads no torch.
+
+    Args:
+        authenticate: of an application that this one is mounted into, and that knows who asks; it looks at
+            the request's origin, too. Default: keys, and without any this machine alone.
+    """
     settings = settings or get_settings()
 
     @asynccontextmanager
@@ -79,6 +85,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.settings = settings
     app.state.database = Database(settings.url)
     app.state.keyring = Keyring(app.state.database)
+    app.state.authenticate = authenticate or by_key(app.state.keyring)
     app.state.events = EventStream(app.state.database)
     app.state.latency = LatencyGauge()
     app.state.exposition = Exposition(app.state.database)
@@ -90,6 +97,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         latency=app.state.latency,
         audit=audit,
         exposition=app.state.exposition,
+        is_mounted=authenticate is not None,
     )
     problems.install(app)
     _add_routes(app)

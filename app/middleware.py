@@ -32,11 +32,22 @@ class EveryRequest:
     """ASGI middleware around the whole application."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, latency: LatencyGauge, audit: AuditLog, exposition: Exposition
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        latency: LatencyGauge,
+        audit: AuditLog,
+        exposition: Exposition,
+        is_mounted: bool,
     ) -> None:
+        """
+        Args:
+            is_mounted: another application lets nobody in whom it does not know.
+        """
         self.app = app
         self.audit = audit
         self.exposition = exposition
+        self.is_mounted = is_mounted
         self.settings = settings
         self.latency = latency
 
@@ -107,7 +118,8 @@ class EveryRequest:
 
     def _is_for_others(self, headers: Headers) -> bool:
         """Who shows a key, or is bound to more than loopback, needs no name of this machine."""
-        return self.settings.host not in LOOPBACK or is_well_formed(bearer(headers) or "")
+        on_loopback = self.settings.host in LOOPBACK and not self.is_mounted
+        return not on_loopback or is_well_formed(bearer(headers) or "")
 
     def _limit(self, headers: Headers) -> int:
         """Bytes of the body: a file's for an upload, a document's for everything else."""

@@ -12,8 +12,8 @@ from app.database import Database
 from app.errors import Forbidden
 from app.idempotency import Once
 from app.ownership import seen_by
-from app.security.authentication import authenticate
-from app.security.keys import Caller, Keyring
+from app.security.authentication import Authenticate
+from app.security.keys import Caller
 from app.security.rates import Rates
 from app.security.scopes import Scope
 from app.settings import Settings
@@ -35,8 +35,8 @@ async def _caller(
     Raises:
         Unauthorized, Forbidden: no key that opens this service, or not for this.
     """
-    keyring: Keyring = request.app.state.keyring
-    caller = await authenticate(request, keyring)
+    who: Authenticate = request.app.state.authenticate
+    caller = await who(request)
     request.state.caller = caller
     if caller.key_id is not None:
         rates: Rates = request.app.state.rates

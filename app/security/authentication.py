@@ -1,11 +1,25 @@
 """Who a request comes from."""
 
+from collections.abc import Awaitable, Callable
+
 from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from app.errors import Unauthorized
 from app.security.keys import LOCAL, PREFIX, Caller, Keyring
+
+Authenticate = Callable[[Request], Awaitable[Caller]]
+"""Says who asks, or raises `Unauthorized`."""
+
+
+def by_key(keyring: Keyring) -> Authenticate:
+    """As `authenticate` does."""
+
+    async def who(request: Request) -> Caller:
+        return await authenticate(request, keyring)
+
+    return who
 
 
 async def authenticate(request: Request, keyring: Keyring) -> Caller:

@@ -14,6 +14,7 @@ from app.errors import BadSetting
 from app.main import create_app
 from app.models import Key
 from app.security import keys
+from app.security.authentication import by_key
 from app.security.keys import is_well_formed, new_key
 from app.security.local import require_keys_off_loopback
 from app.security.scopes import Scope
@@ -123,7 +124,7 @@ def test_without_a_key_nobody_comes_in_once_there_is_one(client: TestClient, dat
     assert client.get(PATH).status_code == 200
     with database.writing() as session:
         keys.create(session, "first", ["read"], None)
-    client.app.state.keyring = keys.Keyring(database)  # type: ignore[attr-defined]
+    client.app.state.authenticate = by_key(keys.Keyring(database))  # type: ignore[attr-defined]
     for method, path in operations(client):
         answer = client.request(method, re.sub("{.*?}", "ftjob-1", path))
         assert (answer.status_code == 401) == (path not in OPEN), (method, path)
@@ -156,7 +157,7 @@ def test_a_key_that_was_revoked_or_expired_opens_nothing(client: TestClient, dat
     assert client.get(PATH, headers={"Authorization": f"Bearer {expired}"}).status_code == 401
     with database.writing() as session:
         keys.revoke(session, row.id)
-    client.app.state.keyring = keys.Keyring(database)  # type: ignore[attr-defined]
+    client.app.state.authenticate = by_key(keys.Keyring(database))  # type: ignore[attr-defined]
     assert client.get(PATH, headers=header).status_code == 401
 
 
