@@ -1,15 +1,27 @@
-"""From a request to a stored job: checked, frozen, planned; together with its inline data or not at all."""
+"""From a request to a stored job: checked, frozen, planned; with the data that it brings, or not at all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fastapi import Response
 from sqlalchemy.orm import Session
 
-from app import base_models, configurations, files, gpus, jobs, measurements, profiles, stats, workers_seen
+from app import (
+    base_models,
+    configurations,
+    datasets,
+    files,
+    gpus,
+    jobs,
+    measurements,
+    profiles,
+    stats,
+    workers_seen,
+)
 from app.base_models import BaseModel
 from app.database import Database
-from app.errors import QuotaExceeded, Unprocessable
+from app.errors import Conflict, QuotaExceeded, Unprocessable
 from app.fail_points import fail_point
 from app.idempotency import Answer, Once
 from app.jobs import Submission
@@ -33,8 +45,8 @@ class Checked:
     """A request that can be trained as it stands."""
 
     submission: Submission
-    texts: list[str] | None
-    """Inline samples, which become a file with the job."""
+    brought: Path | list[str] | None
+    """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
     speed: Speed | None
     """What the plan's duration is from."""
 
@@ -65,10 +77,10 @@ def check(
         measured_margin = measurements.margin(session, devices[0].kind)
     if planned:
         _check_that_steps_are_left_to_us(config)
-    inline = asked.dataset_config.texts
+    brought, brought_data = _brought(asked, settings)
     spec = freeze(
         model,
-        data or Data(file_id="file-0", sha256="", format="text", examples=len(inline or [])),
+        data or brought_data,
         validation,
         asked.dataset_config,
         config,
@@ -91,7 +103,7 @@ def check(
         paused=not asked.auto_start,
         suffix=suffix,
     )
-    return Checked(submission, inline, speed)
+    return Checked(submission, brought, speed)
 
 
 def store(
@@ -102,14 +114,15 @@ def store(
     answer: Callable[[Session, Job], Answer],
     status: int = 200,
 ) -> Answer | Response:
-    """The job and its inline data, once; gives the answer made of it."""
+    """The job and the data that it brings, once; gives the answer made of it."""
     with files.incoming(settings) as (file_id, path):
+        stored = _store_brought(checked, path, settings)
 
         def create(session: Session) -> Answer:
             submission = checked.submission
-            if checked.texts is not None:
-                stored = files.store_texts(checked.texts, path)
-                files.add(session, file_id, stored, filename="texts.jsonl", purpose="fine-tune", inline=True)
+            if stored is not None:
+                name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
+                files.add(session, file_id, stored, filename=name, purpose="fine-tune", inline=True)
                 data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
                 submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
             _check_quota(session, settings)
@@ -123,6 +136,28 @@ def store(
             path.unlink(missing_ok=True)  # the job that was made first has its own
     fail_point("service.committed")
     return made
+
+
+def _brought(asked: TrainingRequest, settings: Settings) -> tuple[Path | list[str] | None, Data]:
+    """The samples that a request brings itself, and what they are."""
+    texts, name = asked.dataset_config.texts, asked.dataset_config.dataset
+    if name is None:
+        return texts, Data(file_id="file-0", sha256="", format="text", examples=len(texts or []))
+    path = datasets.find(name, settings)
+    checked = files.check(path, settings, field="dataset_config.dataset")
+    return path, Data("file-0", checked.sha256, checked.format, checked.examples)
+
+
+def _store_brought(checked: Checked, path: Path, settings: Settings) -> files.Checked | None:
+    if checked.brought is None:
+        return None
+    if isinstance(checked.brought, list):
+        return files.store_texts(checked.brought, path)
+    with checked.brought.open("rb") as source:
+        stored = files.store_upload(source, path, settings)
+    if stored.sha256 != checked.submission.spec.data.sha256:
+        raise Conflict(f"The data set {checked.brought.name} changed just now: try again.")
+    return stored
 
 
 def _check_quota(session: Session, settings: Settings) -> None:

@@ -28,6 +28,9 @@ class Settings(BaseSettings):
         None, description="SQLAlchemy URL; default: accrue.db in the data folder"
     )
     models_dir: Path | None = Field(None, description="Local base models: a folder's name is a model's name")
+    datasets_dir: Path | None = Field(
+        None, description="Training files that requests may name: a file's name is a data set's name"
+    )
     gpus: str = Field("", description="Declared devices for planning, separated by commas: 24GB,A100-80GB")
     offline: bool = Field(False, description="Never ask the hub for a model")
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest JSON body")

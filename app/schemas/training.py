@@ -71,20 +71,21 @@ class DatasetOptions(Request):
 
 
 class DatasetConfig(DatasetOptions):
-    """Where the samples come from: exactly one of `texts` and `file_id`."""
+    """Where the samples come from: exactly one of `texts`, `file_id` and `dataset`."""
 
     texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
         None, description="Inline samples; they are stored as a file"
     )
     file_id: FileId | None = Field(None, description="An uploaded JSONL file")
+    dataset: ModelName | None = Field(None, description="A file of the service's dataset folder, by name")
     validation_file_id: FileId | None = Field(None, description="An uploaded file to evaluate on")
 
     @model_validator(mode="after")
     def _one_source(self) -> "DatasetConfig":
         if self.validation_split is not None and self.validation_file_id is not None:
             raise ValueError("give validation_split or validation_file_id, not both")
-        if (self.texts is None) == (self.file_id is None):
-            raise ValueError("give exactly one of texts and file_id")
+        if sum(source is not None for source in (self.texts, self.file_id, self.dataset)) != 1:
+            raise ValueError("give exactly one of texts, file_id and dataset")
         if self.texts is not None and not self.texts:
             raise ValueError("texts is empty: give at least one sample")
         if self.texts is not None and self.format not in (None, "text"):

@@ -1,8 +1,10 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from app.main import create_app
 from app.settings import Settings
 
 PATH = "/gradient-accumulation/training"
@@ -74,7 +76,7 @@ def nothing_is_left(client: TestClient, settings: Settings) -> bool:
         ({"model_name": "no/such-model"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
         ({"model_name": "../../etc/passwd"}, 422, "model_name", ""),
         ({"dataset_config": {"texts": []}}, 422, "dataset_config", "at least one sample"),
-        ({"dataset_config": {}}, 422, "dataset_config", "exactly one of texts and file_id"),
+        ({"dataset_config": {}}, 422, "dataset_config", "exactly one of texts, file_id and dataset"),
         ({"dataset_config": {"file_id": "file-nope"}}, 404, "dataset_config.file_id", "POST /v1/files"),
         ({"dataset_config": {"texts": ["a"], "max_length": 4096}}, 422, "dataset_config.max_length",
          "accrue/tiny-gpt2's 1024 positions: lower it"),
@@ -356,3 +358,31 @@ def test_validation_lines_are_not_trained_on(client: TestClient) -> None:
     data = {"texts": [f"text {i}" for i in range(100)], "validation_split": 0.2}
     job = submit(client, dataset_config=data, target_effective_batch_size=10, accumulation_steps=None)
     assert job["plan"]["steps_total"] == 3 * 8
+
+
+def test_data_sets_by_name_are_those_of_the_service_s_folder(settings: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / "datasets"
+    (folder / "more").mkdir(parents=True)
+    (folder / "small.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (folder / "more" / "chat.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
+    (folder / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (folder / "out").symlink_to(tmp_path)
+    with_folder = settings.model_copy(update={"datasets_dir": folder})
+    with TestClient(create_app(with_folder), base_url="http://127.0.0.1:8000") as client:
+        for name, form, examples in (("small", "text", 2), ("more/chat.jsonl", "messages", 1)):
+            job = submit(client, dataset_config={"dataset": name})
+            assert (job["dataset"]["format"], job["dataset"]["examples"]) == (form, examples)
+            stored = settings.files_dir / job["dataset"]["file_id"]
+            assert (
+                stored.read_text() == next(folder.rglob(f"{name.removesuffix('.jsonl')}.jsonl")).read_text()
+            )
+        for name in ("link", "out/secret", "nothing", "../secret", "more"):
+            refused = client.post(
+                f"{PATH}/with-accumulation", json={**JOB, "dataset_config": {"dataset": name}}
+            )
+            assert refused.status_code == 422, name
+            assert "secret" not in refused.text.replace(name, "")
+        assert "more/chat.jsonl, small.jsonl" in refused.text

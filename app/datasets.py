@@ -1,0 +1,29 @@
+"""Training files that lie in a folder of the service's own (`ACCRUE_DATASETS_DIR`), by name."""
+
+from pathlib import Path
+
+from app.errors import Unprocessable
+from app.settings import Settings
+
+_FIELD = "dataset_config.dataset"
+
+
+def find(name: str, settings: Settings) -> Path:
+    """The file of that name, with or without `.jsonl`; links are not followed.
+
+    Raises:
+        Unprocessable: there is none; the message lists some that there are.
+    """
+    if settings.datasets_dir is None:
+        raise Unprocessable("ACCRUE_DATASETS_DIR is not set: upload the data instead.", field=_FIELD)
+    root = settings.datasets_dir.resolve()
+    for path in (root / name, root / f"{name}.jsonl"):
+        if path.is_file() and path.resolve() == path:
+            return path
+    there = ", ".join(_names(root)[:20]) or "none"
+    raise Unprocessable(f"No data set has the name {name}. There are: {there}.", field=_FIELD)
+
+
+def _names(root: Path) -> list[str]:
+    found = [*root.glob("*.jsonl"), *root.glob("*/*.jsonl")]
+    return sorted(str(path.relative_to(root)) for path in found if path.resolve() == path)
