@@ -44,6 +44,7 @@ def serve() -> None:
         app,
         host=settings.host,
         port=settings.port,
+        root_path=settings.root_path,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STREAMS_END_SECONDS,

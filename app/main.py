@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import structlog
 from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from app import __version__, openapi, problems
 from app.database import Database, migrate
@@ -99,6 +100,14 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         exposition=app.state.exposition,
         is_mounted=authenticate is not None,
     )
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "Retry-After"],
+        )
     problems.install(app)
     _add_routes(app)
     openapi.describe(app)

@@ -97,7 +97,7 @@ class EveryRequest:
         self.audit.note(Deed(time.time(), key_id, scope["method"], path, status, address, identifier))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers, limit: int) -> None:
-        refused = None if self._is_for_others(headers) else refusal(headers)
+        refused = None if self._is_for_others(headers) else refusal(headers, self.settings.allowed_origins)
         length = headers.get("content-length", "0")
         if refused is not None:
             response = problem_response(Request(scope), 403, Forbidden.code, Forbidden.title, refused)

@@ -21,6 +21,12 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to bind to; beyond loopback only once a key was made")
     port: int = Field(8000, ge=0, le=65535)
+    root_path: str = Field(
+        "", pattern=r"^(/[A-Za-z0-9._~-]+)*$", description="Path under which a proxy shows the service"
+    )
+    cors_origins: str = Field(
+        "", description="Origins whose pages may call the service, separated by commas: https://example.org"
+    )
     data_dir: Path = Field(
         Path("accrue-data"), description="Files, run directories, models made, the SQLite database"
     )
@@ -86,6 +92,11 @@ class Settings(BaseSettings):
                 "ACCRUE_LEASE_SECONDS must be at least twice ACCRUE_HEARTBEAT_SECONDS and a second more"
             )
         return self
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        """Those of ACCRUE_CORS_ORIGINS, without a slash at their end."""
+        return [origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()]
 
     @property
     def declared_devices(self) -> list[Device]:

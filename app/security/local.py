@@ -1,5 +1,6 @@
 """Open to this machine, and to nothing else: no web page can drive the service through a browser."""
 
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -24,7 +25,7 @@ def require_keys_off_loopback(host: str, database: Database) -> None:
             )
 
 
-def refusal(headers: Headers) -> str | None:
+def refusal(headers: Headers, allowed_origins: Collection[str] = ()) -> str | None:
     """Why a request does not come from this machine's own user; null if it does.
 
     A foreign Host means a name that was made to point here (DNS rebinding); a foreign Origin means a
@@ -33,7 +34,7 @@ def refusal(headers: Headers) -> str | None:
     if _host_of(f"//{headers.get('host', '')}") not in LOOPBACK:
         return f"The Host {headers.get('host', '')!r} is not this machine: use http://127.0.0.1."
     origin = headers.get("origin")
-    if origin is not None and _host_of(origin) not in LOOPBACK:
+    if origin is not None and origin not in allowed_origins and _host_of(origin) not in LOOPBACK:
         return f"Requests from the origin {origin} are not allowed."
     return None
 

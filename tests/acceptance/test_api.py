@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.acceptance.conftest import TRAINING, Accrue, running
+from tests.runs import until
 
 ROOT = "/gradient-accumulation"
 
@@ -243,3 +244,10 @@ def test_the_command_plans_submits_watches_and_lists(shared: Accrue, tmp_path: P
     lost = shared.command("jobs", "--url", "http://127.0.0.1:9")
     assert lost.returncode == 1
     assert "start one with accrue up" in lost.stderr
+
+
+def test_behind_a_proxy_that_takes_a_path_off(accrue: Accrue) -> None:
+    accrue.start("serve", ACCRUE_ROOT_PATH="/accrue")
+    until(accrue.answers, 20)
+    assert accrue.get("/openapi.json")["servers"] == [{"url": "/accrue"}]
+    assert accrue.get(TRAINING)["data"] == []

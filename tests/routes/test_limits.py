@@ -102,3 +102,18 @@ def test_every_answer_tells_a_browser_to_make_nothing_of_it(client: TestClient) 
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
         assert headers["x-frame-options"] == "DENY"
+
+
+def test_pages_of_named_origins_may_call_and_others_may_not(settings: Settings) -> None:
+    ours, other = {"Origin": "https://ours.example"}, {"Origin": "https://other.example"}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with service(settings, cors_origins="https://ours.example/, https://too.example") as (client, mine):
+        preflight = client.options(PATH, headers={**ours, **asks})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://ours.example"
+        assert client.options(PATH, headers={**other, **asks}).status_code == 400
+        answer = client.get(PATH, headers={**ours, **mine})
+        assert answer.headers["access-control-allow-origin"] == "https://ours.example"
+        assert "access-control-allow-origin" not in client.get(PATH, headers={**other, **mine}).headers
+        assert client.get("/healthz", headers=other).status_code == 403
+        assert client.get("/healthz", headers=ours).status_code == 200
