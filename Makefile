@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_machine.py tests/test_profiles.py \
-	tests/test_measurements.py tests/test_stats.py tests/routes tests/workers
+	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
+	tests/routes tests/workers
 
 .PHONY: help setup demo test test-slow test-faults test-fuzz soak accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
 

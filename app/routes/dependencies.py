@@ -1,4 +1,8 @@
-"""What routes ask for: settings, and a session that is committed before the answer goes out."""
+"""What routes ask for: settings, and a session that is committed before the answer goes out.
+
+Those that do not wait for anything are coroutines: FastAPI runs a plain function in a thread, which takes
+longer than what these do.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -21,7 +25,7 @@ from app.settings import Settings
 CALCULATORS = "calculators"
 
 
-def _settings(request: Request) -> Settings:
+async def _settings(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
 
@@ -52,12 +56,12 @@ def _changes_nothing(request: Request) -> bool:
     return CALCULATORS in tags
 
 
-def _whole_database(request: Request) -> Database:
+async def _whole_database(request: Request) -> Database:
     database: Database = request.app.state.database
     return database
 
 
-def _database(
+async def _database(
     whole: Annotated[Database, Depends(_whole_database)], caller: Annotated[Caller, Depends(_caller)]
 ) -> Database:
     return seen_by(whole, caller.owner)
