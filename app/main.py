@@ -83,22 +83,35 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         lifespan=lifespan,
         responses={"4XX": _PROBLEM, "5XX": _PROBLEM},
     )
-    app.state.settings = settings
-    app.state.database = Database(settings.url)
-    app.state.keyring = Keyring(app.state.database)
-    app.state.authenticate = authenticate or by_key(app.state.keyring)
-    app.state.events = EventStream(app.state.database)
-    app.state.latency = LatencyGauge()
-    app.state.exposition = Exposition(app.state.database)
-    app.state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
+    _add_state(app, settings, authenticate)
     audit = AuditLog(app.state.database, settings.audit_days)
+    _add_middleware(app, settings, audit, is_mounted=authenticate is not None)
+    problems.install(app)
+    _add_routes(app)
+    openapi.describe(app)
+    return app
+
+
+def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | None) -> None:
+    """What the routes' dependencies give them."""
+    state = app.state
+    state.settings = settings
+    state.database = Database(settings.url)
+    state.authenticate = authenticate or by_key(Keyring(state.database))
+    state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
+    state.events = EventStream(state.database)
+    state.latency = LatencyGauge()
+    state.exposition = Exposition(state.database)
+
+
+def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mounted: bool) -> None:
     app.add_middleware(
         EveryRequest,
         settings=settings,
         latency=app.state.latency,
         audit=audit,
         exposition=app.state.exposition,
-        is_mounted=authenticate is not None,
+        is_mounted=is_mounted,
     )
     if settings.allowed_origins:
         app.add_middleware(
@@ -108,10 +121,6 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
             allow_headers=["*"],
             expose_headers=["x-request-id", "Retry-After"],
         )
-    problems.install(app)
-    _add_routes(app)
-    openapi.describe(app)
-    return app
 
 
 def _add_routes(app: FastAPI) -> None:
