@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx2 as httpx
-
 from app.errors import Unprocessable
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
@@ -93,6 +91,7 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
     """Asks the hub once and briefly: a person is waiting."""
     if settings.offline:
         raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
+    import httpx2 as httpx
     from huggingface_hub import hf_hub_url
 
     try:

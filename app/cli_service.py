@@ -1,5 +1,6 @@
 """The accrue command's part for whoever runs the service: nothing of it speaks HTTP."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -26,20 +27,25 @@ def up() -> None:
 @commands.command()
 def serve() -> None:
     """Run the service alone."""
+    gc.disable()  # while the modules are loaded: nothing of them is garbage
     import uvicorn
 
     from app.database import migrate
     from app.logs import configure
     from app.main import create_app
     from app.security.local import require_keys_off_loopback
-    from app.settings import get_settings
+    from app.settings import LOOPBACK, get_settings
 
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
-    settings.make_directories()
-    migrate(settings.url)
     app = create_app(settings)
-    require_keys_off_loopback(settings.host, app.state.database)
+    if settings.host not in LOOPBACK:
+        settings.make_directories()
+        migrate(settings.url)
+        require_keys_off_loopback(settings.host, app.state.database)
+        app.state.rates.check()  # with keys there are limits
+    gc.enable()
+    gc.freeze()
     uvicorn.run(
         app,
         host=settings.host,

@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import httpx2 as httpx
+if TYPE_CHECKING:
+    import httpx2 as httpx
 
 
 class ServiceError(Exception):
@@ -16,6 +17,8 @@ class Client:
     """Speaks to one service, with the key of ACCRUE_API_KEY where there is one."""
 
     def __init__(self, url: str, timeout_seconds: float = 60.0) -> None:
+        import httpx2 as httpx
+
         key = os.environ.get("ACCRUE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else None
         self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers)
@@ -45,7 +48,9 @@ class Client:
             )  # fmt: skip
         return answer.json()
 
-    def _ask(self, method: str, path: str, **kw: Any) -> httpx.Response:
+    def _ask(self, method: str, path: str, **kw: Any) -> "httpx.Response":
+        import httpx2 as httpx
+
         try:
             answer = self._http.request(method, path, **kw)
         except httpx.ConnectError:
@@ -59,7 +64,7 @@ class Client:
         return answer
 
 
-def _detail(answer: httpx.Response) -> str:
+def _detail(answer: "httpx.Response") -> str:
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):

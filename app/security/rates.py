@@ -2,12 +2,14 @@
 
 import math
 import time
-
-from limits import RateLimitItem, parse
-from limits.storage import storage_from_string
-from limits.strategies import MovingWindowRateLimiter
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from app.errors import BadSetting, TooManyRequests
+
+if TYPE_CHECKING:
+    from limits import RateLimitItem
+    from limits.strategies import MovingWindowRateLimiter
 
 
 class Rates:
@@ -18,13 +20,34 @@ class Rates:
         Args:
             limit: as in `6000/minute`; empty: none.
             storage: `memory://`, or a Redis URL.
-
-        Raises:
-            BadSetting: one of them is not understood.
         """
-        self._limit = _parsed(limit) if limit else None
+        self._said, self._storage = limit, storage
+
+    def check(self) -> None:
+        """Raises:
+        BadSetting: the limit, or its storage, is not understood.
+        """
+        if self._said:
+            assert self._limit
+            assert self._limiter
+
+    @cached_property
+    def _limit(self) -> "RateLimitItem":
+        from limits import parse
+
         try:
-            self._limiter = MovingWindowRateLimiter(storage_from_string(storage))
+            return parse(self._said)
+        except ValueError:
+            message = f"ACCRUE_RATE_LIMIT: {self._said} is no limit, such as 6000/minute or 50/second"
+            raise BadSetting(message) from None
+
+    @cached_property
+    def _limiter(self) -> "MovingWindowRateLimiter":
+        from limits.storage import storage_from_string
+        from limits.strategies import MovingWindowRateLimiter
+
+        try:
+            return MovingWindowRateLimiter(storage_from_string(self._storage))
         except Exception as error:
             raise BadSetting(f"ACCRUE_RATE_LIMIT_STORAGE: {error}") from None
 
@@ -34,19 +57,10 @@ class Rates:
         Raises:
             TooManyRequests: it is one too many; it says how long to wait.
         """
-        if self._limit is None or self._limiter.hit(self._limit, key_id):
+        if not self._said or self._limiter.hit(self._limit, key_id):
             return
         again = self._limiter.get_window_stats(self._limit, key_id).reset_time
         seconds = max(1, math.ceil(again - time.time()))
         raise TooManyRequests(
             f"More than {self._limit} with this key: wait {seconds} s.", retry_after_seconds=seconds
         )
-
-
-def _parsed(limit: str) -> RateLimitItem:
-    try:
-        return parse(limit)
-    except ValueError:
-        raise BadSetting(
-            f"ACCRUE_RATE_LIMIT: {limit} is no limit, such as 6000/minute or 50/second"
-        ) from None

@@ -39,7 +39,7 @@ def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> N
 @pytest.mark.parametrize(("limit", "storage"), [("often", "memory://"), ("5/minute", "carrier-pigeon://")])
 def test_a_limit_that_makes_no_sense_is_named(limit: str, storage: str) -> None:
     with pytest.raises(BadSetting, match="ACCRUE_RATE_LIMIT"):
-        Rates(limit, storage)
+        Rates(limit, storage).check()
 
 
 def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
