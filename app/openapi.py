@@ -16,8 +16,8 @@ def describe(app: FastAPI) -> None:
             document = made()
             for operation in _operations(document):
                 for status, answer in operation["responses"].items():
-                    if status[0] in "45" and "application/json" in answer.get("content", {}):
-                        answer["content"] = {_PROBLEM: answer["content"]["application/json"]}
+                    if status in ("4XX", "5XX"):
+                        answer["content"] = {_PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
         return made()
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from tests.acceptance.conftest import Accrue, running
 CASES = int(os.environ.get("ACCRUE_FUZZ_CASES", "0"))
 """For each operation, of each kind, drawn at random: `make test-fuzz`. Otherwise a few, always the same."""
 
-FEW = 5
+FEW = 4
 DRAWING: dict[str, Any] = {
     "max_examples": CASES or FEW,
     "derandomize": not CASES,
