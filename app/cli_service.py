@@ -43,7 +43,6 @@ def serve() -> None:
         settings.make_directories()
         migrate(settings.url)
         require_keys_off_loopback(settings.host, app.state.database)
-        app.state.rates.check()  # with keys there are limits
     gc.enable()
     gc.freeze()
     uvicorn.run(

@@ -164,7 +164,8 @@ def _check_quota(session: Session, settings: Settings) -> None:
     """Raises:
     QuotaExceeded: as many jobs wait as this key may have.
     """
-    if (waiting := jobs.count_waiting(session)) >= settings.max_queued_jobs:
+    waiting = jobs.count_waiting(session, session.info.get("maker"))
+    if waiting >= settings.max_queued_jobs:
         raise QuotaExceeded(
             f"{waiting} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): "
             "wait for some to end, or cancel them."

@@ -230,10 +230,10 @@ def waiting(session: Session) -> bool:
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
 
 
-def count_waiting(session: Session) -> int:
-    """How many of the jobs that this session sees are queued or paused."""
+def count_waiting(session: Session, owner: str | None) -> int:
+    """How many of an owner's jobs are queued or paused; null: of everybody's."""
     waits = select(func.count()).select_from(Job).where(Job.status.in_(("queued", "paused")))
-    return session.scalar(waits) or 0
+    return session.scalar(waits if owner is None else waits.where(Job.owner == owner)) or 0
 
 
 def rescue(session: Session) -> list[str]:

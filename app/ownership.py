@@ -16,9 +16,13 @@ OF_EVERYONE = {"accrue_of_everyone": True}
 """Execution options of a query that counts other people's things too, and tells nothing of them."""
 
 
-def seen_by(database: Database, owner: str | None) -> Database:
-    """The same database with one owner's things alone in it; null: everybody's."""
-    return database.with_info(owner=owner)
+def seen_by(database: Database, owner: str | None, maker: str | None) -> Database:
+    """The same database with one owner's things alone in it; null: everybody's.
+
+    Args:
+        maker: whose is what is made; an administrator sees everything, and makes things of their own.
+    """
+    return database.with_info(owner=owner, maker=maker)
 
 
 @event.listens_for(Session, "do_orm_execute")
@@ -33,10 +37,10 @@ def _only_ones_own(state: ORMExecuteState) -> None:
 
 @event.listens_for(Session, "before_flush")
 def _made_by(session: Session, context: Any, instances: Any) -> None:
-    owner = session.info.get("owner")
+    maker = session.info.get("maker")
     for made in session.new:
-        if owner is not None and isinstance(made, Owned):
-            made.owner = owner
+        if maker is not None and isinstance(made, Owned):
+            made.owner = maker
 
 
 def is_seen(session: Session, owner: str | None) -> bool:

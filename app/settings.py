@@ -44,10 +44,14 @@ class Settings(BaseSettings):
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
     max_queued_jobs: int = Field(1000, ge=1, description="Jobs of one key that wait at once")
     rate_limit: str = Field(
-        "6000/minute", description="Requests of one key, as in 50/second; empty: no limit"
+        "6000/minute",
+        pattern=r"^([1-9][0-9]{0,8}/(second|minute|hour|day))?$",
+        description="Requests of one key, as in 50/second; empty: no limit",
     )
     rate_limit_storage: str = Field(
-        "memory://", description="Where they are counted: a Redis URL for several services together"
+        "memory://",
+        pattern=r"^(memory|rediss?|redis\+[a-z]+)://",
+        description="Where they are counted: a Redis URL for several services together",
     )
     audit_reads: bool = Field(False, description="The audit log has requests that only read, too")
     audit_days: float = Field(365.0, gt=0, description="How long the audit log is kept")

@@ -64,7 +64,7 @@ async def _whole_database(request: Request) -> Database:
 async def _database(
     whole: Annotated[Database, Depends(_whole_database)], caller: Annotated[Caller, Depends(_caller)]
 ) -> Database:
-    return seen_by(whole, caller.owner)
+    return seen_by(whole, caller.owner, maker=caller.key_id)
 
 
 async def _once(

@@ -5,7 +5,7 @@ import time
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from app.errors import BadSetting, TooManyRequests
+from app.errors import TooManyRequests
 
 if TYPE_CHECKING:
     from limits import RateLimitItem
@@ -18,38 +18,23 @@ class Rates:
     def __init__(self, limit: str, storage: str) -> None:
         """
         Args:
-            limit: as in `6000/minute`; empty: none.
+            limit: as in `6000/minute`; empty: none. Both are checked by `Settings`.
             storage: `memory://`, or a Redis URL.
         """
         self._said, self._storage = limit, storage
-
-    def check(self) -> None:
-        """Raises:
-        BadSetting: the limit, or its storage, is not understood.
-        """
-        if self._said:
-            assert self._limit
-            assert self._limiter
 
     @cached_property
     def _limit(self) -> "RateLimitItem":
         from limits import parse
 
-        try:
-            return parse(self._said)
-        except ValueError:
-            message = f"ACCRUE_RATE_LIMIT: {self._said} is no limit, such as 6000/minute or 50/second"
-            raise BadSetting(message) from None
+        return parse(self._said)
 
     @cached_property
     def _limiter(self) -> "MovingWindowRateLimiter":
         from limits.storage import storage_from_string
         from limits.strategies import MovingWindowRateLimiter
 
-        try:
-            return MovingWindowRateLimiter(storage_from_string(self._storage))
-        except Exception as error:
-            raise BadSetting(f"ACCRUE_RATE_LIMIT_STORAGE: {error}") from None
+        return MovingWindowRateLimiter(storage_from_string(self._storage))
 
     def count(self, key_id: str) -> None:
         """Counts a request.

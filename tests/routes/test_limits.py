@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from app.errors import BadSetting
 from app.main import create_app
 from app.security.rates import Rates
-from app.settings import Settings
+from app.settings import Settings, get_settings
 from tests.routes.test_keys import key_for
 from tests.routes.test_training import JOB, PATH
 from tests.runs import until
@@ -36,10 +36,27 @@ def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> N
         assert client.get(PATH, headers=another).status_code == 200
 
 
-@pytest.mark.parametrize(("limit", "storage"), [("often", "memory://"), ("5/minute", "carrier-pigeon://")])
-def test_a_limit_that_makes_no_sense_is_named(limit: str, storage: str) -> None:
-    with pytest.raises(BadSetting, match="ACCRUE_RATE_LIMIT"):
-        Rates(limit, storage).check()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCRUE_RATE_LIMIT", "often"),
+        ("ACCRUE_RATE_LIMIT", "0/minute"),
+        ("ACCRUE_RATE_LIMIT_STORAGE", "carrier-pigeon://"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    get_settings.cache_clear()
+    with pytest.raises(BadSetting, match=name):
+        get_settings()
+    get_settings.cache_clear()
+
+
+@pytest.mark.parametrize("limit", ["1/second", "6000/minute", "10/hour", "100000/day"])
+def test_every_limit_that_settings_allow_is_one(limit: str) -> None:
+    Rates(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1")
 
 
 def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
@@ -51,9 +68,11 @@ def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
         assert refused.headers["x-should-retry"] == "false"
         another = key_for(client.app.state.database)  # type: ignore[attr-defined]
         assert client.post(submit, json=JOB, headers=another).status_code == 202
+        admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
+        assert client.post(submit, json=JOB, headers=admin).status_code == 202  # others' do not count
         client.post(f"{PATH}/{first}/cancel", headers=mine)
         assert client.post(submit, json=JOB, headers=mine).status_code == 202
-        assert len(list(settings.files_dir.iterdir())) == 4  # nothing is left of what was refused
+        assert len(list(settings.files_dir.iterdir())) == 5  # nothing is left of what was refused
 
 
 def entries(client: TestClient, header: dict[str, str], **query: Any) -> list[dict[str, Any]]:
