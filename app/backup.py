@@ -15,8 +15,9 @@ from pathlib import Path
 from sqlalchemy import make_url, select
 from sqlalchemy.orm import Session
 
-from app.database import Database, migrate
+from app.database import Database
 from app.errors import InvalidRequest
+from app.migrations import migrate
 from app.models import File, Job
 from app.settings import Settings
 

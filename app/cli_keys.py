@@ -77,7 +77,8 @@ def end(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list
 
 @contextmanager
 def _database() -> Iterator["Database"]:
-    from app.database import Database, migrate
+    from app.database import Database
+    from app.migrations import migrate
     from app.settings import get_settings
 
     settings = get_settings()

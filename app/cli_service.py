@@ -30,9 +30,9 @@ def serve() -> None:
     gc.disable()  # while the modules are loaded: nothing of them is garbage
     import uvicorn
 
-    from app.database import migrate
     from app.logs import configure
     from app.main import create_app
+    from app.migrations import migrate
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
 
@@ -120,7 +120,7 @@ def restore(
 @commands.command()
 def migrate() -> None:
     """Bring the database to the newest revision."""
-    from app.database import migrate as run
+    from app.migrations import migrate as run
     from app.settings import get_settings
 
     settings = get_settings()

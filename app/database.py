@@ -1,21 +1,17 @@
-"""Engine, sessions and migrations. SQLite by default, PostgreSQL by URL."""
+"""Engine and sessions. SQLite by default, PostgreSQL by URL."""
 
 import contextlib
-import fcntl
-import os
 import random
 import sqlite3
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import count
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
@@ -26,9 +22,6 @@ from sqlalchemy.types import Double
 
 from app.errors import BadSetting
 
-if TYPE_CHECKING:
-    from alembic.config import Config
-
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
 
 _PAGES_BETWEEN_CHECKPOINTS = 4000
@@ -36,8 +29,6 @@ _PAGES_BETWEEN_CHECKPOINTS = 4000
 
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
-
-ALEMBIC = Path(__file__).resolve().parent.parent / "alembic"
 
 
 class database_now(FunctionElement[float]):  # noqa: N801
@@ -196,58 +187,8 @@ def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> b
 
 def insert_for(session: Session, table: Any) -> Any:
     """An insert that can say what to do on a conflict, in the database's own dialect."""
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    return dialect.insert(table)
+    if session.get_bind().dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
 
-
-def migrate(url: str, revision: str = "head") -> None:
-    """Brings the database to a revision; processes that start together do it one after another."""
-    from alembic import command
-
-    with _one_at_a_time(url):
-        command.upgrade(alembic_config(url), revision)
-        _only_for_its_owner(url)
-
-
-def alembic_config(url: str) -> "Config":
-    """Where the migrations are, and what they migrate."""
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(ALEMBIC))
-    config.attributes["url"] = url
-    return config
-
-
-@contextmanager
-def _one_at_a_time(url: str) -> Iterator[None]:
-    """A lock beside a SQLite file; on PostgreSQL the migration takes an advisory lock itself."""
-    path = make_url(url).database
-    if not url.startswith("sqlite") or not path or path == ":memory:":
-        yield
-        return
-    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with Path(f"{path}.migrating").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _only_for_its_owner(url: str) -> None:
-    path = make_url(url).database
-    if url.startswith("sqlite") and path and Path(path).exists():
-        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # noqa: PTH101
-
-
-def current_revision(database: Database) -> str | None:
-    """The revision that the database stands at; null: never migrated."""
-    from alembic.runtime.migration import MigrationContext
-
-    with database.engine.connect() as connection:
-        return MigrationContext.configure(connection).get_current_revision()
-
-
-def head_revision() -> str | None:
-    """The newest revision that this code has."""
-    from alembic.script import ScriptDirectory
-
-    return ScriptDirectory.from_config(alembic_config("")).get_current_head()
+        return postgresql.insert(table)
+    return sqlite.insert(table)

@@ -13,7 +13,8 @@ from sqlalchemy import func, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import gpus
-from app.database import Database, current_revision, database_now, head_revision
+from app.database import Database, database_now
+from app.migrations import current_revision, newest_revision
 from app.models import Job, ProfileRequest, Worker
 from app.planning.devices import GIB
 from app.settings import Settings
@@ -103,7 +104,7 @@ def _sqlite_version(version: tuple[int, int, int]) -> Finding:
 
 
 def _database(database: Database) -> Iterator[Finding]:
-    at, head = current_revision(database), head_revision()
+    at, head = current_revision(database), newest_revision()
     if at != head:
         told = f"at revision {at or 'none'}, this code has {head}: accrue migrate"
         yield Finding("database", "error" if at else "warning", told)

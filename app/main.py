@@ -8,11 +8,12 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from app import __version__, openapi, problems
-from app.database import Database, migrate
+from app.database import Database
 from app.event_stream import EventStream
 from app.exposition import Exposition
 from app.latency import LatencyGauge
 from app.middleware import EveryRequest
+from app.migrations import migrate
 from app.problems import Problem
 from app.routes import (
     accumulation,

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from app.database import Database, migrate
+from app.database import Database
 from app.logs import configure
+from app.migrations import migrate
 from app.settings import Settings
 from tests.postgresql import Server
 
@@ -72,7 +73,7 @@ def settings(tmp_path: Path, database_url: str | None) -> Settings:
 
 @pytest.fixture
 def database(settings: Settings) -> Iterator[Database]:
-    """Built by the migrations, as in real life."""
+    """Built as a service builds it when it starts."""
     migrate(settings.url)
     database = Database(settings.url)
     yield database

@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from urllib.parse import quote
 
-from app.database import migrate
+from app.migrations import migrate
 
 _TEMPLATE = "accrue_template"
 

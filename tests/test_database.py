@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import JSON, MetaData, String, Table, insert, inspect, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from app.database import Database, alembic_config, current_revision, database_now, head_revision, migrate
+from app.database import Database, database_now
+from app.migrations import alembic_config, current_revision, migrate, newest_revision, upgrade
 from app.models import Attempt, Base, Configuration
 from app.prepared import Prepared
 from app.settings import Settings
@@ -27,6 +28,40 @@ def test_the_migrations_make_what_the_models_say(database: Database) -> None:
         assert {index["name"] for index in indexes} == {index.name for index in table.indexes}
 
 
+@pytest.mark.sqlite
+def test_tables_made_at_once_are_those_of_the_migrations(tmp_path: Path) -> None:
+    made = {}
+    for way in (migrate, upgrade):
+        database = Database(f"sqlite:///{tmp_path / way.__name__}.db")
+        way(database.url)
+        made[way] = structure(database)
+        assert current_revision(database) == newest_revision()
+        database.close()
+    assert made[migrate] == made[upgrade]
+
+
+def structure(database: Database) -> dict[str, Any]:
+    """What SQLite says of every table, whatever the order of its columns."""
+    described: dict[str, Any] = {}
+    with database.engine.connect() as connection:
+
+        def ask(pragma: str, name: str) -> list[Any]:
+            return [tuple(row)[1:] for row in connection.execute(text(f"PRAGMA {pragma}('{name}')"))]
+
+        tables = "SELECT name, wr FROM pragma_table_list WHERE schema = 'main'"
+        for name, is_without_rowid in connection.execute(text(tables)).all():
+            columns = {
+                (column, kind.replace("VARCHAR", "TEXT"), *rest)
+                for column, kind, *rest in ask("table_xinfo", name)
+            }
+            indexes = {
+                index: (rest, [column for _, column in ask("index_info", index)])
+                for index, *rest in ask("index_list", name)
+            }
+            described[name] = (is_without_rowid, columns, indexes, set(ask("foreign_key_list", name)))
+    return described
+
+
 def unmigrated(folder: Path, server: Server | None) -> str:
     """The URL of a database without tables."""
     return f"sqlite:///{folder / 'x.db'}" if server is None else server.new_database(migrated=False)
@@ -37,7 +72,7 @@ def test_several_processes_may_migrate_together(tmp_path: Path, server: Server |
     with ProcessPoolExecutor(4) as pool:
         list(pool.map(migrate, [url] * 4))
     database = Database(url)
-    assert current_revision(database) == head_revision()
+    assert current_revision(database) == newest_revision()
     database.close()
 
 
@@ -81,7 +116,7 @@ def test_data_of_the_first_release_goes_up_to_the_newest_and_back(
     from alembic import command
 
     url = unmigrated(tmp_path, server)
-    migrate(url, "0001")
+    upgrade(url, "0001")
     database = Database(url)
     fill(database)
     before = content(database)
@@ -145,14 +180,14 @@ def test_a_migration_that_is_killed_is_done_by_the_next_process(
 ) -> None:
     for attempt in range(6):
         url = unmigrated(tmp_path / str(attempt), server)
-        command = [sys.executable, "-c", f"from app.database import migrate; migrate({url!r})"]
+        command = [sys.executable, "-c", f"from app.migrations import upgrade; upgrade({url!r})"]
         process = subprocess.Popen(command)
         time.sleep(0.5 + 0.12 * attempt)
         process.kill()
         process.wait()
         migrate(url)
         database = Database(url)
-        assert current_revision(database) == head_revision()
+        assert current_revision(database) == newest_revision()
         assert set(inspect(database.engine).get_table_names()) == {*Base.metadata.tables, "alembic_version"}
         database.close()
 

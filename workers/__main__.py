@@ -2,8 +2,9 @@
 
 import signal
 
-from app.database import Database, migrate
+from app.database import Database
 from app.logs import configure
+from app.migrations import migrate
 from app.settings import get_settings
 from workers.supervisor import Supervisor
 

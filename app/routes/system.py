@@ -6,9 +6,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from sqlalchemy import func, select
 
 from app import __version__
-from app.database import current_revision, database_now, head_revision
+from app.database import database_now
 from app.errors import Forbidden
 from app.exposition import Exposition
+from app.migrations import current_revision, newest_revision
 from app.models import Worker
 from app.routes.dependencies import CurrentCaller, WholeDatabase
 from app.schemas.system import Health, Readiness
@@ -39,7 +40,7 @@ def metrics(request: Request, caller: CurrentCaller) -> PlainTextResponse:
             responses={503: {"model": Readiness, "description": "Not ready"}})  # fmt: skip
 def readyz(database: WholeDatabase, response: Response) -> Readiness:
     """Without a worker the service is ready: jobs are taken and wait."""
-    migrated = current_revision(database) == head_revision()
+    migrated = current_revision(database) == newest_revision()
     with database.reading() as session:
         workers = session.scalar(
             select(func.count())

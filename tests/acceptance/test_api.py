@@ -17,9 +17,9 @@ ROOT = "/gradient-accumulation"
 
 
 def test_the_service_answers_within_two_seconds_of_its_start(tmp_path: Path) -> None:
-    """On an empty folder; up to three starts, since what else the machine does only ever adds to one."""
+    """On an empty folder; up to five starts, since what else the machine does only ever adds to one."""
     seconds: list[float] = []
-    while len(seconds) < 3 and min(seconds, default=2.0) >= 2.0:
+    while len(seconds) < 5 and min(seconds, default=2.0) >= 2.0:
         folder = tmp_path / str(len(seconds))
         folder.mkdir()
         with running(folder) as accrue:

@@ -23,7 +23,8 @@ from typing import Any
 from sqlalchemy import insert, select
 
 from app import jobs
-from app.database import Database, migrate
+from app.database import Database
+from app.migrations import migrate
 from app.models import Job
 from tests.postgresql import Server
 from tests.runs import lay_order

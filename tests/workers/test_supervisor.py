@@ -275,13 +275,13 @@ def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
 def test_leases_are_renewed_while_the_supervisor_is_held_up(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = {"lease_seconds": 1.5, "heartbeat_seconds": 0.2}
+    short = {"lease_seconds": 3.0, "heartbeat_seconds": 0.2}
     held_up = Supervisor(supervisor.settings.model_copy(update=short), database, Slots(on_cpu=True))
     stand_in(held_up, monkeypatch, "sleep 60")
     job_id = endless(settings, database)
     with held_up.leases.at_work():
         turn(held_up)
-        time.sleep(3)  # the main loop does nothing for two leases
+        time.sleep(6)  # the main loop does nothing for two leases
         with database.writing() as session:
             assert jobs.rescue(session) == []
         assert not held_up.running[0].lost
