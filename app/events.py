@@ -8,9 +8,11 @@ from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.ids import new_id
-from app.models import Job, JobEvent
+from app.models import Delivery, Job, JobEvent
 from app.prepared import Prepared
 from app.schemas.run import Level
+
+ANNOUNCED = ("succeeded", "failed", "cancelled", "paused")
 
 
 def _tell(dialect: str) -> Any:
@@ -31,7 +33,16 @@ def tell(
     level: Level = "info",
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Adds an event of the service's or the worker's own."""
+    """Adds an event of the service's or the worker's own, and has the job's webhook told of it."""
+    if kind in ANNOUNCED and job.webhook_url is not None:
+        announced = f"fine_tuning.job.{kind}"
+        now = database_now()
+        session.add(
+            Delivery(
+                id=new_id("evt"), job_id=job.id, created_at=now, type=announced, url=job.webhook_url,
+                attempts=0, not_before=now,
+            )
+        )  # fmt: skip
     tell_of(session, job.id, job.attempt, kind, message, level=level, data=data)
 
 

@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Literal
 
-Kind = Literal["ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit"]
+Kind = Literal["ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit", "evt"]
 
 
 def new_id(kind: Kind) -> str:

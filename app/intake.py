@@ -35,6 +35,8 @@ from app.schemas.training import TrainingRequest
 from app.settings import Settings
 from app.stats import Speed
 from app.submission import Data, freeze
+from app.webhooks import addresses
+from app.webhooks.addresses import NotAllowed
 
 _DRY_RUN_WAITS = 1.5
 """Seconds for a simulation; a submission does not wait, since the worker plans anew."""
@@ -102,6 +104,7 @@ def check(
         priority=asked.priority,
         paused=not asked.auto_start,
         suffix=suffix,
+        webhook_url=_webhook(asked, settings),
     )
     return Checked(submission, brought, speed)
 
@@ -158,6 +161,26 @@ def _store_brought(checked: Checked, path: Path, settings: Settings) -> files.Ch
     if stored.sha256 != checked.submission.spec.data.sha256:
         raise Conflict(f"The data set {checked.brought.name} changed just now: try again.")
     return stored
+
+
+def _webhook(asked: TrainingRequest, settings: Settings) -> str | None:
+    """Who is told of the job's end.
+
+    Raises:
+        Unprocessable: nobody can be told, or not there.
+    """
+    url = asked.webhook_url or settings.webhook_url
+    if url is None:
+        return None
+    if settings.webhook_secret is None:
+        raise Unprocessable(
+            "ACCRUE_WEBHOOK_SECRET is not set: webhooks are always signed.", field="webhook_url"
+        )
+    try:
+        addresses.check(url, private=settings.webhook_private_addresses)
+    except NotAllowed as error:
+        raise Unprocessable(f"webhook_url: {error.message}.", field="webhook_url") from None
+    return url
 
 
 def _check_quota(session: Session, settings: Settings) -> None:

@@ -70,6 +70,7 @@ class Submission:
     paused: bool
     suffix: str | None = None
     """Of the trained model's name."""
+    webhook_url: str | None = None
 
 
 def submit(session: Session, submission: Submission) -> Job:
@@ -89,6 +90,7 @@ def submit(session: Session, submission: Submission) -> Job:
         config_id=submission.config_id,
         file_id=submission.spec.data.file_id,
         suffix=submission.suffix,
+        webhook_url=submission.webhook_url,
         config=submission.config,
         training_config=submission.training_config,
         spec=submission.spec.model_dump(mode="json"),
@@ -330,6 +332,7 @@ def retry(session: Session, job_id: str) -> Job:
         priority=job.priority,
         paused=False,
         suffix=job.suffix,
+        webhook_url=job.webhook_url,
     )
     return submit(session, again)
 

@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from app import __version__, openapi, problems
 from app.database import Database
+from app.errors import BadSetting
 from app.event_stream import EventStream
 from app.exposition import Exposition
 from app.latency import LatencyGauge
@@ -38,6 +39,8 @@ from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
+from app.webhooks.deliverer import Deliverer
+from app.webhooks.signature import secret_bytes
 
 log = structlog.get_logger("accrue.service")
 
@@ -73,7 +76,9 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         migrate(settings.url)
         log.info("service started", version=__version__, database=settings.url.split("@")[-1])
         audit.start()
+        webhooks.start()
         yield
+        webhooks.close()
         audit.close()
         app.state.database.close()
 
@@ -86,11 +91,23 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
     )
     _add_state(app, settings, authenticate)
     audit = AuditLog(app.state.database, settings.audit_days)
+    webhooks = _webhooks(settings, app.state.database)
     _add_middleware(app, settings, audit, is_mounted=authenticate is not None)
     problems.install(app)
     _add_routes(app)
     openapi.describe(app)
     return app
+
+
+def _webhooks(settings: Settings, database: Database) -> Deliverer:
+    """Raises:
+    BadSetting: there is somebody to tell and nothing to sign with, or what there is is no secret.
+    """
+    secret = settings.webhook_secret
+    if secret is None and settings.webhook_url is not None:
+        raise BadSetting("ACCRUE_WEBHOOK_URL needs ACCRUE_WEBHOOK_SECRET: webhooks are always signed.")
+    key = secret_bytes(secret.get_secret_value()) if secret is not None else None
+    return Deliverer(database, key, private_addresses=settings.webhook_private_addresses)
 
 
 def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | None) -> None:

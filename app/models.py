@@ -98,6 +98,8 @@ class Job(Owned, Base):
     file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
     suffix: Mapped[str | None]
     """Of the trained model's name, as OpenAI's clients know it."""
+    webhook_url: Mapped[str | None]
+    """Who is told when the job ends or is paused."""
     config: Mapped[dict[str, Any]]
     training_config: Mapped[dict[str, Any]]
     spec: Mapped[dict[str, Any]]
@@ -242,6 +244,23 @@ class AuditEntry(Base):
     status: Mapped[int]
     address: Mapped[str]
     request_id: Mapped[str]
+
+
+class Delivery(Base):
+    """Something to be told by webhook (app/webhooks)."""
+
+    __tablename__ = "deliveries"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)
+    created_at: Mapped[float]
+    type: Mapped[str]
+    url: Mapped[str]
+    attempts: Mapped[int]
+    not_before: Mapped[float | None] = mapped_column(index=True)
+    """When it is due; null: it was delivered, or given up."""
+    outcome: Mapped[str | None]
+    """`delivered`, or what came of the last attempt."""
 
 
 class Worker(Base):

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from pathlib import Path
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
@@ -55,6 +55,15 @@ class Settings(BaseSettings):
     )
     audit_reads: bool = Field(False, description="The audit log has requests that only read, too")
     audit_days: float = Field(365.0, gt=0, description="How long the audit log is kept")
+    webhook_url: str | None = Field(
+        None, pattern="^https?://", description="Told when a job ends or is paused, where the job names none"
+    )
+    webhook_secret: SecretStr | None = Field(
+        None, description="What webhooks are signed with: whsec_ and the Base64 of 24 bytes or more"
+    )
+    webhook_private_addresses: bool = Field(
+        False, description="Webhooks may go to loopback and to private networks, too"
+    )
     lease_seconds: float = Field(
         15.0, gt=0, le=300, description="A job whose worker is silent this long is taken over"
     )

@@ -39,6 +39,7 @@ ModelName = Annotated[
 ]
 """A name or owner/name, never a path."""
 
+WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
 FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
 
 Metadata = Annotated[
@@ -160,6 +161,9 @@ class JobOptions(AccumulationConfig):
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: bool = Field(True, description="false: queued paused, until it is resumed")
+    webhook_url: WebhookUrl | None = Field(
+        None, description="Told, signed, when the job ends or is paused; default: the service's own"
+    )
     profile: bool = Field(False, description="torch.profiler over one settled window, as an artifact")
     tune: Tune | None = Field(
         None,

@@ -1,0 +1,60 @@
+"""Where a webhook may go: resolved once, and connected to what was resolved."""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from app.errors import InvalidRequest
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class NotAllowed(InvalidRequest):
+    """A webhook may not go there."""
+
+    code = "webhook_not_allowed"
+
+
+def resolve(url: str, *, private: bool) -> str:
+    """One of the addresses that a URL's host has now.
+
+    Args:
+        private: loopback, the machine's own network and the like are allowed too.
+
+    Raises:
+        NotAllowed: it is none of the public internet's, or the host has none.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NotAllowed(f"the host {parts.hostname} cannot be found ({error.strerror})") from None
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    refused = [address for address in addresses if not private and not is_public(address)]
+    if refused or not addresses:
+        raise NotAllowed(f"the host {parts.hostname} is not on the public internet ({refused[0]})")
+    return str(addresses[0])
+
+
+def check(url: str, *, private: bool) -> None:
+    """What can be said without asking anybody for an address: a host that is one.
+
+    Raises:
+        NotAllowed: it may not be spoken to.
+    """
+    host = urlsplit(url).hostname
+    try:
+        socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return  # a name, which is resolved when there is something to deliver
+    resolve(url, private=private)
+
+
+def is_public(address: Address) -> bool:
+    """Whether it is of the public internet, and nobody's own network; one in IPv6's clothes is undressed."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        if inner is not None:
+            return is_public(inner)
+    return address.is_global and not address.is_multicast and not address.is_reserved
