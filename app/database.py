@@ -59,7 +59,8 @@ class Database:
         self.url = url
         self.engine = _engine(url, patience_seconds)
         self._writing = self.engine.execution_options(accrue_writes=True)
-        self._is_sqlite = self.engine.dialect.name == "sqlite"
+        self._patience_seconds = patience_seconds
+        self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
         self._info: dict[str, Any] = {}
 
@@ -76,6 +77,15 @@ class Database:
             yield session
 
     @contextmanager
+    def glancing(self) -> Iterator[Connection]:
+        """A connection for `Prepared` queries that are a moment each: no transaction is begun for them."""
+        with self.engine.connect() as connection:
+            if self.is_sqlite:
+                driver: Any = connection.connection.dbapi_connection
+                driver.execute(f"PRAGMA busy_timeout={round(1000 * self._patience_seconds)}")
+            yield connection
+
+    @contextmanager
     def writing(self) -> Iterator[Session]:
         """A session that is committed at its end, and rolled back if it raises."""
         with (
@@ -83,7 +93,7 @@ class Database:
             session.begin(),
         ):
             yield session
-        if self._is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
+        if self.is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
             self._restart_log()
 
     def _restart_log(self) -> None:

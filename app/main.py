@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import structlog
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from app import __version__, openapi, problems
@@ -12,8 +12,9 @@ from app.database import Database
 from app.errors import BadSetting
 from app.event_stream import EventStream
 from app.exposition import Exposition
+from app.glance import Glances
 from app.latency import LatencyGauge
-from app.middleware import EveryRequest
+from app.middleware import NATIVE, EveryRequest
 from app.migrations import migrate
 from app.problems import Problem
 from app.routes import (
@@ -48,16 +49,17 @@ _PROBLEM = {"model": Problem, "description": "What is wrong, with the field and 
 
 
 _NATIVE = (
-    accumulation,
     training,
     metrics,
-    calculators,
     stats,
+    accumulation,
+    calculators,
     performance,
     profiles,
     gpus,
     audit_routes,
 )
+"""Those that are asked most come first: the routes are tried one after another."""
 _OPENAI = (files, fine_tuning, models)
 
 
@@ -80,6 +82,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         yield
         webhooks.close()
         audit.close()
+        app.state.glances.close()
         app.state.database.close()
 
     app = FastAPI(
@@ -115,6 +118,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state = app.state
     state.settings = settings
     state.database = Database(settings.url)
+    state.glances = Glances(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)
@@ -142,13 +146,9 @@ def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mou
 
 
 def _add_routes(app: FastAPI) -> None:
-    native = APIRouter()
+    """One beside the other: what lies in a router within a router is looked for again at each level."""
+    app.include_router(system.router)
     for surface in _NATIVE:
-        native.include_router(surface.router)
-    app.include_router(native, prefix="/gradient-accumulation", dependencies=[authorised])
-    app.include_router(
-        native, prefix="/api/v1/gradient-accumulation", dependencies=[authorised], include_in_schema=False
-    )
+        app.include_router(surface.router, prefix=NATIVE, dependencies=[authorised])
     for surface in _OPENAI:
         app.include_router(surface.router, dependencies=[authorised])
-    app.include_router(system.router)

@@ -22,6 +22,9 @@ from app.settings import LOOPBACK, Settings
 
 log = structlog.get_logger("accrue.service")
 
+NATIVE = "/gradient-accumulation"
+_ALSO_UNDER = "/api/v1"
+
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -56,6 +59,7 @@ class EveryRequest:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
+        _by_its_first_name(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         identifier = given if _REQUEST_ID.match(given) else request_id()
@@ -126,6 +130,13 @@ class EveryRequest:
         if headers.get("content-type", "").startswith("multipart/form-data"):
             return self.settings.max_file_bytes + _FORM_OVERHEAD
         return self.settings.max_body_bytes
+
+
+def _by_its_first_name(scope: Scope) -> None:
+    """What is asked for under `/api/v1` is looked for without it."""
+    root = scope.get("root_path", "")
+    if scope["path"].startswith(f"{root}{_ALSO_UNDER}{NATIVE}"):
+        scope["path"] = root + scope["path"][len(root) + len(_ALSO_UNDER) :]
 
 
 def _template(scope: Scope) -> str:

@@ -34,7 +34,7 @@ def migrate(url: str) -> None:
     try:
         with _one_at_a_time(url):
             at = current_revision(database)
-            if at is None and database.engine.dialect.name == "sqlite":
+            if at is None and database.is_sqlite:
                 at = _all_at_once(database)
             if at != newest_revision():
                 _step_by_step(url, "head")

@@ -34,9 +34,9 @@ class Prepared:
         self._columns = list(columns) or None
         self._compiled = lru_cache(maxsize=8)(self._compile)
 
-    def run(self, session: Session, row: Row) -> list[Any]:
+    def run(self, where: Session | Connection, row: Row) -> list[Any]:
         """Once. Returns the rows that it gives, as the driver does."""
-        connection = session.connection()
+        connection = where if isinstance(where, Connection) else where.connection()
         text, bound, given = self._compiled(connection.dialect)
         with _Cursor(connection, text) as cursor:
             cursor.execute(text, bound({**given, **row}))

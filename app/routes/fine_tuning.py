@@ -4,9 +4,9 @@ import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
-from app import checkpoints, intake, jobs, openai_requests
+from app import checkpoints, glance, intake, jobs, openai_requests
 from app.checkpoints import Checkpoint
 from app.models import Job, JobEvent
 from app.routes.dependencies import (
@@ -20,6 +20,7 @@ from app.routes.dependencies import (
 )
 from app.routes.filters import with_metadata
 from app.routes.pages import page, page_of
+from app.routes.tagged import NOT_MODIFIED, tagged
 from app.schemas.openai import (
     CheckpointMetrics,
     FineTuningCheckpoint,
@@ -58,9 +59,19 @@ def list_jobs(
     return page(session, with_metadata(select(Job), request), Job.id, limit, after, answer)
 
 
-@router.get("/{fine_tuning_job_id}", summary="A fine-tuning job")
-def get(session: Reading, fine_tuning_job_id: JobId) -> FineTuningJob:
-    return answer(jobs.get(session, fine_tuning_job_id))
+@router.get(
+    "/{fine_tuning_job_id}",
+    summary="A fine-tuning job",
+    response_model=FineTuningJob,
+    responses=NOT_MODIFIED,
+)
+async def get(request: Request, fine_tuning_job_id: JobId) -> Response:
+    owner = request.state.caller.owner
+
+    def read(connection: Connection) -> FineTuningJob:
+        return answer(glance.job(connection, fine_tuning_job_id, owner))
+
+    return tagged(request, await request.app.state.glances.at(read))
 
 
 @router.post("/{fine_tuning_job_id}/cancel", summary="Cancel a fine-tuning job")

@@ -2,13 +2,9 @@
 
 from typing import Any
 
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
-
-from app.database import database_now
 from app.jobs import Submission
-from app.models import Job, Worker
-from app.ownership import OF_EVERYONE
+from app.models import Job
+from app.outlook import Outlook
 from app.planning.plan import samples_of
 from app.schemas.spec import Plan, Spec
 from app.schemas.training import (
@@ -20,15 +16,13 @@ from app.schemas.training import (
     Links,
     Progress,
     ResultAnswer,
-    Waiting,
 )
 from app.stats import Speed
-from app.workers_seen import SILENT_SECONDS
 
 PREFIX = "/gradient-accumulation"
 
 
-def job_answer(session: Session, job: Job) -> JobAnswer:
+def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
     """Everything about a job, in API.md's shape."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
@@ -54,7 +48,7 @@ def job_answer(session: Session, job: Job) -> JobAnswer:
         progress=progress,
         result=_result(job),
         error=ErrorAnswer.model_validate(job.error) if job.error else None,
-        waiting=_waiting(session, job),
+        waiting=outlook.of(job),
         links=_links(job),
         effective_batch_size=spec.effective_batch_size,
         accumulation_steps=plan.accumulation_steps,
@@ -125,32 +119,6 @@ def _result(job: Job) -> ResultAnswer | None:
         final_loss=result["final_loss"],
         trained_tokens=result["trained_tokens"],
         effective_batch_size=result["effective_batch_size"],
-    )
-
-
-def _waiting(session: Session, job: Job) -> Waiting | None:
-    if job.status != "queued":
-        return None
-    now = session.scalar(select(database_now())) or 0.0
-    ahead = session.scalar(
-        select(func.count())
-        .select_from(Job)
-        .where(
-            Job.status == "queued",
-            (Job.place < job.place) | ((Job.place == job.place) & (Job.id < job.id)),
-        )
-        .execution_options(**OF_EVERYONE)
-    )
-    alive = session.scalars(select(Worker).where(Worker.heartbeat_at > now - SILENT_SECONDS)).all()
-    slots = sum(len(worker.devices) - len(worker.running) for worker in alive)
-    later = job.not_before > now
-    reason = (
-        "no_worker" if not alive else "not_before" if later else "starting" if slots > 0 else "no_free_gpu"
-    )
-    return Waiting(
-        reason=reason,
-        queue_position=(ahead or 0) + 1,
-        predicted_start=int(job.not_before) + 1 if later else None,
     )
 
 

@@ -19,7 +19,7 @@ router = APIRouter(tags=["system"])
 
 
 @router.get("/healthz", summary="The process is up")
-def healthz() -> Health:
+async def healthz() -> Health:
     return Health(status="ok", version=__version__)
 
 

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
-from sqlalchemy import String, cast, select
+from sqlalchemy import Connection, String, cast, select
+from sqlalchemy.orm import Session
 
-from app import intake, jobs
+from app import glance, intake, jobs
 from app.database import Database
 from app.event_stream import EventStream
 from app.idempotency import Once
 from app.models import Job, JobEvent
+from app.outlook import Outlook
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
@@ -26,6 +28,7 @@ from app.routes.dependencies import (
 from app.routes.filters import with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
+from app.routes.tagged import NOT_MODIFIED, tagged
 from app.run_files import remove_run
 from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
@@ -90,36 +93,42 @@ def list_jobs(
         query = query.where(Job.status == status)
     if user_id is not None:
         query = query.where(cast(Job.user_id, String).in_([user_id, json.dumps(user_id)]))
+    outlook = Outlook(session)
     return page(
-        session, with_metadata(query, request), Job.id, limit, after, lambda job: job_answer(session, job)
+        session, with_metadata(query, request), Job.id, limit, after, lambda job: job_answer(outlook, job)
     )
 
 
-@router.get("/{training_id}", summary="A job")
-def get(session: Reading, training_id: JobId) -> JobAnswer:
-    return job_answer(session, jobs.get(session, training_id))
+@router.get("/{training_id}", summary="A job", response_model=JobAnswer, responses=NOT_MODIFIED)
+async def get(request: Request, training_id: JobId) -> Response:
+    owner = request.state.caller.owner
+
+    def read(connection: Connection) -> JobAnswer:
+        return job_answer(Outlook(connection), glance.job(connection, training_id, owner))
+
+    return tagged(request, await request.app.state.glances.at(read))
 
 
 @router.post("/{training_id}/cancel", summary="Cancel a job")
 def cancel(session: Writing, training_id: JobId) -> JobAnswer:
     """A waiting job ends at once; a running one as soon as its worker has stopped it."""
-    return job_answer(session, jobs.cancel(session, training_id))
+    return _answer(session, jobs.cancel(session, training_id))
 
 
 @router.post("/{training_id}/pause", summary="Pause a job")
 def pause(session: Writing, training_id: JobId) -> JobAnswer:
     """A running job writes a checkpoint and gives its device free."""
-    return job_answer(session, jobs.pause(session, training_id))
+    return _answer(session, jobs.pause(session, training_id))
 
 
 @router.post("/{training_id}/resume", summary="Resume a paused job")
 def resume(session: Writing, training_id: JobId) -> JobAnswer:
-    return job_answer(session, jobs.resume(session, training_id))
+    return _answer(session, jobs.resume(session, training_id))
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
 def start(session: Writing, training_id: JobId) -> JobAnswer:
-    return job_answer(session, jobs.resume(session, training_id))
+    return _answer(session, jobs.resume(session, training_id))
 
 
 @router.post(
@@ -130,7 +139,7 @@ def start(session: Writing, training_id: JobId) -> JobAnswer:
 )
 def retry(database: CurrentDatabase, once: CurrentOnce, training_id: JobId) -> JobAnswer | Response:
     """A new job with the same spec; the old one stays as it ended."""
-    return once.make(database, lambda session: job_answer(session, jobs.retry(session, training_id)), 202)
+    return once.make(database, lambda session: _answer(session, jobs.retry(session, training_id)), 202)
 
 
 @router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
@@ -200,7 +209,11 @@ def _submit(
     if asked.dry_run:
         response.status_code = 200
         return dry_run_answer(checked.submission, checked.speed)
-    return intake.store(checked, database, settings, once, job_answer, status=202)
+    return intake.store(checked, database, settings, once, _answer, status=202)
+
+
+def _answer(session: Session, job: Job) -> JobAnswer:
+    return job_answer(Outlook(session), job)
 
 
 def _event(row: JobEvent) -> EventAnswer:

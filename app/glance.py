@@ -1,0 +1,95 @@
+"""What is asked for all the time, such as a job by its id: read by the driver, without a session or a thread.
+
+A session with its transaction and its objects takes many times as long as the database does to find a row,
+and so does the way to another thread and back.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import to_thread
+from sqlalchemy import BindParameter, Connection, Dialect, bindparam, or_, select
+from sqlalchemy.exc import DBAPIError
+
+from app.database import Database
+from app.errors import NotFound
+from app.models import Job
+from app.prepared import Prepared
+
+_COLUMNS = list(Job.__table__.columns)
+
+if TYPE_CHECKING:
+    _JobRow = Job
+else:
+    _JobRow = namedtuple("_JobRow", [column.name for column in _COLUMNS])
+
+
+Found = TypeVar("Found")
+
+
+class Glances:
+    """Reads of a moment each; on SQLite they are done right where they are asked for."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._connection: Connection | None = None
+
+    async def at(self, read: Callable[[Connection], Found]) -> Found:
+        """What `read` gives. Only one thread may call it, that of the event loop."""
+        if self._database.is_sqlite:
+            try:
+                return read(self._own())
+            except DBAPIError:  # somebody holds the whole database for once: not for the others to wait for
+                self.close()
+        return await to_thread.run_sync(self._in_a_thread, read)
+
+    def _own(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._database.engine.connect()
+            self._connection.connection.cursor().execute("PRAGMA busy_timeout=0")
+        return self._connection
+
+    def _in_a_thread(self, read: Callable[[Connection], Found]) -> Found:
+        with self._database.glancing() as connection:
+            return read(connection)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def job(connection: Connection, job_id: str, owner: str | None) -> Job:
+    """A job's columns; nothing can be changed by them.
+
+    Args:
+        owner: whose jobs are seen; null: everybody's.
+
+    Raises:
+        NotFound: no job has that id, or none that is seen.
+    """
+    rows = _JOB.run(connection, {"id": job_id, "owner": owner})
+    if not rows:
+        raise NotFound(f"No job has the id {job_id}.")
+    values = list(rows[0])
+    for place, decode in _decoders(connection.dialect):
+        if values[place] is not None:
+            values[place] = decode(values[place])
+    return _JobRow(*values)
+
+
+@lru_cache(maxsize=8)
+def _decoders(dialect: Dialect) -> list[tuple[int, Any]]:
+    """Of the columns that the driver does not give as they are: the column's place, and what reads it."""
+    found = [column.type.dialect_impl(dialect).result_processor(dialect, None) for column in _COLUMNS]
+    return [(place, decode) for place, decode in enumerate(found) if decode is not None]
+
+
+def _job(dialect: str) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner")
+    return select(*_COLUMNS).where(Job.id == bindparam("id"), or_(owner.is_(None), Job.owner == owner))
+
+
+_JOB = Prepared(_job)
