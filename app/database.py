@@ -70,6 +70,12 @@ class Database:
         other._info = info
         return other
 
+    @property
+    def owner(self) -> str | None:
+        """Whose things its sessions see (app/ownership.py); null: everybody's."""
+        owner: str | None = self._info.get("owner")
+        return owner
+
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session for queries; nothing of it is committed."""

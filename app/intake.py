@@ -14,15 +14,12 @@ from app import (
     files,
     gpus,
     jobs,
-    measurements,
-    profiles,
-    stats,
-    workers_seen,
 )
 from app.base_models import BaseModel
 from app.database import Database
 from app.errors import Conflict, QuotaExceeded, Unprocessable
 from app.fail_points import fail_point
+from app.foresight import Foresight
 from app.idempotency import Answer, Once
 from app.jobs import Submission
 from app.models import Job
@@ -55,7 +52,7 @@ class Checked:
 
 def check(
     asked: TrainingRequest,
-    database: Database,
+    foresight: Foresight,
     settings: Settings,
     *,
     planned: bool = False,
@@ -71,12 +68,13 @@ def check(
         Unprocessable, NotFound: what is asked for cannot be trained; the message names the field.
     """
     model, base = base_models.find_for_training(asked.model_name, settings)
-    with database.reading() as session:
+    if asked.dry_run:
+        foresight = foresight.fresh()
+    with foresight.database.reading() as session:
         config, num_gpus = _config(session, asked)
         data = _uploaded(session, asked.dataset_config.file_id, "file_id")
         validation = _uploaded(session, asked.dataset_config.validation_file_id, "validation_file_id")
-        devices = _devices(session, asked.gpu_ids, num_gpus, settings)
-        measured_margin = measurements.margin(session, devices[0].kind)
+    devices = _devices(foresight, asked.gpu_ids, num_gpus, settings)
     if planned:
         _check_that_steps_are_left_to_us(config)
     brought, brought_data = _brought(asked, settings)
@@ -90,9 +88,9 @@ def check(
         len(devices),
         profile=asked.profile,
         tune=asked.tune,
-        measured_margin=measured_margin,
+        measured_margin=foresight.margin(devices[0].kind),
     )
-    plan, speed = _plan(spec, base, devices[0], database, wait=asked.dry_run)
+    plan, speed = _plan(spec, base, devices[0], foresight, wait=asked.dry_run)
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -187,7 +185,7 @@ def _check_quota(session: Session, settings: Settings) -> None:
     """Raises:
     QuotaExceeded: as many jobs wait as this key may have.
     """
-    waiting = jobs.count_waiting(session, session.info.get("maker"))
+    waiting = jobs.count_waiting(session, session.info.get("maker"), settings.max_queued_jobs)
     if waiting >= settings.max_queued_jobs:
         raise QuotaExceeded(
             f"{waiting} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): "
@@ -196,7 +194,7 @@ def _check_quota(session: Session, settings: Settings) -> None:
 
 
 def _plan(
-    spec: Spec, base: BaseModel, device: Device, database: Database, *, wait: bool
+    spec: Spec, base: BaseModel, device: Device, foresight: Foresight, *, wait: bool
 ) -> tuple[Plan, Speed | None]:
     """The plan by the best estimate there is, and what its duration is from.
 
@@ -204,18 +202,17 @@ def _plan(
     """
     recipe = recipe_of(spec, device)
     wanted = Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
-    profiles.ask_and_wait(database, wanted, _DRY_RUN_WAITS if wait else 0.0)
-    with database.reading() as session:
-        speed = stats.speed(session, spec.model.name, device.kind, spec.data.file_id)
-        plan = make_plan(
-            spec,
-            [device],
-            profiles.estimates(session, base.architecture, device.name),
-            predicted=True,
-            speeds=profiles.speeds(session, base.architecture, device.name),
-            samples_per_second=speed.samples_per_second if speed is not None else None,
-        )
-        return plan, speed
+    foresight.want(wanted, _DRY_RUN_WAITS if wait else 0.0)
+    speed = foresight.speed(spec.model.name, device.kind, spec.data.file_id)
+    plan = make_plan(
+        spec,
+        [device],
+        foresight.estimates(base.architecture, device.name),
+        predicted=True,
+        speeds=foresight.speeds(base.architecture, device.name),
+        samples_per_second=speed.samples_per_second if speed is not None else None,
+    )
+    return plan, speed
 
 
 def _config(session: Session, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:
@@ -247,9 +244,9 @@ def _uploaded(session: Session, file_id: str | None, field: str) -> Data | None:
     return Data(file.id, file.sha256, file.format, file.examples)
 
 
-def _devices(session: Session, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
+def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
     """The devices that the job is reckoned for: those named, or the first of those there are."""
-    there = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
+    there = gpus.for_planning(settings.declared_devices, foresight.gpus())
     if gpu_ids is None:
         return [there[min(number, len(there) - 1)] for number in range(count)]
     return select_devices(gpu_ids, there)

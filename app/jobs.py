@@ -11,10 +11,25 @@ writes about a job carries its fence (job, attempt, worker): where the job has m
 written and `LostJob` is raised. The caller owns the transaction.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Double, and_, bindparam, case, func, insert, literal, or_, select, update
+from sqlalchemy import (
+    JSON,
+    BindParameter,
+    Double,
+    String,
+    and_,
+    bindparam,
+    case,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from app.database import database_now
@@ -73,35 +88,42 @@ class Submission:
     webhook_url: str | None = None
 
 
+_COLUMNS = Job.__table__.columns
+_IN_JSON = [column.name for column in _COLUMNS if isinstance(column.type, JSON)]
+_NOW = Prepared(lambda dialect: select(database_now()))
+_INSERT = Prepared(lambda dialect: insert(Job), _COLUMNS.keys())
+
+
 def submit(session: Session, submission: Submission) -> Job:
-    """Stores a job; it exists once the caller's transaction is committed."""
-    now = session.scalar(select(database_now())) or 0.0
-    job = Job(
-        id=new_id("ftjob"),
-        created_at=now,
-        place=now - submission.priority * AGEING_SECONDS,
-        status="paused" if submission.paused else "queued",
-        requested=None,
-        priority=submission.priority,
-        not_before=0.0,
-        model_name=submission.spec.model.name,
-        user_id=submission.user_id,
-        labels=submission.metadata,
-        config_id=submission.config_id,
-        file_id=submission.spec.data.file_id,
-        suffix=submission.suffix,
-        webhook_url=submission.webhook_url,
-        config=submission.config,
-        training_config=submission.training_config,
-        spec=submission.spec.model_dump(mode="json"),
-        plan=submission.plan.model_dump(mode="json"),
-        attempt=0,
-        failures=0,
-        checkpoint_step=0,
-        progress={},
-    )
-    session.add(job)
-    session.flush()
+    """Stores a job; it exists once the caller's transaction is committed. What is given is for looking at."""
+    ((now,),) = _NOW.run(session, {})
+    values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
+        "id": new_id("ftjob"),
+        "owner": session.info.get("maker"),
+        "created_at": now,
+        "place": now - submission.priority * AGEING_SECONDS,
+        "status": "paused" if submission.paused else "queued",
+        "priority": submission.priority,
+        "not_before": 0.0,
+        "model_name": submission.spec.model.name,
+        "user_id": submission.user_id,
+        "labels": submission.metadata,
+        "config_id": submission.config_id,
+        "file_id": submission.spec.data.file_id,
+        "suffix": submission.suffix,
+        "webhook_url": submission.webhook_url,
+        "config": submission.config,
+        "training_config": submission.training_config,
+        "spec": submission.spec.model_dump(mode="json"),
+        "plan": submission.plan.model_dump(mode="json"),
+        "attempt": 0,
+        "failures": 0,
+        "checkpoint_step": 0,
+        "progress": {},
+    }
+    in_json = {name: json.dumps(values[name]) for name in _IN_JSON if values[name] is not None}
+    _INSERT.run(session, values | in_json)
+    job = Job(**values)
     tell(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
          f"{submission.spec.effective_batch_size}.")  # fmt: skip
     return job
@@ -232,10 +254,21 @@ def waiting(session: Session) -> bool:
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
 
 
-def count_waiting(session: Session, owner: str | None) -> int:
-    """How many of an owner's jobs are queued or paused; null: of everybody's."""
-    waits = select(func.count()).select_from(Job).where(Job.status.in_(("queued", "paused")))
-    return session.scalar(waits if owner is None else waits.where(Job.owner == owner)) or 0
+def count_waiting(session: Session, owner: str | None, most: int) -> int:
+    """How many of an owner's jobs are queued or paused, counted up to `most`; null: of everybody's."""
+    ((waiting,),) = _COUNT_WAITING.run(session, {"owner": owner, "most": most})
+    return int(waiting)
+
+
+def _count_waiting(dialect: str) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    own = or_(owner.is_(None), Job.owner == owner)
+    waiting = or_(Job.status == "queued", Job.status == "paused")
+    waits = select(Job.id).where(waiting, own).limit(bindparam("most"))
+    return select(func.count()).select_from(waits.subquery())
+
+
+_COUNT_WAITING = Prepared(_count_waiting)
 
 
 def rescue(session: Session) -> list[str]:

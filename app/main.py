@@ -12,6 +12,7 @@ from app.database import Database
 from app.errors import BadSetting
 from app.event_stream import EventStream
 from app.exposition import Exposition
+from app.foresight import Kept
 from app.glance import Glances
 from app.latency import LatencyGauge
 from app.middleware import NATIVE, EveryRequest
@@ -119,6 +120,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.settings = settings
     state.database = Database(settings.url)
     state.glances = Glances(state.database)
+    state.kept = Kept()
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from app import intake
-from app.database import Database
 from app.errors import AccrueError, Unprocessable
+from app.foresight import Foresight
 from app.intake import Checked
 from app.planning.recommendations import recommended_rate
 from app.schemas.openai import FineTuningRequest, Hyperparameters
@@ -23,19 +23,19 @@ _THEIR_FIELDS = {
 }
 
 
-def check(asked: FineTuningRequest, database: Database, settings: Settings) -> Checked:
+def check(asked: FineTuningRequest, foresight: Foresight, settings: Settings) -> Checked:
     """As `intake.check`, with the recommendation for what is `"auto"`; errors name OpenAI's fields.
 
     Raises:
         Unprocessable, NotFound: what is asked for cannot be trained.
     """
     with _fields_in_their_words():
-        return _check(asked, database, settings)
+        return _check(asked, foresight, settings)
 
 
-def _check(asked: FineTuningRequest, database: Database, settings: Settings) -> Checked:
+def _check(asked: FineTuningRequest, foresight: Foresight, settings: Settings) -> Checked:
     native = _in_our_words(asked)
-    checked = intake.check(native, database, settings, suffix=asked.suffix)
+    checked = intake.check(native, foresight, settings, suffix=asked.suffix)
     if _rate_is_ours(asked):
         spec = checked.submission.spec
         rate = recommended_rate(
@@ -43,7 +43,7 @@ def _check(asked: FineTuningRequest, database: Database, settings: Settings) -> 
         )
         training = native.training_config.model_copy(update={"learning_rate": rate.value})
         native = native.model_copy(update={"training_config": training})
-        checked = intake.check(native, database, settings, suffix=asked.suffix)
+        checked = intake.check(native, foresight, settings, suffix=asked.suffix)
     return checked
 
 

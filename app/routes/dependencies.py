@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from app.database import Database
 from app.errors import Forbidden
+from app.foresight import Foresight
 from app.idempotency import Once
 from app.ownership import seen_by
 from app.security.authentication import Authenticate
@@ -67,6 +68,10 @@ async def _database(
     return seen_by(whole, caller.owner, maker=caller.key_id)
 
 
+async def _foresight(request: Request, database: Annotated[Database, Depends(_database)]) -> Foresight:
+    return Foresight(database, request.app.state.kept)
+
+
 async def _once(
     request: Request,
     caller: Annotated[Caller, Depends(_caller)],
@@ -102,6 +107,7 @@ WholeDatabase = Annotated[Database, Depends(_whole_database)]
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]
+CurrentForesight = Annotated[Foresight, Depends(_foresight)]
 CurrentOnce = Annotated[Once, Depends(_once)]
 Limit = Annotated[int, Query(ge=1, le=100, description="At most so many")]
 After = Annotated[str | None, Query(max_length=100, description="The last id of the page before")]

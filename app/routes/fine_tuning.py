@@ -11,7 +11,7 @@ from app.checkpoints import Checkpoint
 from app.models import Job, JobEvent
 from app.routes.dependencies import (
     After,
-    CurrentDatabase,
+    CurrentForesight,
     CurrentOnce,
     CurrentSettings,
     Limit,
@@ -44,11 +44,11 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 @router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
 def create(
-    asked: FineTuningRequest, database: CurrentDatabase, settings: CurrentSettings, once: CurrentOnce
+    asked: FineTuningRequest, foresight: CurrentForesight, settings: CurrentSettings, once: CurrentOnce
 ) -> FineTuningJob | Response:
     """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
-    checked = openai_requests.check(asked, database, settings)
-    return intake.store(checked, database, settings, once, lambda session, job: answer(job))
+    checked = openai_requests.check(asked, foresight, settings)
+    return intake.store(checked, foresight.database, settings, once, lambda session, job: answer(job))
 
 
 @router.get("", summary="List fine-tuning jobs")

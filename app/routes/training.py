@@ -11,14 +11,15 @@ from sqlalchemy import Connection, String, cast, select
 from sqlalchemy.orm import Session
 
 from app import glance, intake, jobs
-from app.database import Database
 from app.event_stream import EventStream
+from app.foresight import Foresight
 from app.idempotency import Once
 from app.models import Job, JobEvent
 from app.outlook import Outlook
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
+    CurrentForesight,
     CurrentOnce,
     CurrentSettings,
     Limit,
@@ -52,12 +53,12 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 def with_accumulation(
     asked: TrainingRequest,
     response: Response,
-    database: CurrentDatabase,
+    foresight: CurrentForesight,
     settings: CurrentSettings,
     once: CurrentOnce,
 ) -> JobAnswer | DryRunAnswer | Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
-    return _submit(asked, response, database, settings, once)
+    return _submit(asked, response, foresight, settings, once)
 
 
 @router.post(
@@ -70,12 +71,12 @@ def with_accumulation(
 def large_batch(
     asked: TrainingRequest,
     response: Response,
-    database: CurrentDatabase,
+    foresight: CurrentForesight,
     settings: CurrentSettings,
     once: CurrentOnce,
 ) -> JobAnswer | DryRunAnswer | Response:
     """Queues a job whose accumulation steps are planned from memory."""
-    return _submit(asked, response, database, settings, once, planned=True)
+    return _submit(asked, response, foresight, settings, once, planned=True)
 
 
 @router.get("", summary="List jobs")
@@ -199,17 +200,17 @@ async def _as_sent_events(stream: EventStream, job_id: str, last: str) -> AsyncI
 def _submit(
     asked: TrainingRequest,
     response: Response,
-    database: Database,
+    foresight: Foresight,
     settings: Settings,
     once: Once,
     *,
     planned: bool = False,
 ) -> JobAnswer | DryRunAnswer | Response:
-    checked = intake.check(asked, database, settings, planned=planned)
+    checked = intake.check(asked, foresight, settings, planned=planned)
     if asked.dry_run:
         response.status_code = 200
         return dry_run_answer(checked.submission, checked.speed)
-    return intake.store(checked, database, settings, once, _answer, status=202)
+    return intake.store(checked, foresight.database, settings, once, _answer, status=202)
 
 
 def _answer(session: Session, job: Job) -> JobAnswer:
