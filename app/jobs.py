@@ -32,6 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session
 
+from app import totals
 from app.database import database_now
 from app.errors import Conflict, NotFound
 from app.events import tell, tell_of
@@ -487,6 +488,7 @@ def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
     session.execute(
         update(Attempt).where(_of_attempt(fence)).values(ended_at=database_now(), outcome=outcome[:500])
     )
+    totals.keep(session, fence.job_id)
 
 
 def _error(failure: Failure) -> dict[str, Any]:

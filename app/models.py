@@ -73,10 +73,11 @@ class Job(Owned, Base):
 
     __tablename__ = "jobs"
     __table_args__ = (
-        Index(None, "status", "place", "id"),
+        Index(None, "status", "place", "id", "owner"),
         Index(None, "config_id"),
         Index(None, "file_id"),
         Index(None, "owner", "id"),
+        Index(None, "owner", "model_name", "user_id", "created_at"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -132,6 +133,19 @@ class Attempt(Base):
     ended_at: Mapped[float | None]
     plan: Mapped[Any] = mapped_column(Json, nullable=True)
     outcome: Mapped[str | None]
+
+
+class JobTotals(Base):
+    """What a job's steps come to, counted whenever an attempt ends: a job that runs is ahead of it."""
+
+    __tablename__ = "job_totals"
+    __table_args__ = BY_JOB
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    steps: Mapped[int] = mapped_column(BigInteger)
+    samples: Mapped[int] = mapped_column(BigInteger)
+    tokens: Mapped[int] = mapped_column(BigInteger)
+    skipped: Mapped[int] = mapped_column(BigInteger)
 
 
 class StepMetric(Base):

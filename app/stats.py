@@ -2,20 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
-from app.models import Configuration, File, Job, JobEvent, StepMetric
+from app.models import Configuration, Job, JobEvent, StepMetric
 from app.schemas.run import LogLine
 from app.schemas.statistics import (
     ConfigurationStatistics,
     JobPerformance,
     JobStatistics,
     Statistics,
-    Totals,
 )
 from app.schemas.training import ENDED
 
@@ -111,32 +109,6 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
             {"accumulation_steps": configuration.given.get("accumulation_steps")},
         ),
         jobs=[of_job(session, job) for job in jobs],
-    )
-
-
-def totals(session: Session) -> Totals:
-    """Everything on this service, counted."""
-    steps, samples, tokens = session.execute(
-        select(func.count(), func.sum(StepMetric.samples), func.sum(StepMetric.tokens)).where(
-            StepMetric.job_id.in_(select(Job.id))
-        )
-    ).one()
-    by_day: dict[str, int] = {}
-    for (created_at,) in session.execute(select(Job.created_at)):
-        day = _day(created_at)
-        by_day[day] = by_day.get(day, 0) + 1
-    return Totals(
-        jobs=_count(session, select(func.count()).select_from(Job)),
-        by_status=_grouped(session, Job.status),
-        by_model=_grouped(session, Job.model_name),
-        by_user=_grouped(session, Job.user_id),
-        by_day=by_day,
-        steps=steps,
-        samples=samples or 0,
-        tokens=tokens or 0,
-        skipped=_count(session, select(func.sum(Job.progress["skipped"].as_integer()))),
-        configurations=_count(session, select(func.count()).select_from(Configuration)),
-        files=_count(session, select(func.count()).select_from(File)),
     )
 
 
@@ -267,18 +239,9 @@ def _loss_at(session: Session, job_ids: list[str], which: Any) -> float | None:
     )
 
 
-def _grouped(session: Session, column: Any) -> dict[str, int]:
-    rows = session.execute(select(column, func.count()).select_from(Job).group_by(column)).all()
-    return {str(value) if value is not None else "": count for value, count in rows}
-
-
 def _count(session: Session, query: Select[Any]) -> int:
     return session.scalar(query) or 0
 
 
 def _two_decimals(value: float | None) -> float | None:
     return None if value is None else round(value, 2)
-
-
-def _day(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).date().isoformat()

@@ -1,8 +1,11 @@
-"""What finished jobs tell of the next."""
+"""What finished jobs tell of the next, and what all of them come to."""
+
+from datetime import UTC, datetime
 
 import pytest
+from sqlalchemy import update
 
-from app import stats
+from app import stats, totals
 from app.database import Database
 from app.models import Job, StepMetric
 from tests.submissions import submitted
@@ -34,3 +37,22 @@ def test_a_jobs_speed_is_that_of_the_newest_finished_one_on_such_a_device(databa
         assert speed.samples_per_second == pytest.approx(8 / 0.6)
         assert speed.tokens_per_sample == pytest.approx(90 / 8)
         assert stats.speed(session, "another", "cpu", "file-1") is None
+
+
+def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Database) -> None:
+    ended = finished(database, "cpu", steps=5)
+    running = finished(database, "cpu", steps=3)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == running).values(status="running"))
+        totals.keep(session, ended)
+        totals.keep(session, running)
+        session.add(StepMetric(job_id=running, **line(4).model_dump()))
+    with database.reading() as session:
+        counted = totals.count(session)
+    assert (counted.jobs, counted.steps, counted.samples) == (2, 9, 72)
+    assert counted.by_status == {"succeeded": 1, "running": 1}
+    assert counted.by_day == {datetime.now(UTC).date().isoformat(): 2}
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == running).values(status="failed"))
+        totals.keep(session, running)
+        assert totals.count(session).steps == 9

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import StringConstraints
 
-from app import charts, configurations, jobs, stats
+from app import charts, configurations, jobs, stats, totals
 from app.compare import MOST_POINTS, compare
 from app.routes.dependencies import Reading
 from app.schemas.statistics import Comparison, ConfigurationStatistics, JobStatistics, Totals
@@ -14,8 +14,8 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")
-def totals(session: Reading) -> Totals:
-    return stats.totals(session)
+def everything(session: Reading) -> Totals:
+    return totals.count(session)
 
 
 @router.get(

@@ -124,12 +124,12 @@ def test_this_machine_s_pages_do(client: TestClient) -> None:
 def test_an_error_of_our_own_is_a_500_without_a_stack_trace(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app import stats
+    from app import totals
 
     def broken(session: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(stats, "totals", broken)
+    monkeypatch.setattr(totals, "count", broken)
     answer = client.get(f"{ROOT}/stats", headers={"x-request-id": "mine"})
     assert answer.status_code == 500
     assert "secret" not in answer.text
