@@ -9,7 +9,7 @@ ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_mach
 	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
 	tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults test-fuzz soak accuracy bench-trainer bench-queue bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults test-fuzz soak accuracy bench-trainer bench-queue bench-api bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ bench-trainer: $(STAMP) ## Time the trainer beside transformers' Trainer (about 
 
 bench-queue: $(STAMP) ## Claims, and log lines stored, per second
 	$(BIN)/python -m tests.benchmarks.queue
+
+bench-api: $(STAMP) ## Requests per second over ten thousand jobs and ten million steps (about 5 minutes)
+	$(BIN)/python -m tests.benchmarks.api
 
 bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
 	$(BIN)/python -m tests.benchmarks.variance

@@ -78,7 +78,8 @@ def job(connection: Connection, job_id: str, owner: str | None) -> Job:
     values = list(rows[0])
     if connection.dialect.name == "sqlite":  # other drivers read JSON themselves
         for place in _IN_JSON:
-            values[place] = None if values[place] is None else json.loads(values[place])
+            if isinstance(values[place], str):  # a document that is a number is kept as one
+                values[place] = json.loads(values[place])
     return _JobRow(*values)
 
 

@@ -62,10 +62,10 @@ class Accrue:
         self.processes.append(process)
         return process
 
-    def serve(self) -> float:
+    def serve(self, **variables: str) -> float:
         """Starts the service; gives the seconds until it answered."""
         began = time.monotonic()
-        self.start("serve")
+        self.start("serve", **variables)
         until(self.answers, 20)
         return time.monotonic() - began
 

@@ -1,0 +1,238 @@
+"""`make bench-api`: a real service beside a load generator on the same cores, over a large database.
+
+Ten thousand jobs with ten million steps are laid into SQLite, and then: one job asked for again and again;
+jobs submitted, each durable before it is acknowledged; series, statistics and lists of jobs drawn at random;
+500 followers of as many jobs, who must all get every event. Writes results/api.json.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from app import events
+from app.database import Database
+from app.models import Job
+from tests.acceptance.conftest import TRAINING, Accrue, running
+from tests.benchmarks.load import Load, ask, get, post
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = "/gradient-accumulation"
+FOLLOWERS = 500
+EVENTS_EACH = 20
+
+RESULT = {
+    "files": ["model.safetensors"], "first_loss": 5.5, "final_loss": 2.6, "trained_tokens": 90_000,
+    "effective_batch_size": 32,
+}  # fmt: skip
+
+
+class Bench:
+    """The service, and what was measured of it."""
+
+    def __init__(self, accrue: Accrue, jobs: int, steps: int, seconds: float) -> None:
+        self.accrue, self.jobs, self.steps, self.seconds = accrue, jobs, steps, seconds
+        self.figures: dict[str, Any] = {}
+        self.file_id = accrue.upload(b'{"text": "some text to learn"}\n' * 50)
+        self.path = accrue.data / "accrue.db"
+
+    def job_id(self, number: int) -> str:
+        return f"ftjob-{number:026x}"
+
+    def some_job(self) -> str:
+        return self.job_id(random.randrange(self.jobs))
+
+    def fill(self) -> None:
+        """Jobs of which one in twenty waits and the others have succeeded, all with as many steps."""
+        model = self.accrue.submit(dataset_config={"file_id": self.file_id}, target_effective_batch_size=32)
+        with closing(sqlite3.connect(self.path)) as connection:
+            connection.execute("PRAGMA synchronous=OFF")
+            _copy_jobs(connection, model, self.jobs)
+            _make_steps(connection, self.steps)
+            connection.execute(
+                "INSERT INTO job_totals SELECT job_id, count(*), sum(samples), sum(tokens), 0 "
+                "FROM step_metrics GROUP BY job_id"
+            )
+            connection.commit()
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def load(self, name: str, requests: Iterator[bytes], connections: int, expected: int = 200) -> Load:
+        """One figure. Every answer must be as expected."""
+        ask(self.accrue.port, requests, connections, min(2.0, self.seconds))
+        load = ask(self.accrue.port, requests, connections, self.seconds)
+        assert set(load.statuses) == {expected}, load.statuses
+        self.figures[name] = {
+            "per_second": round(load.per_second, 1),
+            "p50_ms": round(load.percentile_ms(0.5), 2),
+            "p99_ms": round(load.percentile_ms(0.99), 2),
+            "answers": len(load.latencies),
+            "connections": connections,
+        }
+        print(f"  {name}: {self.figures[name]}", flush=True)
+        return load
+
+    def read(self) -> None:
+        """What is asked for all the time."""
+        self.load("job", repeat(get(f"{TRAINING}/{self.some_job()}")), 16)
+        self.load("any job", _each(lambda: get(f"{TRAINING}/{self.some_job()}")), 16)
+        series = _each(lambda: get(f"{TRAINING}/{self.some_job()}/metrics?points=500"))
+        self.load("series of 500 points", series, 1)
+        self.load("statistics of a job", _each(lambda: get(f"{ROOT}/stats/{self.some_job()}")), 1)
+        self.load("statistics of the service", repeat(get(f"{ROOT}/stats")), 1)
+        self.load("list of jobs", _each(lambda: get(f"{TRAINING}?after={self.some_job()}")), 1)
+
+    def submit(self) -> None:
+        """Every job that is acknowledged is there."""
+        body = {
+            "model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": self.file_id},
+            "target_effective_batch_size": 32, "metadata": {"by": "bench"},
+        }  # fmt: skip
+        with closing(sqlite3.connect(self.path)) as connection:
+            count = "SELECT count(*) FROM jobs"
+            (before,) = connection.execute(count).fetchone()
+            request = post(f"{TRAINING}/with-accumulation", json.dumps(body).encode())
+            ask(self.accrue.port, repeat(request), 16, 2.0)
+            (warm,) = connection.execute(count).fetchone()
+            assert warm > before
+            load = self.load("submit", repeat(request), 16, expected=202)
+            (after,) = connection.execute(count).fetchone()
+            assert after - warm >= len(load.latencies)
+
+    def follow(self) -> None:
+        """Followers of as many jobs; events are told to all of them, the last of which ends them."""
+        memory = psutil.Process(self.accrue.processes[0].pid).memory_info
+        began = time.perf_counter()
+        received = uvloop.run(self._follow())
+        told = FOLLOWERS * EVENTS_EACH
+        self.figures["followers"] = {
+            "followers": FOLLOWERS,
+            "events_told": told,
+            "events_received": received,
+            "seconds": round(time.perf_counter() - began, 1),
+            "service_memory_mb": round(memory().rss / 1e6, 1),
+        }
+        print(f"  followers: {self.figures['followers']}", flush=True)
+        assert received == told
+
+    async def _follow(self) -> int:
+        followed = [self.job_id(20 * number) for number in range(FOLLOWERS)]
+        connected = asyncio.Barrier(FOLLOWERS + 1)
+        following = [asyncio.create_task(self._events_of(job_id, connected)) for job_id in followed]
+        await connected.wait()
+        await asyncio.to_thread(self._tell, followed)
+        return sum(await asyncio.gather(*following))
+
+    async def _events_of(self, job_id: str, connected: asyncio.Barrier) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.accrue.port)
+        request = get(f"{TRAINING}/{job_id}/events")[:-2] + b"Accept: text/event-stream\r\n\r\n"
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in head.split(b"\r\n")[0], head
+        await connected.wait()
+        told = (await reader.read()).count(b"id: ftevent-")
+        writer.close()
+        return told
+
+    def _tell(self, followed: list[str]) -> None:
+        database = Database(f"sqlite:///{self.path}")
+        for number in range(EVENTS_EACH):
+            last = number == EVENTS_EACH - 1
+            kind = "cancelled" if last else "told"
+            with database.writing() as session:
+                for job_id in followed:
+                    events.tell_of(session, job_id, 0, kind, f"Event {number}.")
+        database.close()
+
+
+def _each(make: Callable[[], bytes]) -> Iterator[bytes]:
+    while True:
+        yield make()
+
+
+def _copy_jobs(connection: sqlite3.Connection, model: str, count: int) -> None:
+    names = [column.name for column in Job.__table__.columns]
+    changed = {
+        "id": "printf('ftjob-%026x', number)",
+        "created_at": "created_at - number * 60.0",
+        "status": "CASE WHEN number % 20 THEN 'succeeded' ELSE 'queued' END",
+        "user_id": "number % 20",
+        "started_at": "CASE WHEN number % 20 THEN created_at - number * 60.0 + 5 END",
+        "finished_at": "CASE WHEN number % 20 THEN created_at - number * 60.0 + 65 END",
+        "result": "CASE WHEN number % 20 THEN :result END",
+        "place": "created_at - number * 60.0",
+    }
+    chosen = ", ".join(changed.get(name, name) for name in names)
+    connection.execute(
+        f"WITH RECURSIVE counted(number) AS "
+        f"(SELECT 0 UNION ALL SELECT number + 1 FROM counted WHERE number + 1 < :count) "
+        f"INSERT INTO jobs ({', '.join(names)}) SELECT {chosen} FROM jobs, counted WHERE id = :model",
+        {"count": count, "model": model, "result": json.dumps(RESULT)},
+    )
+    connection.commit()
+
+
+def _make_steps(connection: sqlite3.Connection, steps: int) -> None:
+    """Of every job, with a loss that falls."""
+    connection.execute(
+        """WITH RECURSIVE counted(step) AS
+             (SELECT 1 UNION ALL SELECT step + 1 FROM counted WHERE step < :steps)
+           INSERT INTO step_metrics
+             (job_id, step, attempt, micro_step, batch_idx, epoch, samples, loss, loss_ema,
+              gradient_accumulation_steps, effective_batch_size, physical_batch_size, learning_rate,
+              grad_norm, tokens, input_tokens, padded_tokens, tokens_per_second, memory_gb, peak_gb,
+              noise_scale, skipped, time, data_seconds, forward_backward_seconds, optimizer_seconds,
+              aux_loss, largest_tokens, micro_losses, gradient_norms)
+           SELECT id, step, 1, step * 4, step * 4, step / 100, 32, 2.0 + 3.0 / step, 2.0 + 3.0 / step,
+                  4, 32, 8, 5e-5, 1.0 / step, 3000, 3100, 3200, 9000.0, 1.5, 1.7, NULL, 0,
+                  1.7e9 + step, 0.01, 0.3, 0.02, NULL, 800, NULL, NULL
+           FROM jobs, counted WHERE id LIKE 'ftjob-000000%' ORDER BY id, step""",
+        {"steps": steps},
+    )
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "sqlite": sqlite3.sqlite_version,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=1_000, help="of each job")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    asked = parser.parse_args()
+    assert asked.jobs >= 20 * FOLLOWERS, "followers need jobs that wait"
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as accrue:
+        accrue.serve(ACCRUE_MAX_QUEUED_JOBS="1000000")
+        bench = Bench(accrue, asked.jobs, asked.steps, asked.seconds)
+        began = time.perf_counter()
+        bench.fill()
+        print(f"  filled in {time.perf_counter() - began:.0f} s", flush=True)
+        bench.read()
+        bench.follow()
+        bench.submit()
+    told = {"machine": machine(), "jobs": asked.jobs, "steps": asked.jobs * asked.steps, **bench.figures}
+    (RESULTS / "api.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
