@@ -386,3 +386,14 @@ def test_data_sets_by_name_are_those_of_the_service_s_folder(settings: Settings,
             assert refused.status_code == 422, name
             assert "secret" not in refused.text.replace(name, "")
         assert "more/chat.jsonl, small.jsonl" in refused.text
+
+
+def test_an_answer_that_has_not_changed_is_not_sent_again(client: TestClient) -> None:
+    path = f"{PATH}/{submit(client)['id']}"
+    first = client.get(path)
+    tag = first.headers["etag"]
+    again = client.get(path, headers={"If-None-Match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+    client.post(f"{path}/cancel")
+    moved_on = client.get(path, headers={"If-None-Match": tag})
+    assert (moved_on.status_code, moved_on.json()["status"]) == (200, "cancelled")
