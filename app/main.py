@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.middleware.gzip import GZipMiddleware
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES
 
 from app import __version__, openapi, problems
 from app.database import Database
@@ -43,6 +45,11 @@ from app.security.rates import Rates
 from app.settings import Settings, get_settings
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import secret_bytes
+
+_COMPRESSED_FROM = 2**14
+"""Bytes of an answer, for those who take it so."""
+
+_AS_THEY_ARE = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
 log = structlog.get_logger("accrue.service")
 
@@ -129,6 +136,9 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
 
 
 def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mounted: bool) -> None:
+    app.add_middleware(
+        GZipMiddleware, minimum_size=_COMPRESSED_FROM, compresslevel=5, exclude_content_types=_AS_THEY_ARE
+    )
     app.add_middleware(
         EveryRequest,
         settings=settings,

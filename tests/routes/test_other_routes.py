@@ -143,3 +143,12 @@ def test_the_document_describes_every_route(client: TestClient) -> None:
     for path in document["paths"].values():
         for operation in path.values():
             assert operation["summary"]
+
+
+def test_large_answers_are_compressed_for_those_who_take_them_so(client: TestClient) -> None:
+    for path, encoding in (("/openapi.json", "gzip"), ("/healthz", None)):
+        answer = client.get(path, headers={"Accept-Encoding": "gzip"})
+        assert answer.headers.get("content-encoding") == encoding
+    assert (
+        "content-encoding" not in client.get("/openapi.json", headers={"Accept-Encoding": "identity"}).headers
+    )
