@@ -3,6 +3,7 @@
 import contextlib
 import random
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Database:
         self._patience_seconds = patience_seconds
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
+        self._one_writes = threading.Lock()
         self._info: dict[str, Any] = {}
 
     def with_info(self, **info: Any) -> "Database":
@@ -95,12 +97,23 @@ class Database:
     def writing(self) -> Iterator[Session]:
         """A session that is committed at its end, and rolled back if it raises."""
         with (
+            self._turn(),
             Session(self._writing, expire_on_commit=False, info=self._info) as session,
             session.begin(),
         ):
             yield session
         if self.is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
             self._restart_log()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread after another: only those of other processes are left to contend for SQLite's lock."""
+        waits = self.is_sqlite and self._one_writes.acquire(timeout=self._patience_seconds)
+        try:
+            yield
+        finally:
+            if waits:
+                self._one_writes.release()
 
     def _restart_log(self) -> None:
         """Has SQLite's log written from its start again.

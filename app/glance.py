@@ -6,7 +6,8 @@ and so does the way to another thread and back.
 
 import json
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import to_thread
@@ -20,6 +21,7 @@ from app.prepared import Prepared
 
 _COLUMNS = list(Job.__table__.columns)
 
+_PLACES = {column.name: place for place, column in enumerate(_COLUMNS)}
 _IN_JSON = [place for place, column in enumerate(_COLUMNS) if isinstance(column.type, JSON)]
 
 if TYPE_CHECKING:
@@ -29,6 +31,27 @@ else:
 
 
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A job's columns as the driver gives them: equal as long as nothing of the job changed."""
+
+    values: Sequence[Any]
+    json_is_text: bool
+    """As SQLite has it; other drivers read it themselves."""
+
+    def __getitem__(self, column: str) -> Any:
+        """One of those that are not JSON."""
+        return self.values[_PLACES[column]]
+
+    def job(self) -> Job:
+        """Whatever asks of a job finds it here; nothing can be changed by it."""
+        values = list(self.values)
+        for place in _IN_JSON:
+            if self.json_is_text and isinstance(values[place], str):  # a number is kept as one
+                values[place] = json.loads(values[place])
+        return _JobRow(*values)
 
 
 class Glances:
@@ -63,8 +86,8 @@ class Glances:
             self._connection = None
 
 
-def job(connection: Connection, job_id: str, owner: str | None) -> Job:
-    """A job's columns; nothing can be changed by them.
+def row(connection: Connection, job_id: str, owner: str | None) -> Row:
+    """A job's columns.
 
     Args:
         owner: whose jobs are seen; null: everybody's.
@@ -75,12 +98,7 @@ def job(connection: Connection, job_id: str, owner: str | None) -> Job:
     rows = _JOB.run(connection, {"id": job_id, "owner": owner})
     if not rows:
         raise NotFound(f"No job has the id {job_id}.")
-    values = list(rows[0])
-    if connection.dialect.name == "sqlite":  # other drivers read JSON themselves
-        for place in _IN_JSON:
-            if isinstance(values[place], str):  # a document that is a number is kept as one
-                values[place] = json.loads(values[place])
-    return _JobRow(*values)
+    return Row(rows[0], connection.dialect.name == "sqlite")
 
 
 def _job(dialect: str) -> Any:

@@ -20,6 +20,7 @@ from app.latency import LatencyGauge
 from app.middleware import NATIVE, EveryRequest
 from app.migrations import migrate
 from app.problems import Problem
+from app.retention import Retention
 from app.routes import (
     accumulation,
     calculators,
@@ -38,6 +39,7 @@ from app.routes import (
     audit as audit_routes,
 )
 from app.routes.dependencies import authorised
+from app.routes.tagged import Documents
 from app.security.audit import AuditLog
 from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
@@ -87,7 +89,9 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         log.info("service started", version=__version__, database=settings.url.split("@")[-1])
         audit.start()
         webhooks.start()
+        retention.start()
         yield
+        retention.close()
         webhooks.close()
         audit.close()
         app.state.glances.close()
@@ -102,6 +106,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
     )
     _add_state(app, settings, authenticate)
     audit = AuditLog(app.state.database, settings.audit_days)
+    retention = Retention(app.state.database, settings)
     webhooks = _webhooks(settings, app.state.database)
     _add_middleware(app, settings, audit, is_mounted=authenticate is not None)
     problems.install(app)
@@ -127,6 +132,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.settings = settings
     state.database = Database(settings.url)
     state.glances = Glances(state.database)
+    state.documents = Documents()
     state.kept = Kept()
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
@@ -159,8 +165,8 @@ def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mou
 
 def _add_routes(app: FastAPI) -> None:
     """One beside the other: what lies in a router within a router is looked for again at each level."""
-    app.include_router(system.router)
     for surface in _NATIVE:
         app.include_router(surface.router, prefix=NATIVE, dependencies=[authorised])
     for surface in _OPENAI:
         app.include_router(surface.router, dependencies=[authorised])
+    app.include_router(system.router)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from http import HTTPStatus
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -85,8 +86,9 @@ class EveryRequest:
             seconds = time.perf_counter() - began
             self.latency.add(seconds)
             self.exposition.answered(scope["method"], _template(scope), status, seconds)
-            log.info("request", method=scope["method"], path=scope["path"], status=status,
-                     milliseconds=round(1000 * seconds, 1))  # fmt: skip
+            tell = log.debug if scope["method"] in _READING and status < HTTPStatus.BAD_REQUEST else log.info
+            tell("request", method=scope["method"], path=scope["path"], status=status,
+                 milliseconds=round(1000 * seconds, 1))  # fmt: skip
             self._note(scope, status, identifier)
             structlog.contextvars.clear_contextvars()
 

@@ -55,6 +55,11 @@ class Settings(BaseSettings):
     )
     audit_reads: bool = Field(False, description="The audit log has requests that only read, too")
     audit_days: float = Field(365.0, gt=0, description="How long the audit log is kept")
+    retention_days: float | None = Field(
+        None,
+        gt=0,
+        description="Ended jobs, models and unneeded files are deleted after so long",
+    )
     webhook_url: str | None = Field(
         None, pattern="^https?://", description="Told when a job ends or is paused, where the job names none"
     )

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from app import files, stats
 from app.errors import Conflict, NotFound
 from app.models import File, Job
+from app.retention import delete_file
 from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
 from app.routes.metrics import csv_answer, csv_of
 from app.routes.pages import page
@@ -79,9 +80,7 @@ def content(session: Reading, settings: CurrentSettings, file_id: FileId) -> Res
 def delete(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> FileDeleted:
     if (job_id := job_of_result_file(file_id)) is not None:
         raise Conflict(f"The file {file_id} goes with its job: delete {job_id} instead.")
-    with database.writing() as session:
-        files.remove(session, file_id)
-    (settings.files_dir / file_id).unlink(missing_ok=True)
+    delete_file(database, settings, file_id)
     return FileDeleted(id=file_id)
 
 

@@ -20,7 +20,7 @@ from app.routes.dependencies import (
 )
 from app.routes.filters import with_metadata
 from app.routes.pages import page, page_of
-from app.routes.tagged import NOT_MODIFIED, tagged
+from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
 from app.schemas.openai import (
     CheckpointMetrics,
     FineTuningCheckpoint,
@@ -68,8 +68,10 @@ def list_jobs(
 async def get(request: Request, fine_tuning_job_id: JobId) -> Response:
     owner = request.state.caller.owner
 
-    def read(connection: Connection) -> FineTuningJob:
-        return answer(glance.job(connection, fine_tuning_job_id, owner))
+    documents: Documents = request.app.state.documents
+
+    def read(connection: Connection) -> Document:
+        return documents.of("openai", glance.row(connection, fine_tuning_job_id, owner), answer)
 
     return tagged(request, await request.app.state.glances.at(read))
 

@@ -16,6 +16,7 @@ from app.foresight import Foresight
 from app.idempotency import Once
 from app.models import Job, JobEvent
 from app.outlook import Outlook
+from app.retention import delete_job
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
@@ -29,8 +30,7 @@ from app.routes.dependencies import (
 from app.routes.filters import with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
-from app.routes.tagged import NOT_MODIFIED, tagged
-from app.run_files import remove_run
+from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
 from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
 from app.settings import Settings
@@ -104,8 +104,12 @@ def list_jobs(
 async def get(request: Request, training_id: JobId) -> Response:
     owner = request.state.caller.owner
 
-    def read(connection: Connection) -> JobAnswer:
-        return job_answer(Outlook(connection), glance.job(connection, training_id, owner))
+    documents: Documents = request.app.state.documents
+
+    def read(connection: Connection) -> Document:
+        outlook = Outlook(connection)
+        row = glance.row(connection, training_id, owner)
+        return documents.of("native", row, lambda job: job_answer(outlook, job))
 
     return tagged(request, await request.app.state.glances.at(read))
 
@@ -145,11 +149,7 @@ def retry(database: CurrentDatabase, once: CurrentOnce, training_id: JobId) -> J
 
 @router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
 def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: JobId) -> None:
-    with database.writing() as session:
-        job_id, file_id = jobs.remove(session, training_id)
-    remove_run(settings, job_id)
-    if file_id is not None:
-        (settings.files_dir / file_id).unlink(missing_ok=True)
+    delete_job(database, settings, training_id)
 
 
 @router.get(
