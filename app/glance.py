@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import to_thread
-from sqlalchemy import JSON, BindParameter, Connection, String, bindparam, or_, select
+from sqlalchemy import JSON, BindParameter, Connection, Select, String, bindparam, or_, select, type_coerce
 from sqlalchemy.exc import DBAPIError
 
 from app.database import Database
@@ -23,6 +23,14 @@ _COLUMNS = list(Job.__table__.columns)
 
 _PLACES = {column.name: place for place, column in enumerate(_COLUMNS)}
 _IN_JSON = [place for place, column in enumerate(_COLUMNS) if isinstance(column.type, JSON)]
+
+JOBS = select(
+    *(
+        type_coerce(column, String).label(column.name) if isinstance(column.type, JSON) else column
+        for column in _COLUMNS
+    )
+)
+"""Every column of every job, as the driver gives it."""
 
 if TYPE_CHECKING:
     _JobRow = Job
@@ -99,6 +107,25 @@ def row(connection: Connection, job_id: str, owner: str | None) -> Row:
     if not rows:
         raise NotFound(f"No job has the id {job_id}.")
     return Row(rows[0], connection.dialect.name == "sqlite")
+
+
+def page(
+    connection: Connection, query: Select[Any], owner: str | None, limit: int, after: str | None
+) -> list[Row]:
+    """A page of jobs, newest first, and one more where there are more.
+
+    Args:
+        query: `JOBS`, with what is filtered by.
+        owner: as in `row`.
+        after: the last id of the page before.
+    """
+    if owner is not None:
+        query = query.where(Job.owner == owner)
+    if after is not None:
+        query = query.where(Job.id < after)
+    found = connection.execute(query.order_by(Job.id.desc()).limit(limit + 1))
+    json_is_text = connection.dialect.name == "sqlite"
+    return [Row(tuple(each), json_is_text) for each in found]
 
 
 def _job(dialect: str) -> Any:

@@ -1,6 +1,5 @@
 """The read side: figures out of the rows that workers wrote."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,7 +7,6 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
 from app.models import Configuration, Job, JobEvent, StepMetric
-from app.schemas.run import LogLine
 from app.schemas.statistics import (
     ConfigurationStatistics,
     JobPerformance,
@@ -17,14 +15,7 @@ from app.schemas.statistics import (
 )
 from app.schemas.training import ENDED
 
-_COLUMNS = [getattr(StepMetric, name) for name in LogLine.model_fields]
 _SECONDS = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
-_PAGE = 1000
-
-
-def last_step(session: Session, job_id: str) -> int:
-    """The last step of which there is a row; 0 where there is none."""
-    return session.scalar(select(func.max(StepMetric.step)).where(StepMetric.job_id == job_id)) or 0
 
 
 @dataclass(frozen=True)
@@ -44,9 +35,11 @@ def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_
         Job.device.startswith(kind),
         Job.result["tuning"].as_string().is_(None),
     )
-    job = session.scalars(
-        jobs.order_by((Job.file_id == file_id).desc(), Job.id.desc()).limit(1)
-    ).one_or_none()
+    newest = (
+        session.scalars(each.order_by(Job.id.desc()).limit(1)).one_or_none()
+        for each in (jobs.where(Job.file_id == file_id), jobs)
+    )
+    job = next((each for each in newest if each is not None), None)
     if job is None:
         return None
     samples, tokens, seconds = session.execute(
@@ -55,37 +48,6 @@ def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_
         )
     ).one()
     return Speed(job.id, samples / seconds, tokens / samples) if seconds else None
-
-
-def series(session: Session, job_id: str, from_step: int, points: int | None) -> list[dict[str, Any]]:
-    """A job's log lines from a step on; with `points`, at most so many, evenly spread."""
-    query = select(*_COLUMNS).where(StepMetric.job_id == job_id, StepMetric.step >= from_step)
-    if points is not None:
-        first, last = session.execute(
-            select(func.min(StepMetric.step), func.max(StepMetric.step)).where(
-                StepMetric.job_id == job_id, StepMetric.step >= from_step
-            )
-        ).one()
-        if first is not None and last - first >= points:
-            chosen = {first + round(i * (last - first) / (points - 1)) for i in range(points)}
-            query = query.where(StepMetric.step.in_(chosen))
-    return [dict(row._mapping) for row in session.execute(query.order_by(StepMetric.step))]
-
-
-def each_step(session: Session, job_id: str) -> Iterator[dict[str, Any]]:
-    """Every log line of a job, a page of rows in memory at a time."""
-    step = -1
-    while True:
-        rows = session.execute(
-            select(*_COLUMNS)
-            .where(StepMetric.job_id == job_id, StepMetric.step > step)
-            .order_by(StepMetric.step)
-            .limit(_PAGE)
-        ).all()
-        yield from (dict(row._mapping) for row in rows)
-        if len(rows) < _PAGE:
-            return
-        step = rows[-1].step
 
 
 def of_job(session: Session, job: Job) -> JobStatistics:

@@ -1,14 +1,17 @@
 """Everything on a service, counted: jobs that do not run by what was kept of them, others by their steps."""
 
+import json
 from collections import Counter
 from datetime import date
+from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Integer, cast, func, select
+from sqlalchemy import BindParameter, Integer, String, bindparam, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.database import insert_for
-from app.models import Configuration, File, Job, JobTotals, StepMetric
+from app.models import Configuration, File, Job, JobTotals, Owned, StepMetric
+from app.prepared import Prepared
 from app.schemas.statistics import Totals
 
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -33,64 +36,85 @@ def keep(session: Session, job_id: str) -> None:
 
 def count(session: Session) -> Totals:
     """Of everything that the session sees."""
-    kept, running = _kept(session), _of_running_jobs(session)
-    rows = session.execute(select(Job.status, func.count()).group_by(Job.status))
-    by_status = {row[0]: row[1] for row in rows}
+    seen = {"owner": session.info.get("owner")}
+    sums = [row for query in (_ALL, _WHEN_RUNNING_BEGAN, _RUNNING) for row in query.run(session, seen)]
+    sums[1] = [-value for value in sums[1]]  # of what runs the steps themselves are counted
     by_model: Counter[str] = Counter()
     by_user: Counter[str] = Counter()
     by_day: Counter[str] = Counter()
-    day = _day(session)
-    for model, user, number, jobs in session.execute(
-        select(Job.model_name, Job.user_id, day, func.count())
-        .group_by(Job.model_name, Job.user_id, day)
-        .order_by(day)
-    ):
+    for model, user, day, jobs in sorted(_JOBS.run(session, seen), key=itemgetter(2)):
         by_model[model] += jobs
-        by_user["" if user is None else str(user)] += jobs
-        by_day[date.fromordinal(_EPOCH + int(number)).isoformat()] += jobs
+        by_user[_label(session, user)] += jobs
+        by_day[date.fromordinal(_EPOCH + int(day)).isoformat()] += jobs
+    by_status: dict[str, int] = dict(_STATES.run(session, seen))
     return Totals(
         jobs=sum(by_status.values()),
         by_status=by_status,
         by_model=by_model,
         by_user=by_user,
         by_day=by_day,
-        configurations=session.scalar(select(func.count()).select_from(Configuration)) or 0,
-        files=session.scalar(select(func.count()).select_from(File)) or 0,
-        **{name: kept[name] + running[name] for name in _SUMS},
+        configurations=_CONFIGURATIONS.run(session, seen)[0][0],
+        files=_FILES.run(session, seen)[0][0],
+        **{name: sum(map(int, values)) for name, *values in zip(_SUMS, *sums, strict=True)},
     )
 
 
-def _kept(session: Session) -> dict[str, int]:
-    """The sums of the jobs that do not run."""
-    sums = select(*(_sum(getattr(JobTotals, name)).label(name) for name in _SUMS))
-    sums = sums.where(JobTotals.job_id.not_in(select(Job.id).where(Job.status == "running")))
-    if session.info.get("owner") is not None:
-        sums = sums.where(JobTotals.job_id.in_(select(Job.id)))
-    return dict(session.execute(sums).one()._mapping)
-
-
-def _of_running_jobs(session: Session) -> dict[str, int]:
-    running = Job.status == "running"
-    steps = (
-        select(
-            func.count().label("steps"),
-            _sum(StepMetric.samples).label("samples"),
-            _sum(StepMetric.tokens).label("tokens"),
-        )
-        .select_from(StepMetric)
-        .where(StepMetric.job_id.in_(select(Job.id).where(running)))
-    )
-    skipped = select(_sum(Job.progress["skipped"].as_integer())).where(running)
-    return {**session.execute(steps).one()._mapping, "skipped": session.scalar(skipped) or 0}
+def _label(session: Session, user: Any) -> str:
+    """A `user_id` as people write it."""
+    if isinstance(user, str) and session.get_bind().dialect.name == "sqlite":
+        user = json.loads(user)
+    return "" if user is None else str(user)
 
 
 def _sum(column: Any) -> Any:
     return func.coalesce(func.sum(column), 0)
 
 
-def _day(session: Session) -> Any:
-    """Of a job's submission, in days since 1970 in UTC."""
+def _seen(owned: type[Owned]) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    return or_(owner.is_(None), owned.owner == owner)
+
+
+def _all(dialect: str) -> Any:
+    """What was kept of every job."""
+    mine = select(Job.id).where(_seen(Job))
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    kept = select(*(_sum(getattr(JobTotals, name)) for name in _SUMS))
+    return kept.where(or_(owner.is_(None), JobTotals.job_id.in_(mine)))
+
+
+def _when_running_began(dialect: str) -> Any:
+    """What was kept of those that run now, when their last attempt ended."""
+    running = select(Job.id).where(Job.status == "running", _seen(Job))
+    return select(*(_sum(getattr(JobTotals, name)) for name in _SUMS)).where(JobTotals.job_id.in_(running))
+
+
+def _running(dialect: str) -> Any:
+    running = select(Job.id).where(Job.status == "running", _seen(Job))
+    windows = (
+        Job.progress["skipped"].as_integer()
+        if dialect == "postgresql"
+        else func.json_extract(Job.progress, "$.skipped")
+    )
+    skipped = select(_sum(windows)).where(Job.status == "running", _seen(Job))
+    return select(
+        func.count(), _sum(StepMetric.samples), _sum(StepMetric.tokens), skipped.scalar_subquery()
+    ).where(StepMetric.job_id.in_(running))
+
+
+def _jobs(dialect: str) -> Any:
+    """By model, user and day of submission, in days since 1970 in UTC."""
     days = Job.created_at / 86400.0
-    if session.get_bind().dialect.name == "postgresql":
-        return cast(func.floor(days), Integer)  # where a cast rounds
-    return cast(days, Integer)
+    day = cast(func.floor(days) if dialect == "postgresql" else days, Integer)  # where a cast rounds
+    counted = select(Job.model_name, Job.user_id, day, func.count()).where(_seen(Job))
+    return counted.group_by(Job.model_name, Job.user_id, day)
+
+
+def _how_many(owned: type[Owned]) -> Prepared:
+    return Prepared(lambda dialect: select(func.count()).select_from(owned).where(_seen(owned)))
+
+
+_ALL, _WHEN_RUNNING_BEGAN, _RUNNING = Prepared(_all), Prepared(_when_running_began), Prepared(_running)
+_JOBS = Prepared(_jobs)
+_STATES = Prepared(lambda dialect: select(Job.status, func.count()).where(_seen(Job)).group_by(Job.status))
+_CONFIGURATIONS, _FILES = _how_many(Configuration), _how_many(File)

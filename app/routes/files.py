@@ -7,7 +7,7 @@ from fastapi.responses import FileResponse, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app import files, stats
+from app import files
 from app.errors import Conflict, NotFound
 from app.models import File, Job
 from app.retention import delete_file
@@ -16,6 +16,7 @@ from app.routes.metrics import csv_answer, csv_of
 from app.routes.pages import page
 from app.schemas.files import FileAnswer, FileDeleted
 from app.schemas.wire import Page
+from app.series import series
 from app.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
@@ -115,7 +116,7 @@ def _result(session: Session, job: Job) -> FileAnswer:
     """A job's step metrics as a file."""
     return FileAnswer(
         id=result_file_of(job),
-        bytes=len(csv_of(stats.series(session, job.id, 0, None)).encode()),
+        bytes=len(csv_of(series(session, job.id, 0, None)).encode()),
         created_at=int(job.finished_at or job.created_at),
         filename="step_metrics.csv",
         purpose=RESULTS,

@@ -1,12 +1,14 @@
 """What lists of jobs are filtered by."""
 
+from typing import Any
+
 from fastapi import Request
 from sqlalchemy import Select
 
 from app.models import Job
 
 
-def with_metadata(query: Select[Job], request: Request) -> Select[Job]:
+def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
     """The jobs that carry every `metadata[key]=value` of the request's query."""
     for name, value in request.query_params.items():
         if name.startswith("metadata[") and name.endswith("]"):

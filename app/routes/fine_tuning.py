@@ -11,6 +11,7 @@ from app.checkpoints import Checkpoint
 from app.models import Job, JobEvent
 from app.routes.dependencies import (
     After,
+    CurrentDatabase,
     CurrentForesight,
     CurrentOnce,
     CurrentSettings,
@@ -51,12 +52,15 @@ def create(
     return intake.store(checked, foresight.database, settings, once, lambda session, job: answer(job))
 
 
-@router.get("", summary="List fine-tuning jobs")
+@router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])
 def list_jobs(
-    request: Request, session: Reading, limit: Limit = 20, after: After = None
-) -> Page[FineTuningJob]:
+    request: Request, database: CurrentDatabase, limit: Limit = 20, after: After = None
+) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
-    return page(session, with_metadata(select(Job), request), Job.id, limit, after, answer)
+    documents: Documents = request.app.state.documents
+    with database.glancing() as connection:
+        rows = glance.page(connection, with_metadata(glance.JOBS, request), database.owner, limit, after)
+        return documents.page("openai", rows, limit, answer)
 
 
 @router.get(

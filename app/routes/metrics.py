@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
+from pydantic_core import to_json
 from sqlalchemy.orm import Session
 
-from app import jobs, stats
+from app import glance, jobs
 from app.errors import Conflict, NotFound
 from app.routes.dependencies import CurrentDatabase, CurrentSettings, Reading
 from app.routes.training import JobId
@@ -17,6 +18,7 @@ from app.run_files import model_dir, tar_of, tar_size
 from app.schemas.run import LogLine
 from app.schemas.statistics import Metrics
 from app.schemas.training import ENDED
+from app.series import each_step, last_step, series
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -25,20 +27,23 @@ COLUMNS = tuple(name for name in LogLine.model_fields if name not in ("micro_los
 
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
 def metrics(
-    session: Reading,
+    database: CurrentDatabase,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
         int | None, Query(ge=2, le=10_000, description="At most so many, evenly spread")
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
-) -> Metrics | Response:
+) -> Response:
     """A point per step, or fewer, evenly spread with the first and the last among them."""
-    jobs.get(session, training_id)
-    rows = stats.series(session, training_id, from_step, points)
+    with database.glancing() as connection:
+        glance.row(connection, training_id, database.owner)
+        lines = series(connection, training_id, from_step, points)
+        steps = last_step(connection, training_id)
     if format == "csv":
-        return _csv_response(rows, training_id)
-    return Metrics(training_id=training_id, steps=stats.last_step(session, training_id), data=rows)
+        return _csv_response(lines, training_id)
+    answer = {"training_id": training_id, "steps": steps, "data": lines}
+    return Response(to_json(answer, inf_nan_mode="null"), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
@@ -72,7 +77,7 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
 
 def csv_answer(session: Session, training_id: str) -> Response:
     """All of a job's steps, one a row."""
-    return _csv_response(stats.series(session, training_id, 0, None), training_id)
+    return _csv_response(series(session, training_id, 0, None), training_id)
 
 
 def _csv_response(rows: Sequence[dict[str, Any]], training_id: str) -> Response:
@@ -98,5 +103,5 @@ def _log_lines(database: CurrentDatabase, training_id: str) -> Iterator[str]:
 
 
 def _lines(session: Session, training_id: str) -> Iterator[str]:
-    for row in stats.each_step(session, training_id):
+    for row in each_step(session, training_id):
         yield LogLine.model_validate(row).model_dump_json() + "\n"

@@ -1,8 +1,9 @@
 """Answers about jobs as they go out: made once for each state of a job, and known again by their ETag."""
 
 import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,20 @@ class Documents:
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return document
+
+    def page(
+        self, surface: str, rows: Sequence[Row], limit: int, answer: Callable[[Job], BaseModel]
+    ) -> Response:
+        """Those of the first `limit` rows, in the shape of `Page`."""
+        shown = rows[:limit]
+        rest = {
+            "has_more": len(rows) > limit,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+        }
+        data = b",".join(self.of(surface, row, answer).body for row in shown)
+        end = json.dumps(rest, separators=(",", ":"))[1:].encode()
+        return Response(b'{"object":"list","data":[' + data + b"]," + end, media_type="application/json")
 
 
 def tagged(request: Request, document: Document) -> Response:

@@ -79,25 +79,26 @@ def large_batch(
     return _submit(asked, response, foresight, settings, once, planned=True)
 
 
-@router.get("", summary="List jobs")
+@router.get("", summary="List jobs", response_model=Page[JobAnswer])
 def list_jobs(
     request: Request,
-    session: Reading,
+    database: CurrentDatabase,
     limit: Limit = 20,
     after: After = None,
     status: Annotated[JobStatus | None, Query()] = None,
     user_id: Annotated[str | None, Query(max_length=200)] = None,
-) -> Page[JobAnswer]:
+) -> Response:
     """Newest first; filter by `status`, `user_id` and `metadata[key]=value`."""
-    query = select(Job)
+    query = with_metadata(glance.JOBS, request)
     if status is not None:
         query = query.where(Job.status == status)
     if user_id is not None:
         query = query.where(cast(Job.user_id, String).in_([user_id, json.dumps(user_id)]))
-    outlook = Outlook(session)
-    return page(
-        session, with_metadata(query, request), Job.id, limit, after, lambda job: job_answer(outlook, job)
-    )
+    documents: Documents = request.app.state.documents
+    with database.glancing() as connection:
+        outlook = Outlook(connection)
+        rows = glance.page(connection, query, database.owner, limit, after)
+        return documents.page("native", rows, limit, lambda job: job_answer(outlook, job))
 
 
 @router.get("/{training_id}", summary="A job", response_model=JobAnswer, responses=NOT_MODIFIED)

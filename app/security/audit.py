@@ -91,7 +91,8 @@ class AuditLog:
 
     def _forget_old(self) -> None:
         with self._database.writing() as session:
-            session.execute(delete(AuditEntry).where(AuditEntry.at < time.time() - self._kept_seconds))
+            old = delete(AuditEntry).where(AuditEntry.at < time.time() - self._kept_seconds)
+            session.execute(old, execution_options={"synchronize_session": False})
 
 
 def _row(deed: Deed) -> dict[str, Any]:
