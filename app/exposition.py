@@ -14,10 +14,12 @@ from app import gpus
 from app.database import Database, database_now
 from app.gpus import SeenGpu
 from app.models import Job, JobEvent, Measurement, Worker
-from app.schemas.training import JobStatus
+from app.outlook import Outlook
+from app.schemas.training import JobStatus, Reason
 from app.workers_seen import SILENT_SECONDS
 
 _STATES: tuple[JobStatus, ...] = get_args(JobStatus)
+_REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 _OF_A_GPU: dict[str, Callable[[SeenGpu], float | None]] = {
@@ -58,6 +60,7 @@ class _FromDatabase(Collector):
     def collect(self) -> Iterable[Metric]:
         with self._database.reading() as session:
             yield _jobs(session)
+            yield _waiting(session)
             yield _oldest(session)
             yield from _durations(session)
             yield _recoveries(session)
@@ -72,6 +75,14 @@ def _jobs(session: Session) -> Metric:
     counted = {row[0]: row[1] for row in rows}
     for state in _STATES:
         family.add_metric([state], counted.get(state, 0))
+    return family
+
+
+def _waiting(session: Session) -> Metric:
+    family = GaugeMetricFamily("accrue_queue_jobs", "Queued jobs by what they wait for", labels=["reason"])
+    counted = Outlook(session).by_reason()
+    for reason in _REASONS:
+        family.add_metric([reason], counted.get(reason, 0))
     return family
 
 

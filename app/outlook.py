@@ -1,15 +1,16 @@
 """Why a job waits, and where it stands in the queue."""
 
+from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
-from sqlalchemy import BindParameter, Connection, and_, bindparam, func, or_, select
+from sqlalchemy import BindParameter, Connection, and_, bindparam, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.models import Job, Worker
 from app.prepared import Prepared
-from app.schemas.training import Waiting
+from app.schemas.training import Reason, Waiting
 from app.workers_seen import SILENT_SECONDS
 
 
@@ -38,16 +39,24 @@ class Outlook:
         ((ahead,),) = _AHEAD.run(self._where, {"place": job.place, "id": job.id})
         later = job.not_before > self._workers.now
         return Waiting(
-            reason="no_worker"
-            if not self._workers.alive
-            else "not_before"
-            if later
-            else "starting"
-            if self._workers.free > 0
-            else "no_free_gpu",
+            reason=self._reason(later=later),
             queue_position=ahead + 1,
             predicted_start=int(job.not_before) + 1 if later else None,
         )
+
+    def by_reason(self) -> dict[Reason, int]:
+        """How many jobs wait for what; reasons that none waits for are left out."""
+        counted: Counter[Reason] = Counter()
+        for later, jobs in _BY_TIME.run(self._where, {}):
+            counted[self._reason(later=bool(later))] += jobs
+        return counted
+
+    def _reason(self, *, later: bool) -> Reason:
+        if not self._workers.alive:
+            return "no_worker"
+        if later:
+            return "not_before"
+        return "starting" if self._workers.free > 0 else "no_free_gpu"
 
 
 def _ahead(dialect: str) -> object:
@@ -65,4 +74,9 @@ def _workers(dialect: str) -> object:
     ).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
 
 
-_AHEAD, _WORKERS = Prepared(_ahead), Prepared(_workers)
+def _by_time(dialect: str) -> object:
+    later = case((Job.not_before > database_now(), 1), else_=0)
+    return select(later, func.count()).where(Job.status == "queued").group_by(later)
+
+
+_AHEAD, _WORKERS, _BY_TIME = Prepared(_ahead), Prepared(_workers), Prepared(_by_time)

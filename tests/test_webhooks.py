@@ -155,7 +155,7 @@ def test_it_is_given_up_at_last(database: Database, receiver: Receiver, deliveri
     "host",
     ["127.0.0.1", "localhost", "[::1]", "0.0.0.0", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254",
      "2130706433", "0x7f000001", "127.1", "[::ffff:127.0.0.1]", "[fe80::1]", "[fd00::1]", "100.64.0.1",
-     "[2002:7f00:1::]", "224.0.0.1", "255.255.255.255"],
+     "[2002:7f00:1::]", "[64:ff9b::7f00:1]", "224.0.0.1", "255.255.255.255"],
 )  # fmt: skip
 def test_addresses_of_no_public_host_are_refused(host: str) -> None:
     with pytest.raises(NotAllowed):

@@ -252,8 +252,11 @@ class ResultAnswer(Answer):
     effective_batch_size: int
 
 
+Reason = Literal["no_worker", "no_free_gpu", "not_before", "starting"]
+
+
 class Waiting(Answer):
-    reason: Literal["no_worker", "no_free_gpu", "not_before", "starting"]
+    reason: Reason
     queue_position: int
     predicted_start: int | None
 

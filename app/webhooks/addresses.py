@@ -8,6 +8,9 @@ from app.errors import InvalidRequest
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""IPv4 behind a gateway (RFC 6052)."""
+
 
 class NotAllowed(InvalidRequest):
     """A webhook may not go there."""
@@ -55,6 +58,8 @@ def is_public(address: Address) -> bool:
     """Whether it is of the public internet, and nobody's own network; one in IPv6's clothes is undressed."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        if address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
     return address.is_global and not address.is_multicast and not address.is_reserved

@@ -26,6 +26,9 @@ def test_figures_of_the_queue_and_of_answers(client: TestClient) -> None:
     assert found["accrue_jobs"][("queued",)] == 2
     assert found["accrue_jobs"][("cancelled",)] == 1
     assert found["accrue_jobs"][("running",)] == 0
+    assert found["accrue_queue_jobs"] == {
+        ("no_worker",): 2, ("no_free_gpu",): 0, ("not_before",): 0, ("starting",): 0,
+    }  # fmt: skip
     assert 0 <= found["accrue_queue_oldest_seconds"][()] < 60
     assert found["accrue_workers_alive"][()] == 0
     counted = found["accrue_http_request_seconds_count"]
