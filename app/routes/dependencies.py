@@ -17,6 +17,7 @@ from app.errors import Forbidden
 from app.foresight import Foresight
 from app.idempotency import Once
 from app.ownership import seen_by
+from app.routes.parameters import check_names
 from app.security.authentication import Authenticate
 from app.security.keys import Caller
 from app.security.rates import Rates
@@ -43,6 +44,8 @@ async def _caller(
     who: Authenticate = request.app.state.authenticate
     caller = await who(request)
     request.state.caller = caller
+    if request.scope["query_string"]:
+        check_names(request)
     if caller.key_id is not None:
         rates: Rates = request.app.state.rates
         rates.count(caller.key_id)

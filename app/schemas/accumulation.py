@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from app.schemas.wire import Answer, Request
+from app.schemas.wire import Answer, Flag, Request
 
 MAX_ACCUMULATION_STEPS = 4096
 MAX_EFFECTIVE_BATCH = 1_000_000
@@ -19,7 +19,7 @@ LearningRateRule = Literal["sqrt", "linear", "none"]
 class AccumulationConfig(Request):
     """Every field of it has a default; what is null is planned or recommended."""
 
-    use_gradient_accumulation: bool = Field(True, description="false: every micro-batch is a step")
+    use_gradient_accumulation: Flag = Field(True, description="false: every micro-batch is a step")
     accumulation_steps: int | None = Field(
         None,
         ge=1,
@@ -49,31 +49,31 @@ class AccumulationConfig(Request):
     memory_safety_margin: float | None = Field(
         None, ge=0, lt=1, description="Share kept free; null: from measured residuals, 0.1 without any"
     )
-    auto_adjust_batch_size: bool = Field(
+    auto_adjust_batch_size: Flag = Field(
         True, description="Smaller micro-batches where memory asks for it; the effective batch stays"
     )
     sync_gradients: Literal[True] = Field(True, description="Gradients are reduced once per window, always")
-    gradient_scaling: bool = Field(True, description="Scale the learning rate from base_batch_size")
+    gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
     lr_scaling: LearningRateRule = "sqrt"
     base_batch_size: int | None = Field(
         None, ge=1, description="The batch that the learning rate was chosen for; null: no scaling"
     )
-    mixed_precision: bool | Precision = Field(
+    mixed_precision: Flag | Precision = Field(
         True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")
     )
     gradient_clipping: float | None = Field(1.0, gt=0, description="By global norm; null: off")
     clip_mode: ClipMode = "after_accumulation"
-    clip_gradients_before_accumulation: bool = Field(False, description="true means each_micro_batch")
+    clip_gradients_before_accumulation: Flag = Field(False, description="true means each_micro_batch")
     loss_spike_zscore: float | None = Field(
         None,
         gt=0,
         description="Skip a window whose loss is this many standard deviations above the recent ones'",
     )
-    accumulate_in_fp32: bool = Field(
+    accumulate_in_fp32: Flag = Field(
         True,
         description="pure_bf16: sum gradients in fp32, 4 bytes a parameter instead of 2; false: in bf16",
     )
-    accumulate_gradients_on_cpu: bool = Field(
+    accumulate_gradients_on_cpu: Flag = Field(
         False, description="Gradients live in host memory between micro-batches"
     )
     accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = "constant"
@@ -93,16 +93,16 @@ class AccumulationConfig(Request):
     loss_variance_threshold: float = Field(
         0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"
     )
-    equivalence_check: bool = Field(
+    equivalence_check: Flag = Field(
         True, description="Compare the first window's gradient with another split's before training"
     )
     noise_scale_every: int | None = Field(
         10, ge=1, description="Measure the gradient noise scale in every so many windows; null: never"
     )
     log_accumulation: Literal[True] = True
-    log_memory_usage: bool = True
-    log_micro_losses: bool = Field(False, description="The loss of each micro-batch, in the log")
-    log_gradients: bool = Field(False, description="The gradient norm of each layer, in the log")
+    log_memory_usage: Flag = True
+    log_micro_losses: Flag = Field(False, description="The loss of each micro-batch, in the log")
+    log_gradients: Flag = Field(False, description="The gradient norm of each layer, in the log")
 
     @model_validator(mode="after")
     def _old_name_of_the_clip_mode(self) -> "AccumulationConfig":

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from app.schemas.spec import OptimizerName, ScheduleName
-from app.schemas.wire import Request
+from app.schemas.wire import Flag, Request
 
 
 class OptimizerArguments(Request):
@@ -14,7 +14,7 @@ class OptimizerArguments(Request):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
     eps: float | None = Field(None, gt=0)
     momentum: float | None = Field(None, ge=0, lt=1)
-    nesterov: bool | None = None
+    nesterov: Flag | None = None
     trust_coefficient: float | None = Field(None, gt=0)
 
 
@@ -57,7 +57,7 @@ class LoraConfig(Request):
     target_modules: list[str] | None = Field(
         None, min_length=1, max_length=100, description="Ends of module names; null: every linear layer"
     )
-    merge: bool = Field(False, description="Save the model with the adapters merged into it")
+    merge: Flag = Field(False, description="Save the model with the adapters merged into it")
 
 
 class LoraMethod(Request):

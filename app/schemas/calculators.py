@@ -8,7 +8,7 @@ from app.schemas.accumulation import Precision
 from app.schemas.arguments import Method
 from app.schemas.spec import OptimizerName
 from app.schemas.training import ModelName
-from app.schemas.wire import Answer, Request
+from app.schemas.wire import Answer, Flag, Request
 
 
 class BatchSizeRequest(Request):
@@ -33,8 +33,8 @@ class BatchSizeRequest(Request):
     max_length: int | None = Field(None, ge=2, description="Tokens; null: the positions, at most 1024")
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     optimizer: OptimizerName = "adamw"
-    mixed_precision: bool | Precision = True
-    gradient_checkpointing: bool = False
+    mixed_precision: Flag | Precision = True
+    gradient_checkpointing: Flag = False
     max_memory_usage: float = Field(0.9, gt=0, le=1)
     memory_safety_margin: float | None = Field(None, ge=0, lt=1)
     wait_seconds: float = Field(

@@ -27,7 +27,7 @@ from app.schemas.spec import (
     Tune,
     WarmupShape,
 )
-from app.schemas.wire import Answer, Request
+from app.schemas.wire import Answer, Flag, Request
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 DEFAULT_LEARNING_RATE = 5e-5
@@ -66,7 +66,7 @@ class DatasetOptions(Request):
     validation_split: float | None = Field(
         None, gt=0, lt=1, description="Share of the lines that is kept for evaluation"
     )
-    packing: bool = Field(
+    packing: Flag = Field(
         False, description="Samples of a micro-batch share a row without padding, kept apart by attention"
     )
 
@@ -120,8 +120,8 @@ class TrainingConfig(Request):
         description="Patterns of parameter names, as in transformer.h.0.*",
     )
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
-    gradient_checkpointing: bool = False
-    compile: bool = Field(False, description="torch.compile, with micro-batches of a few shapes")
+    gradient_checkpointing: Flag = False
+    compile: Flag = Field(False, description="torch.compile, with micro-batches of a few shapes")
     attention: Attention = "sdpa"
     seed: int = Field(42, ge=0, lt=2**31)
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
@@ -160,11 +160,11 @@ class JobOptions(AccumulationConfig):
     gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
-    auto_start: bool = Field(True, description="false: queued paused, until it is resumed")
+    auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")
     webhook_url: WebhookUrl | None = Field(
         None, description="Told, signed, when the job ends or is paused; default: the service's own"
     )
-    profile: bool = Field(False, description="torch.profiler over one settled window, as an artifact")
+    profile: Flag = Field(False, description="torch.profiler over one settled window, as an artifact")
     tune: Tune | None = Field(
         None,
         description="Measure micro-batches of several sizes: first, to train with the leanest of the "
@@ -187,7 +187,7 @@ class TrainingRequest(JobOptions):
     dataset_config: DatasetConfig
     training_config: TrainingConfig = Field(default_factory=TrainingConfig)
     metadata: Metadata = Field(default_factory=dict)
-    dry_run: bool = Field(False, description="Check and plan, queue nothing")
+    dry_run: Flag = Field(False, description="Check and plan, queue nothing")
 
     def accumulation(self) -> AccumulationConfig:
         """The part that a configuration holds, with only the fields that were given."""

@@ -1,8 +1,11 @@
 """The kinds of object that Accrue's schemas are made of."""
 
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Strict
+
+Flag = Annotated[bool, Strict()]
+"""true or false: neither 1 nor "yes"."""
 
 Item = TypeVar("Item")
 

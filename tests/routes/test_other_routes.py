@@ -152,3 +152,31 @@ def test_large_answers_are_compressed_for_those_who_take_them_so(client: TestCli
     assert (
         "content-encoding" not in client.get("/openapi.json", headers={"Accept-Encoding": "identity"}).headers
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (f"{ROOT}/training?limt=5", 422),
+        (f"{ROOT}/training?=5", 422),
+        (f"{ROOT}/gpus?verbose=1", 422),
+        ("/v1/fine_tuning/jobs?order=asc", 400),
+        (f"{ROOT}/training?limit=5&metadata[team]=a", 200),
+        ("/v1/fine_tuning/jobs?limit=5&metadata[team]=a", 200),
+    ],
+)
+def test_a_parameter_that_is_not_there_is_refused_by_name(client: TestClient, path: str, status: int) -> None:
+    answer = client.get(path)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        name = path.partition("?")[2].partition("=")[0]
+        assert f"{name!r} is no parameter" in answer.json()["detail"]
+
+
+def test_a_flag_is_true_or_false(client: TestClient) -> None:
+    for given in (0, 1, "true", "no"):
+        answer = client.post(f"{ROOT}/config", json={"accumulate_gradients_on_cpu": given})
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (
+            422,
+            "accumulate_gradients_on_cpu",
+        )
