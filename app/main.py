@@ -45,6 +45,8 @@ from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
+from app.webhooks import addresses
+from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import secret_bytes
 
@@ -117,11 +119,16 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
 
 def _webhooks(settings: Settings, database: Database) -> Deliverer:
     """Raises:
-    BadSetting: there is somebody to tell and nothing to sign with, or what there is is no secret.
+    BadSetting: there is somebody to tell and nothing to sign with, or they may not be told.
     """
     secret = settings.webhook_secret
     if secret is None and settings.webhook_url is not None:
         raise BadSetting("ACCRUE_WEBHOOK_URL needs ACCRUE_WEBHOOK_SECRET: webhooks are always signed.")
+    if settings.webhook_url is not None:
+        try:
+            addresses.check(settings.webhook_url, private=settings.webhook_private_addresses)
+        except NotAllowed as error:
+            raise BadSetting(f"ACCRUE_WEBHOOK_URL: {error.message}.") from None
     key = secret_bytes(secret.get_secret_value()) if secret is not None else None
     return Deliverer(database, key, private_addresses=settings.webhook_private_addresses)
 

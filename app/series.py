@@ -15,7 +15,7 @@ from app.schemas.run import LogLine
 _NAMES = list(LogLine.model_fields)
 _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
 _IN_JSON = ("micro_losses", "gradient_norms")
-_PAGE = 1000
+PAGE = 1000
 
 
 def last_step(where: Session | Connection, job_id: str) -> int:
@@ -40,7 +40,7 @@ def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> I
     while True:
         lines = _lines(_FOLLOWING.run(where, {"id": job_id, "step": from_step}))
         yield from lines
-        if len(lines) < _PAGE:
+        if len(lines) < PAGE:
             return
         from_step = lines[-1]["step"] + 1
 
@@ -78,5 +78,5 @@ def _chosen(dialect: str) -> Any:
 
 
 _CHOSEN = Prepared(_chosen)
-_FOLLOWING = Prepared(lambda dialect: _from_step_on(_COLUMNS).order_by(StepMetric.step).limit(_PAGE))
+_FOLLOWING = Prepared(lambda dialect: _from_step_on(_COLUMNS).order_by(StepMetric.step).limit(PAGE))
 _BETWEEN = Prepared(lambda dialect: _from_step_on((func.min(StepMetric.step), func.max(StepMetric.step))))

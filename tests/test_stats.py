@@ -3,11 +3,14 @@
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
+from app import series as module
 from app import stats, totals
 from app.database import Database
 from app.models import Job, StepMetric
+from app.schemas.run import LogLine
+from app.series import each_step, last_step, series
 from tests.submissions import submitted
 from tests.workers.test_ingest import line
 
@@ -56,3 +59,30 @@ def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Databas
         session.execute(update(Job).where(Job.id == running).values(status="failed"))
         totals.keep(session, running)
         assert totals.count(session).steps == 9
+
+
+def test_a_series_has_as_many_points_as_asked_for_with_the_first_and_the_last(database: Database) -> None:
+    job_id = finished(database, "cpu", steps=10)
+    told = {"micro_losses": [1.0, 2.5], "gradient_norms": {"layer": 0.5}}
+    with database.writing() as session:
+        session.execute(update(StepMetric).where(StepMetric.step == 10).values(**told))
+    for opened in (database.reading, database.glancing):
+        with opened() as where:
+            chosen = series(where, job_id, 0, 4)
+            assert [each["step"] for each in chosen] == [1, 4, 7, 10]
+            assert {name: chosen[-1][name] for name in told} == told
+            assert LogLine.model_validate(chosen[0]) == line(1)
+            assert [each["step"] for each in series(where, job_id, 8, None)] == [8, 9, 10]
+            assert len(series(where, job_id, 0, 10)) == 10
+            assert series(where, "ftjob-none", 0, 4) == []
+            assert (last_step(where, job_id), last_step(where, "ftjob-none")) == (10, 0)
+
+
+def test_a_long_series_is_read_page_by_page(database: Database) -> None:
+    steps = 2 * module.PAGE + 1
+    job_id = submitted(database)
+    with database.writing() as session:
+        rows = [{"job_id": job_id, **line(step).model_dump()} for step in range(1, steps + 1)]
+        session.execute(insert(StepMetric), rows)
+    with database.reading() as session:
+        assert [each["step"] for each in each_step(session, job_id)] == list(range(1, steps + 1))

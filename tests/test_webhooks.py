@@ -201,6 +201,31 @@ def test_a_body_holds_no_more_than_it_must(
     assert set(told["data"]) == {"id"}
 
 
+def test_one_that_cannot_be_delivered_holds_up_no_other(
+    database: Database, receiver: Receiver, delivering: Deliverer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_as_ever = module.resolve
+
+    def broken(url: str, *, private: bool) -> str:
+        if "broken" in url:
+            raise RuntimeError("of our own making")
+        return resolve_as_ever(url, private=private)
+
+    monkeypatch.setattr(module, "resolve", broken)
+    cancelled(database, "http://broken.example/")
+    cancelled(database, "http://localhost:port/")
+    cancelled(database, receiver.url)
+    told = [(3, None, "RuntimeError"), (3, None, "it is no URL"), (1, None, "delivered")]
+    until(lambda: [(a, due, str(o)[:12]) for a, due, o in outcomes(database)] == told, 20)
+
+
+def test_somebody_to_tell_may_not_be_on_a_private_network(settings: Settings) -> None:
+    own = {"webhook_url": "http://127.0.0.1:9/", "webhook_secret": SecretStr(SECRET)}
+    with pytest.raises(BadSetting, match=r"ACCRUE_WEBHOOK_URL.*public internet"):
+        create_app(settings.model_copy(update=own))
+    create_app(settings.model_copy(update={**own, "webhook_private_addresses": True}))
+
+
 def test_somebody_to_tell_needs_a_secret(settings: Settings) -> None:
     with pytest.raises(BadSetting, match="always signed"):
         create_app(settings.model_copy(update={"webhook_url": "https://example.org/"}))
@@ -212,6 +237,9 @@ def test_somebody_to_tell_needs_a_secret(settings: Settings) -> None:
         ("https://example.org/", None, "ACCRUE_WEBHOOK_SECRET is not set"),
         ("http://127.0.0.1/", SECRET, "public internet"),
         ("http://user:password@example.org/", SECRET, "webhook_url"),
+        ("http://[abc/", SECRET, "no URL that can be reached"),
+        ("http://example.org:port/", SECRET, "no URL that can be reached"),
+        ("http://" + "a" * 300, SECRET, "no URL that can be reached"),
     ],
 )
 def test_a_job_that_cannot_be_told_of_is_refused(

@@ -27,16 +27,15 @@ def resolve(url: str, *, private: bool) -> str:
     Raises:
         NotAllowed: it is none of the public internet's, or the host has none.
     """
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    host, port = _host_and_port(url)
     try:
-        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise NotAllowed(f"the host {parts.hostname} cannot be found ({error.strerror})") from None
+        raise NotAllowed(f"the host {host} cannot be found ({error.strerror})") from None
     addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
     refused = [address for address in addresses if not private and not is_public(address)]
     if refused or not addresses:
-        raise NotAllowed(f"the host {parts.hostname} is not on the public internet ({refused[0]})")
+        raise NotAllowed(f"the host {host} is not on the public internet ({refused[0]})")
     return str(addresses[0])
 
 
@@ -46,12 +45,27 @@ def check(url: str, *, private: bool) -> None:
     Raises:
         NotAllowed: it may not be spoken to.
     """
-    host = urlsplit(url).hostname
+    host, _ = _host_and_port(url)
     try:
         socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
     except OSError:
         return  # a name, which is resolved when there is something to deliver
     resolve(url, private=private)
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    """Raises:
+    NotAllowed: nothing can be reached by such a URL.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        host.encode("idna")
+    except ValueError as error:
+        raise NotAllowed(f"it is no URL that can be reached ({error})") from None
+    if not host:
+        raise NotAllowed("it names no host")
+    return host, port
 
 
 def is_public(address: Address) -> bool:

@@ -125,7 +125,10 @@ class Deliverer:
                 return None if answer.is_success else f"it was answered by {answer.status_code}"
         except NotAllowed as error:
             return error.message
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            return type(error).__name__
+        except Exception as error:
+            log.exception("a delivery failed unexpectedly", id=taken.id)  # the others go out all the same
             return type(error).__name__
 
     def _note(self, taken: _Taken, failure: str | None) -> None:
