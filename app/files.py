@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from sqlalchemy import or_, select
+from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
 from sqlalchemy.orm import Session
 
 from app.database import database_now
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from app.ids import new_id
 from app.models import File, Job
+from app.prepared import Prepared
 from app.schemas.examples import BadLine, DataFormat, parse_line
 from app.settings import Settings
 
@@ -133,8 +134,36 @@ def get(session: Session, file_id: str, field: str | None = None) -> File:
     """
     file = session.get(File, file_id)
     if file is None:
-        raise NotFound(f"No file has the id {file_id}: upload it with POST /v1/files.", field=field)
+        raise _unknown(file_id, field)
     return file
+
+
+def glance(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
+    """A file's id, digest, format and number of examples.
+
+    Args:
+        owner: whose files are seen; null: everybody's.
+
+    Raises:
+        NotFound: as in `get`.
+    """
+    rows = _FILE.run(connection, {"id": file_id, "owner": owner})
+    if not rows:
+        raise _unknown(file_id, field)
+    return rows[0]
+
+
+def _file(dialect: str) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    own = or_(owner.is_(None), File.owner == owner)
+    return select(File.id, File.sha256, File.format, File.examples).where(File.id == bindparam("id"), own)
+
+
+_FILE = Prepared(_file)
+
+
+def _unknown(file_id: str, field: str | None) -> NotFound:
+    return NotFound(f"No file has the id {file_id}: upload it with POST /v1/files.", field=field)
 
 
 def remove(session: Session, file_id: str) -> None:

@@ -70,10 +70,9 @@ def check(
     model, base = base_models.find_for_training(asked.model_name, settings)
     if asked.dry_run:
         foresight = foresight.fresh()
-    with foresight.database.reading() as session:
-        config, num_gpus = _config(session, asked)
-        data = _uploaded(session, asked.dataset_config.file_id, "file_id")
-        validation = _uploaded(session, asked.dataset_config.validation_file_id, "validation_file_id")
+    config, num_gpus = _config(foresight.database, asked)
+    data = _uploaded(foresight.database, asked.dataset_config.file_id, "file_id")
+    validation = _uploaded(foresight.database, asked.dataset_config.validation_file_id, "validation_file_id")
     devices = _devices(foresight, asked.gpu_ids, num_gpus, settings)
     if planned:
         _check_that_steps_are_left_to_us(config)
@@ -215,12 +214,13 @@ def _plan(
     return plan, speed
 
 
-def _config(session: Session, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:
+def _config(database: Database, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:
     """The configuration and the number of devices: of the stored one, with the request's before its own."""
     given = asked.accumulation().model_dump(mode="json", exclude_unset=True)
     if asked.config_id is None:
         return AccumulationConfig.model_validate(given), asked.num_gpus or 1
-    stored = configurations.find(session, asked.config_id, field="config_id")
+    with database.reading() as session:
+        stored = configurations.find(session, asked.config_id, field="config_id")
     return AccumulationConfig.model_validate({**stored.given, **given}), asked.num_gpus or stored.num_gpus
 
 
@@ -237,11 +237,11 @@ def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
             )
 
 
-def _uploaded(session: Session, file_id: str | None, field: str) -> Data | None:
+def _uploaded(database: Database, file_id: str | None, field: str) -> Data | None:
     if file_id is None:
         return None
-    file = files.get(session, file_id, field=f"dataset_config.{field}")
-    return Data(file.id, file.sha256, file.format, file.examples)
+    with database.glancing() as connection:
+        return Data(*files.glance(connection, database.owner, file_id, field=f"dataset_config.{field}"))
 
 
 def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import structlog
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.gzip import GZipMiddleware
@@ -52,6 +53,9 @@ from app.webhooks.signature import secret_bytes
 
 _COMPRESSED_FROM = 2**14
 """Bytes of an answer, for those who take it so."""
+
+_SUBMITTING_AT_ONCE = 2
+"""Threads."""
 
 _AS_THEY_ARE = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
@@ -141,6 +145,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.glances = Glances(state.database)
     state.documents = Documents()
     state.kept = Kept()
+    state.submitting = CapacityLimiter(_SUBMITTING_AT_ONCE)
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)

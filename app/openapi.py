@@ -7,14 +7,21 @@ from fastapi import FastAPI
 _PROBLEM = "application/problem+json"
 
 
+_KEY = {"HTTPBearer": {"type": "http", "scheme": "bearer", "description": "An ak_… key"}}
+_FOR_ANYBODY = ("/healthz", "/readyz")
+
+
 def describe(app: FastAPI) -> None:
-    """Has the document say that errors are problem documents."""
+    """Has the document say that errors are problem documents, and where a key is asked for."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = made()
-            for operation in _operations(document):
+            document["components"]["securitySchemes"] = _KEY
+            for path, operation in _operations(document):
+                if path not in _FOR_ANYBODY:
+                    operation["security"] = [{name: []} for name in _KEY]
                 for status, answer in operation["responses"].items():
                     if status in ("4XX", "5XX"):
                         answer["content"] = {_PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
@@ -23,5 +30,8 @@ def describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _operations(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [operation for methods in document["paths"].values() for operation in methods.values()]
+def _operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """With their paths."""
+    return [
+        (path, operation) for path, methods in document["paths"].items() for operation in methods.values()
+    ]

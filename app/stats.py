@@ -1,10 +1,11 @@
 """The read side: figures out of the rows that workers wrote."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Select, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ScalarSelect, Select, func, select
+from sqlalchemy.orm import Session, aliased
 
 from app.models import Configuration, Job, JobEvent, StepMetric
 from app.schemas.statistics import (
@@ -53,7 +54,7 @@ def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_
 def of_job(session: Session, job: Job) -> JobStatistics:
     """A job's figures."""
     return JobStatistics(
-        training_id=job.id, status=job.status, stats=_statistics(session, [job.id], job.spec, job.plan)
+        training_id=job.id, status=job.status, stats=_statistics(session, [job], job.spec, job.plan)
     )
 
 
@@ -66,7 +67,7 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
         status="unused" if not jobs else "active" if active else "ended",
         stats=_statistics(
             session,
-            [job.id for job in jobs],
+            jobs,
             {"effective_batch_size": configuration.effective_batch_size},
             {"accumulation_steps": configuration.given.get("accumulation_steps")},
         ),
@@ -101,27 +102,20 @@ def performance(session: Session, job: Job) -> JobPerformance:
 
 
 def _statistics(
-    session: Session, job_ids: list[str], spec: dict[str, Any], plan: dict[str, Any]
+    session: Session, jobs: Sequence[Job], spec: dict[str, Any], plan: dict[str, Any]
 ) -> Statistics:
-    figures = _figures(session, job_ids)
-    micro_steps = session.scalars(
-        select(func.max(StepMetric.micro_step))
-        .where(StepMetric.job_id.in_(job_ids))
-        .group_by(StepMetric.job_id)
-    )
-    progress = session.scalars(select(Job.progress).where(Job.id.in_(job_ids)))
-    skipped = sum(each.get("skipped", 0) for each in progress)
+    figures = session.execute(_figures([job.id for job in jobs])).one()
     return Statistics(
         accumulation_steps=figures.accumulation_steps or plan.get("accumulation_steps"),
         effective_batch_size=spec.get("effective_batch_size"),
         steps=figures.steps,
-        micro_steps=sum(micro_steps),
-        skipped=skipped,
+        micro_steps=figures.micro_steps or 0,
+        skipped=sum(job.progress.get("skipped", 0) for job in jobs),
         samples=figures.samples or 0,
         tokens=figures.tokens or 0,
         total_loss=figures.total_loss,
-        first_loss=_loss_at(session, job_ids, func.min),
-        final_loss=_loss_at(session, job_ids, func.max),
+        first_loss=figures.first_loss,
+        final_loss=figures.final_loss,
         loss_mean=figures.loss_mean,
         loss_variance=None if figures.loss_variance is None else max(0.0, figures.loss_variance),
         avg_gradient_norm=figures.grad_norm,
@@ -131,31 +125,18 @@ def _statistics(
         tokens_per_second=figures.input_tokens / figures.seconds if figures.seconds else None,
         samples_per_second=figures.samples / figures.seconds if figures.seconds else None,
         padding_share=1 - figures.input_tokens / figures.padded_tokens if figures.padded_tokens else None,
-        noise_scale=_noise_scale(session, job_ids),
-        oom_recoveries=_count(
-            session,
-            select(func.count())
-            .select_from(JobEvent)
-            .where(JobEvent.job_id.in_(job_ids), JobEvent.type == "out_of_memory"),
-        ),
+        noise_scale=figures.noise_scale,
+        oom_recoveries=figures.oom_recoveries,
         prediction_error=_prediction_error(figures.peak, plan),
     )
 
 
-def _noise_scale(session: Session, job_ids: list[str]) -> float | None:
-    """As it was last measured in one of the jobs."""
-    return session.scalar(
-        select(StepMetric.noise_scale)
-        .where(StepMetric.job_id.in_(job_ids), StepMetric.noise_scale.is_not(None))
-        .order_by(StepMetric.job_id.desc(), StepMetric.step.desc())
-        .limit(1)
-    )
-
-
-def _figures(session: Session, job_ids: list[str]) -> Any:
-    """Sums and averages over every step of some jobs: one row."""
+def _figures(job_ids: list[str]) -> Select[Any]:
+    """One row over every step of some jobs; it is read in one go, so that what it says belongs together."""
     mean = func.avg(StepMetric.loss)
-    rows = (
+    theirs = StepMetric.job_id.in_(job_ids)
+    recoveries = select(func.count()).where(JobEvent.job_id.in_(job_ids), JobEvent.type == "out_of_memory")
+    return (
         select(
             func.count().label("steps"),
             func.sum(StepMetric.samples).label("samples"),
@@ -171,11 +152,45 @@ def _figures(session: Session, job_ids: list[str]) -> Any:
             func.max(StepMetric.peak_gb).label("peak"),
             func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
             func.sum(_SECONDS).label("seconds"),
+            _micro_steps(job_ids).label("micro_steps"),
+            _loss_at(job_ids, func.min).label("first_loss"),
+            _loss_at(job_ids, func.max).label("final_loss"),
+            _noise_scale(job_ids).label("noise_scale"),
+            recoveries.scalar_subquery().label("oom_recoveries"),
         )
-        .where(StepMetric.job_id.in_(job_ids))
+        .where(theirs)
         .select_from(StepMetric)
     )
-    return session.execute(rows).one()
+
+
+def _micro_steps(job_ids: list[str]) -> ScalarSelect[Any]:
+    steps = aliased(StepMetric)
+    each = (
+        select(func.max(steps.micro_step).label("last"))
+        .where(steps.job_id.in_(job_ids))
+        .group_by(steps.job_id)
+    ).subquery()
+    return select(func.sum(each.c.last)).scalar_subquery()
+
+
+def _loss_at(job_ids: list[str], which: Any) -> ScalarSelect[Any]:
+    """The loss of the first or the last step, averaged over the jobs."""
+    steps, those = aliased(StepMetric), aliased(StepMetric)
+    at = (
+        select(those.job_id, which(those.step).label("step"))
+        .where(those.job_id.in_(job_ids))
+        .group_by(those.job_id)
+        .subquery()
+    )
+    loss = select(func.avg(steps.loss)).join(at, (at.c.job_id == steps.job_id) & (at.c.step == steps.step))
+    return loss.scalar_subquery()
+
+
+def _noise_scale(job_ids: list[str]) -> ScalarSelect[Any]:
+    """As it was last measured in one of the jobs."""
+    steps = aliased(StepMetric)
+    measured = select(steps.noise_scale).where(steps.job_id.in_(job_ids), steps.noise_scale.is_not(None))
+    return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()
 
 
 def _prediction_error(peak_gb: float | None, plan: dict[str, Any]) -> float | None:
@@ -184,25 +199,6 @@ def _prediction_error(peak_gb: float | None, plan: dict[str, Any]) -> float | No
         return None
     measured = peak_gb * 2**30
     return float((plan["devices"][0]["predicted_peak_bytes"] - measured) / measured)
-
-
-def _loss_at(session: Session, job_ids: list[str], which: Any) -> float | None:
-    """The loss of the first or the last step, averaged over the jobs."""
-    at = (
-        select(StepMetric.job_id, which(StepMetric.step).label("step"))
-        .where(StepMetric.job_id.in_(job_ids))
-        .group_by(StepMetric.job_id)
-        .subquery()
-    )
-    return session.scalar(
-        select(func.avg(StepMetric.loss)).join(
-            at, (at.c.job_id == StepMetric.job_id) & (at.c.step == StepMetric.step)
-        )
-    )
-
-
-def _count(session: Session, query: Select[Any]) -> int:
-    return session.scalar(query) or 0
 
 
 def _two_decimals(value: float | None) -> float | None:

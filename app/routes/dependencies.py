@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import Depends, Header, Query, Request
-from fastapi.security import HTTPBearer
 from sqlalchemy.orm import Session
 
 from app.database import Database
@@ -32,11 +31,9 @@ async def _settings(request: Request) -> Settings:
     return settings
 
 
-async def _caller(
-    request: Request,
-    shown: Annotated[object, Depends(HTTPBearer(auto_error=False, description="An ak_… key"))],
-) -> Caller:
-    """Who asks, and that they may.
+async def _caller(request: Request) -> Caller:
+    """Who asks, and that they may. The document says so in `app/openapi.py`: a security scheme of FastAPI's
+    is a dependency more for every request, and would find the key where it is looked for again.
 
     Raises:
         Unauthorized, Forbidden: no key that opens this service, or not for this.
@@ -65,14 +62,17 @@ async def _whole_database(request: Request) -> Database:
     return database
 
 
-async def _database(
-    whole: Annotated[Database, Depends(_whole_database)], caller: Annotated[Caller, Depends(_caller)]
-) -> Database:
+async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Database:
+    return _as_seen(request, caller)
+
+
+async def _foresight(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Foresight:
+    return Foresight(_as_seen(request, caller), request.app.state.kept)
+
+
+def _as_seen(request: Request, caller: Caller) -> Database:
+    whole: Database = request.app.state.database
     return seen_by(whole, caller.owner, maker=caller.key_id)
-
-
-async def _foresight(request: Request, database: Annotated[Database, Depends(_database)]) -> Foresight:
-    return Foresight(database, request.app.state.kept)
 
 
 async def _once(
@@ -83,7 +83,7 @@ async def _once(
         Header(min_length=1, max_length=255, description="The same again is done once, for a day"),
     ] = None,
 ) -> Once:
-    said = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
+    said = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())
     if not request.headers.get("content-type", "").startswith("multipart/"):
         said.update(await request.body())
     return Once(idempotency_key, caller.key_id or "", said.digest())

@@ -1,12 +1,15 @@
 """Jobs: submitted, looked at, stopped, deleted."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
+from pydantic import BaseModel
 from sqlalchemy import Connection, String, cast, select
 from sqlalchemy.orm import Session
 
@@ -50,15 +53,15 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     summary="Train, with steps as given",
     response_model=JobAnswer | DryRunAnswer,
 )
-def with_accumulation(
+async def with_accumulation(
+    request: Request,
     asked: TrainingRequest,
-    response: Response,
     foresight: CurrentForesight,
     settings: CurrentSettings,
     once: CurrentOnce,
-) -> JobAnswer | DryRunAnswer | Response:
+) -> Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
-    return _submit(asked, response, foresight, settings, once)
+    return await _submitted(request, asked, partial(_submit, asked, foresight, settings, once))
 
 
 @router.post(
@@ -68,15 +71,15 @@ def with_accumulation(
     summary="Train a large batch, steps planned",
     response_model=JobAnswer | DryRunAnswer,
 )
-def large_batch(
+async def large_batch(
+    request: Request,
     asked: TrainingRequest,
-    response: Response,
     foresight: CurrentForesight,
     settings: CurrentSettings,
     once: CurrentOnce,
-) -> JobAnswer | DryRunAnswer | Response:
+) -> Response:
     """Queues a job whose accumulation steps are planned from memory."""
-    return _submit(asked, response, foresight, settings, once, planned=True)
+    return await _submitted(request, asked, partial(_submit, asked, foresight, settings, once, planned=True))
 
 
 @router.get("", summary="List jobs", response_model=Page[JobAnswer])
@@ -198,20 +201,24 @@ async def _as_sent_events(stream: EventStream, job_id: str, last: str) -> AsyncI
             yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
 
 
+async def _submitted(request: Request, asked: TrainingRequest, submit: Callable[[], Response]) -> Response:
+    """Few at a time: threads that reckon at once only take turns, and keep the event loop waiting. A dry run
+    may wait for a simulation, and keeps nobody waiting."""
+    return await to_thread.run_sync(submit, limiter=None if asked.dry_run else request.app.state.submitting)
+
+
 def _submit(
-    asked: TrainingRequest,
-    response: Response,
-    foresight: Foresight,
-    settings: Settings,
-    once: Once,
-    *,
-    planned: bool = False,
-) -> JobAnswer | DryRunAnswer | Response:
+    asked: TrainingRequest, foresight: Foresight, settings: Settings, once: Once, *, planned: bool = False
+) -> Response:
     checked = intake.check(asked, foresight, settings, planned=planned)
     if asked.dry_run:
-        response.status_code = 200
-        return dry_run_answer(checked.submission, checked.speed)
-    return intake.store(checked, foresight.database, settings, once, _answer, status=202)
+        return _as_json(dry_run_answer(checked.submission, checked.speed), 200)
+    made = intake.store(checked, foresight.database, settings, once, _answer, status=202)
+    return made if isinstance(made, Response) else _as_json(made, 202)
+
+
+def _as_json(answer: BaseModel, status: int) -> Response:
+    return Response(answer.model_dump_json(), status, media_type="application/json")
 
 
 def _answer(session: Session, job: Job) -> JobAnswer:

@@ -173,6 +173,24 @@ def test_a_parameter_that_is_not_there_is_refused_by_name(client: TestClient, pa
         assert f"{name!r} is no parameter" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (f"{ROOT}/training?limit=5&limit=6", 422),
+        (f"{ROOT}/training?metadata[team]=a&metadata[team]=b", 422),
+        ("/v1/fine_tuning/jobs?after=ftjob-1&after=ftjob-1", 400),
+        (f"{ROOT}/calculate-batch-size?model_name=accrue/tiny-gpt2&gpus=24GB&gpus=24GB", 200),
+    ],
+)
+def test_a_parameter_that_comes_twice_is_refused_where_it_is_no_list(
+    client: TestClient, path: str, status: int
+) -> None:
+    answer = client.get(path)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert "is there twice" in answer.json()["detail"]
+
+
 def test_a_flag_is_true_or_false(client: TestClient) -> None:
     for given in (0, 1, "true", "no"):
         answer = client.post(f"{ROOT}/config", json={"accumulate_gradients_on_cpu": given})
