@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ScalarSelect, Select, func, select
+from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app.models import Configuration, Job, JobEvent, StepMetric
@@ -17,6 +17,8 @@ from app.schemas.statistics import (
 from app.schemas.training import ENDED
 
 _SECONDS = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
+
+_THEIRS: BindParameter[list[str]] = bindparam("job_ids", expanding=True)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def performance(session: Session, job: Job) -> JobPerformance:
 def _statistics(
     session: Session, jobs: Sequence[Job], spec: dict[str, Any], plan: dict[str, Any]
 ) -> Statistics:
-    figures = session.execute(_figures([job.id for job in jobs])).one()
+    figures = session.execute(_FIGURES, {"job_ids": [job.id for job in jobs]}).one()
     return Statistics(
         accumulation_steps=figures.accumulation_steps or plan.get("accumulation_steps"),
         effective_batch_size=spec.get("effective_batch_size"),
@@ -131,11 +133,10 @@ def _statistics(
     )
 
 
-def _figures(job_ids: list[str]) -> Select[Any]:
+def _figures() -> Select[Any]:
     """One row over every step of some jobs; it is read in one go, so that what it says belongs together."""
     mean = func.avg(StepMetric.loss)
-    theirs = StepMetric.job_id.in_(job_ids)
-    recoveries = select(func.count()).where(JobEvent.job_id.in_(job_ids), JobEvent.type == "out_of_memory")
+    recoveries = select(func.count()).where(JobEvent.job_id.in_(_THEIRS), JobEvent.type == "out_of_memory")
     return (
         select(
             func.count().label("steps"),
@@ -152,33 +153,33 @@ def _figures(job_ids: list[str]) -> Select[Any]:
             func.max(StepMetric.peak_gb).label("peak"),
             func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
             func.sum(_SECONDS).label("seconds"),
-            _micro_steps(job_ids).label("micro_steps"),
-            _loss_at(job_ids, func.min).label("first_loss"),
-            _loss_at(job_ids, func.max).label("final_loss"),
-            _noise_scale(job_ids).label("noise_scale"),
+            _micro_steps().label("micro_steps"),
+            _loss_at(func.min).label("first_loss"),
+            _loss_at(func.max).label("final_loss"),
+            _noise_scale().label("noise_scale"),
             recoveries.scalar_subquery().label("oom_recoveries"),
         )
-        .where(theirs)
+        .where(StepMetric.job_id.in_(_THEIRS))
         .select_from(StepMetric)
     )
 
 
-def _micro_steps(job_ids: list[str]) -> ScalarSelect[Any]:
+def _micro_steps() -> ScalarSelect[Any]:
     steps = aliased(StepMetric)
     each = (
         select(func.max(steps.micro_step).label("last"))
-        .where(steps.job_id.in_(job_ids))
+        .where(steps.job_id.in_(_THEIRS))
         .group_by(steps.job_id)
     ).subquery()
     return select(func.sum(each.c.last)).scalar_subquery()
 
 
-def _loss_at(job_ids: list[str], which: Any) -> ScalarSelect[Any]:
+def _loss_at(which: Any) -> ScalarSelect[Any]:
     """The loss of the first or the last step, averaged over the jobs."""
     steps, those = aliased(StepMetric), aliased(StepMetric)
     at = (
         select(those.job_id, which(those.step).label("step"))
-        .where(those.job_id.in_(job_ids))
+        .where(those.job_id.in_(_THEIRS))
         .group_by(those.job_id)
         .subquery()
     )
@@ -186,11 +187,15 @@ def _loss_at(job_ids: list[str], which: Any) -> ScalarSelect[Any]:
     return loss.scalar_subquery()
 
 
-def _noise_scale(job_ids: list[str]) -> ScalarSelect[Any]:
+def _noise_scale() -> ScalarSelect[Any]:
     """As it was last measured in one of the jobs."""
     steps = aliased(StepMetric)
-    measured = select(steps.noise_scale).where(steps.job_id.in_(job_ids), steps.noise_scale.is_not(None))
+    measured = select(steps.noise_scale).where(steps.job_id.in_(_THEIRS), steps.noise_scale.is_not(None))
     return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()
+
+
+_FIGURES = _figures()
+"""Made once: to put it together takes longer than to run it."""
 
 
 def _prediction_error(peak_gb: float | None, plan: dict[str, Any]) -> float | None:

@@ -3,10 +3,9 @@
 import json
 from collections import Counter
 from datetime import date
-from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import BindParameter, Integer, String, bindparam, cast, func, or_, select
+from sqlalchemy import BindParameter, Connection, Integer, String, bindparam, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.database import insert_for
@@ -34,34 +33,35 @@ def keep(session: Session, job_id: str) -> None:
     session.execute(statement.on_conflict_do_update(index_elements=["job_id"], set_=new))
 
 
-def count(session: Session) -> Totals:
-    """Of everything that the session sees."""
-    seen = {"owner": session.info.get("owner")}
-    sums = [row for query in (_ALL, _WHEN_RUNNING_BEGAN, _RUNNING) for row in query.run(session, seen)]
+def count(connection: Connection, owner: str | None) -> Totals:
+    """Of everything that an owner sees; null: everybody's."""
+    seen = {"owner": owner}
+    sums = [row for query in (_ALL, _WHEN_RUNNING_BEGAN, _RUNNING) for row in query.run(connection, seen)]
     sums[1] = [-value for value in sums[1]]  # of what runs the steps themselves are counted
     by_model: Counter[str] = Counter()
     by_user: Counter[str] = Counter()
-    by_day: Counter[str] = Counter()
-    for model, user, day, jobs in sorted(_JOBS.run(session, seen), key=itemgetter(2)):
+    for _, model, user, jobs in _LABELS.run(connection, seen):
         by_model[model] += jobs
-        by_user[_label(session, user)] += jobs
-        by_day[date.fromordinal(_EPOCH + int(day)).isoformat()] += jobs
-    by_status: dict[str, int] = dict(_STATES.run(session, seen))
+        by_user[_label(connection, user)] += jobs
+    by_status: dict[str, int] = dict(_STATES.run(connection, seen))
     return Totals(
         jobs=sum(by_status.values()),
         by_status=by_status,
         by_model=by_model,
         by_user=by_user,
-        by_day=by_day,
-        configurations=_CONFIGURATIONS.run(session, seen)[0][0],
-        files=_FILES.run(session, seen)[0][0],
+        by_day={
+            date.fromordinal(_EPOCH + int(day)).isoformat(): jobs
+            for day, jobs in sorted(_DAYS.run(connection, seen))
+        },
+        configurations=_CONFIGURATIONS.run(connection, seen)[0][0],
+        files=_FILES.run(connection, seen)[0][0],
         **{name: sum(map(int, values)) for name, *values in zip(_SUMS, *sums, strict=True)},
     )
 
 
-def _label(session: Session, user: Any) -> str:
+def _label(connection: Connection, user: Any) -> str:
     """A `user_id` as people write it."""
-    if isinstance(user, str) and session.get_bind().dialect.name == "sqlite":
+    if isinstance(user, str) and connection.dialect.name == "sqlite":
         user = json.loads(user)
     return "" if user is None else str(user)
 
@@ -102,12 +102,17 @@ def _running(dialect: str) -> Any:
     ).where(StepMetric.job_id.in_(running))
 
 
-def _jobs(dialect: str) -> Any:
-    """By model, user and day of submission, in days since 1970 in UTC."""
+def _labels(dialect: str) -> Any:
+    """By model and user; grouped in the order of an index, which takes a fraction of the time."""
+    labels = (Job.owner, Job.model_name, Job.user_id)
+    return select(*labels, func.count()).where(_seen(Job)).group_by(*labels)
+
+
+def _days(dialect: str) -> Any:
+    """By day of submission, in days since 1970 in UTC."""
     days = Job.created_at / 86400.0
     day = cast(func.floor(days) if dialect == "postgresql" else days, Integer)  # where a cast rounds
-    counted = select(Job.model_name, Job.user_id, day, func.count()).where(_seen(Job))
-    return counted.group_by(Job.model_name, Job.user_id, day)
+    return select(day, func.count()).where(_seen(Job)).group_by(day)
 
 
 def _how_many(owned: type[Owned]) -> Prepared:
@@ -115,6 +120,6 @@ def _how_many(owned: type[Owned]) -> Prepared:
 
 
 _ALL, _WHEN_RUNNING_BEGAN, _RUNNING = Prepared(_all), Prepared(_when_running_began), Prepared(_running)
-_JOBS = Prepared(_jobs)
+_LABELS, _DAYS = Prepared(_labels), Prepared(_days)
 _STATES = Prepared(lambda dialect: select(Job.status, func.count()).where(_seen(Job)).group_by(Job.status))
 _CONFIGURATIONS, _FILES = _how_many(Configuration), _how_many(File)

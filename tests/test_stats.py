@@ -51,14 +51,14 @@ def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Databas
         totals.keep(session, running)
         session.add(StepMetric(job_id=running, **line(4).model_dump()))
     with database.reading() as session:
-        counted = totals.count(session)
+        counted = totals.count(session.connection(), None)
     assert (counted.jobs, counted.steps, counted.samples) == (2, 9, 72)
     assert counted.by_status == {"succeeded": 1, "running": 1}
     assert counted.by_day == {datetime.now(UTC).date().isoformat(): 2}
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == running).values(status="failed"))
         totals.keep(session, running)
-        assert totals.count(session).steps == 9
+        assert totals.count(session.connection(), None).steps == 9
 
 
 def test_a_series_has_as_many_points_as_asked_for_with_the_first_and_the_last(database: Database) -> None:

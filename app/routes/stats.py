@@ -7,15 +7,16 @@ from pydantic import StringConstraints
 
 from app import charts, configurations, jobs, stats, totals
 from app.compare import MOST_POINTS, compare
-from app.routes.dependencies import Reading
+from app.routes.dependencies import CurrentDatabase, Reading
 from app.schemas.statistics import Comparison, ConfigurationStatistics, JobStatistics, Totals
 
 router = APIRouter(prefix="/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")
-def everything(session: Reading) -> Totals:
-    return totals.count(session)
+def everything(database: CurrentDatabase) -> Totals:
+    with database.glancing() as connection:
+        return totals.count(connection, database.owner)
 
 
 @router.get(

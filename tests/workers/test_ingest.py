@@ -154,4 +154,4 @@ def test_windows_that_made_no_step_count_without_a_step_after_them(
     with database.reading() as session:
         job = session.get_one(Job, fence.job_id)
         assert job.progress["skipped"] == 2
-        assert totals.count(session).skipped == 2
+        assert totals.count(session.connection(), None).skipped == 2
