@@ -1,7 +1,9 @@
 """Base models by name: built in, in the models folder, in the hub's cache, or on the hub."""
 
+import contextlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from app.schemas.architecture import BUILT_IN_MODEL, Architecture, ModelReferenc
 from app.settings import Settings
 
 Source = Literal["built_in", "local", "hub"]
+KnownFrom = Literal["built_in", "local", "catalogue"]
 
 _HUB_TIMEOUT_SECONDS = 5.0
 _LARGEST_CONFIG_BYTES = 2**20
@@ -61,6 +64,21 @@ def known(settings: Settings) -> list[str]:
         else []
     )
     return [BUILT_IN_MODEL, *local]
+
+
+def to_plan_for(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]:
+    """Everything that is known without asking the hub, by name; a folder that cannot be read is left out."""
+    found = {name: _of_the_catalogue(name) for name in catalogue.CATALOGUE}
+    for name in known(settings):
+        with contextlib.suppress(Unprocessable):
+            source: KnownFrom = "built_in" if name == BUILT_IN_MODEL else "local"
+            found[name] = source, find_for_planning(name, settings).architecture
+    return dict(sorted(found.items()))
+
+
+@cache
+def _of_the_catalogue(name: str) -> tuple[KnownFrom, Architecture]:
+    return "catalogue", architectures.from_config(catalogue.CATALOGUE[name])
 
 
 def _configs(folder: Path) -> list[Path]:

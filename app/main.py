@@ -25,12 +25,14 @@ from app.retention import Retention
 from app.routes import (
     accumulation,
     calculators,
+    dashboard,
     files,
     fine_tuning,
     gpus,
     metrics,
     models,
     performance,
+    planned_models,
     profiles,
     stats,
     system,
@@ -70,6 +72,7 @@ _NATIVE = (
     stats,
     accumulation,
     calculators,
+    planned_models,
     performance,
     profiles,
     gpus,
@@ -182,3 +185,4 @@ def _add_routes(app: FastAPI) -> None:
     for surface in _OPENAI:
         app.include_router(surface.router, dependencies=[authorised])
     app.include_router(system.router)
+    dashboard.install(app)

@@ -34,6 +34,8 @@ class Question:
     limits: MemoryLimits
     devices: Sequence[Device]
     target: int | None
+    micro_batch: int | None = None
+    """As it is wanted, whether it fits or not; null: the largest that fits and is of use."""
     most: int | None = None
     """The largest micro-batch to consider; null: any that fits."""
 
@@ -73,15 +75,21 @@ def answer(
     estimate = estimates(question.recipe, question.sequence)
     measured = speeds(question.recipe, question.sequence)
     largest = [_largest(estimate, device, question.limits) for device in question.devices]
-    micro, split = _split(question.target, [_useful(each, measured, question.sequence) for each in largest])
+    wanted = question.micro_batch
+    useful = [
+        _useful(each, measured, question.sequence) if wanted is None else Largest(wanted, wanted)
+        for each in largest
+    ]
+    micro, split = _split(question.target, useful)
     steps = max(map(len, split))
     capacities = [each.with_steps(steps) for each in largest]
+    fits = all(rows >= max(own, default=1) for rows, own in zip(capacities, split, strict=True))
     memory = estimate.memory(micro, accumulating=steps > 1)
-    alternatives = _alternatives(question, estimates, speeds, micro)
+    alternatives = _alternatives(replace(question, most=wanted), estimates, speeds, micro)
     return BatchSizeAnswer(
         model_name=question.model_name,
         parameters=question.architecture.parameters,
-        fits=all(capacities),
+        fits=fits,
         actual_batch_size_per_gpu=micro,
         accumulation_steps=steps,
         effective_batch_size=sum(map(sum, split)),
@@ -92,7 +100,7 @@ def answer(
         expected_error=estimate.expected_error,
         predicted_samples_per_second=_rate(measured, micro, question),
         alternatives=alternatives,
-        explanation=_explain(all(capacities), split, question, memory, estimate.source, alternatives),
+        explanation=_explain(fits, split, question, memory, estimate.source, alternatives),
         warnings=warnings,
     )
 
@@ -249,6 +257,7 @@ def _explain(
     peak = memory.peak_process_bytes / GIB
     limit = min(question.limits.budget(device.memory_bytes) for device in question.devices) / GIB
     if not fits:
+        rows = max(max(own, default=1) for own in split)
         least = next((alternative for alternative in alternatives if alternative.fits), None)
         remedy = (
             f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB)."
@@ -256,8 +265,8 @@ def _explain(
             else "None of the alternatives below fits either: take a larger GPU or a smaller model."
         )
         return (
-            f"{_BY[source]} one sample of {question.sequence} tokens takes {peak:.2f} GiB, and {limit:.2f} "
-            f"GiB may be used: it does not fit. {remedy}"
+            f"{_BY[source]} {rows} sample{'s' * (rows > 1)} of {question.sequence} tokens at a time take"
+            f"{'s' * (rows == 1)} {peak:.2f} GiB, and {limit:.2f} GiB may be used: it does not fit. {remedy}"
         )
     steps, total = max(map(len, split)), sum(map(sum, split))
     return (

@@ -55,6 +55,7 @@ def get_batch_size(
     database: CurrentDatabase,
     model_name: str,
     target_batch_size: Annotated[int | None, Query()] = None,
+    micro_batch_size: Annotated[int | None, Query()] = None,
     gpu_ids: Annotated[list[int] | None, Query()] = None,
     declared: Annotated[list[str] | None, Query(alias="gpus")] = None,
     max_length: Annotated[int | None, Query()] = None,
@@ -69,6 +70,7 @@ def get_batch_size(
     given = {
         "model_name": model_name,
         "target_batch_size": target_batch_size,
+        "micro_batch_size": micro_batch_size,
         "gpu_ids": gpu_ids,
         "gpus": declared,
         "max_length": max_length,
@@ -174,7 +176,7 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
         )
         question = Question(
             asked.model_name, base.architecture, recipe, sequence, limits, devices,
-            asked.target_effective_batch_size,
+            asked.target_effective_batch_size, asked.micro_batch_size,
         )  # fmt: skip
         on = (session, base.architecture, common_name(devices))
         return answer(question, profiles.estimates(*on), [*warnings, *told], profiles.speeds(*on))

@@ -8,6 +8,7 @@ from app.schemas.wire import Answer, Flag, Request
 
 MAX_ACCUMULATION_STEPS = 4096
 MAX_EFFECTIVE_BATCH = 1_000_000
+MAX_MICRO_BATCH = 100_000
 Precision = Literal["bf16", "fp16", "no", "tf32", "pure_bf16"]
 """bf16, fp16: autocast over fp32 weights; pure_bf16: weights in bf16 too; no: fp32; tf32: fp32, on tensor
 cores with TF32's mantissa."""
@@ -41,7 +42,7 @@ class AccumulationConfig(Request):
     micro_batch_size: int | None = Field(
         None,
         ge=1,
-        le=100_000,
+        le=MAX_MICRO_BATCH,
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
         description="Samples per forward and device",
     )

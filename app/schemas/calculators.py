@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
-from app.schemas.accumulation import Precision
+from app.schemas.accumulation import MAX_MICRO_BATCH, Precision
 from app.schemas.arguments import Method
 from app.schemas.spec import OptimizerName
 from app.schemas.training import ModelName
@@ -25,6 +25,13 @@ class BatchSizeRequest(Request):
         validation_alias=AliasChoices(
             "target_effective_batch_size", "target_batch_size", "effective_batch_size"
         ),
+    )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_MICRO_BATCH,
+        validation_alias=AliasChoices("micro_batch_size", "batch_size"),
+        description="Predict for this many samples at a time; null: the most that fit and are of use",
     )
     gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
     gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(
@@ -53,6 +60,8 @@ class BatchSizeRequest(Request):
             raise ValueError("give model_name or raw figures, not both")
         if self.gpu_ids is not None and self.gpus is not None:
             raise ValueError("give gpu_ids or gpus, not both")
+        if self.model_name is None and self.micro_batch_size is not None:
+            raise ValueError("micro_batch_size needs model_name: from raw figures it is what fits")
         return self
 
     @property
@@ -129,6 +138,14 @@ class BatchSizeAnswer(Answer):
     alternatives: list[Alternative]
     explanation: str
     warnings: list[str]
+
+
+class PlannedModel(Answer):
+    id: str
+    object: Literal["accumulation.model"] = "accumulation.model"
+    source: Literal["built_in", "local", "catalogue"]
+    parameters: int
+    positions: int
 
 
 class EffectiveBatchAnswer(Answer):

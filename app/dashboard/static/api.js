@@ -1,0 +1,137 @@
+/** The service's public interface: what is here, any other client can do as well. */
+
+const KEY = "accrue.key";
+const LONGEST_WAIT = 8000;
+
+/** What the service refused, in its own words. */
+export class Refused extends Error {
+  constructor(status, problem) {
+    super(problem?.detail ?? `The service answers ${status}.`);
+    this.status = status;
+    this.field = problem?.errors?.[0]?.field ?? null;
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY),
+  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+const headers = (more = {}) => ({ ...(key.get() ? { Authorization: `Bearer ${key.get()}` } : {}), ...more });
+
+async function ask(path, options = {}) {
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers: headers(options.headers) });
+  } catch (error) {
+    if (error.name !== "AbortError") connection(false);
+    throw error;
+  }
+  connection(true);
+  if (answer.ok || answer.status === 304) return answer;
+  if (answer.status === 401) document.dispatchEvent(new Event("key-needed"));
+  throw new Refused(answer.status, await answer.json().catch(() => null));
+}
+
+/** Tells the page whether the service can be reached. */
+function connection(there) {
+  document.dispatchEvent(new CustomEvent("connection", { detail: there }));
+}
+
+export const get = async (path, signal) => (await ask(path, { signal })).json();
+
+export const remove = (path) => ask(path, { method: "DELETE" });
+
+export async function post(path, body, { signal, once } = {}) {
+  const more = { ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...(once ? { "Idempotency-Key": once } : {}) };
+  return (await ask(path, { method: "POST", headers: more, body: body === undefined ? undefined : JSON.stringify(body), signal })).json();
+}
+
+export async function upload(file) {
+  const form = new FormData();
+  form.append("purpose", "fine-tune");
+  form.append("file", file);
+  return (await ask("v1/files", { method: "POST", body: form })).json();
+}
+
+/** Gives a file to the browser; with a key it must pass through this page, since a link carries none. */
+export async function download(path, name) {
+  let url = path;
+  if (key.get()) url = URL.createObjectURL(await (await ask(path)).blob());
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  if (url !== path) setTimeout(() => URL.revokeObjectURL(url), 60000);
+}
+
+/** A query string of what is given. */
+export function query(values) {
+  const given = Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return given.length ? `?${new URLSearchParams(given)}` : "";
+}
+
+export function pause(milliseconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, milliseconds);
+    signal?.addEventListener("abort", () => { clearTimeout(timer); reject(signal.reason); }, { once: true });
+  });
+}
+
+/**
+ * Does something again and again until it says that it is over; a service that is away for a while is asked again.
+ *
+ * @param {() => Promise<boolean>} look true: once more
+ */
+export async function poll(look, milliseconds, signal) {
+  let wait = milliseconds;
+  while (!signal.aborted) {
+    try {
+      if (!(await look())) return;
+      wait = milliseconds;
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error instanceof Refused && error.status < 500) throw error;
+      wait = Math.min(LONGEST_WAIT, wait * 2);
+    }
+    while (document.hidden && !signal.aborted) await pause(500, signal).catch(() => {});
+    await pause(wait, signal).catch(() => {});
+  }
+}
+
+/**
+ * Every event of a job, from the start and then as it happens. After a lost connection it goes on where it was.
+ * EventSource would do, but for its not being able to show a key.
+ *
+ * @param {(event: Object) => void} tell
+ */
+export async function follow(jobId, tell, signal) {
+  let last = "";
+  await poll(async () => {
+    const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
+    const answer = await ask(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
+    if (answer.status === 204) return false;
+    for await (const event of sent(answer.body)) {
+      last = event.id;
+      tell(JSON.parse(event.data));
+    }
+    return true; // the stream ended: with the job, which the next request tells by a 204, or too early
+  }, 500, signal);
+}
+
+/** Server-sent events of a body, as the HTML standard has them, but without `retry` and `event`. */
+async function* sent(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const lines = block.split("\n");
+      const field = (name) => lines.filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).replace(/^ /, "")).join("\n");
+      if (field("data")) yield { id: field("id"), data: field("data") };
+    }
+  }
+}

@@ -1,0 +1,44 @@
+/** Elements made in one expression. */
+
+/**
+ * @param {string} tag
+ * @param {Object} attributes `on…` are listeners, `class` and the others as in HTML; false and null are left out
+ * @param {...(Node|string|number|null|Array)} children
+ * @returns {HTMLElement}
+ */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "value") element.value = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Puts new content in the place of the old. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+}
+
+/** A table; cells are texts or nodes, `number` columns are set to the right. */
+export function table(caption, columns, rows, empty = "Nothing here yet.") {
+  if (!rows.length) return h("p", { class: "muted" }, empty);
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {},
+      h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.number ? "number" : null }, column.title)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) => h("td", { class: columns[place].number ? "number" : null }, cell)))))));
+}
+
+/** What a screen reader is to say without the focus moving. */
+export function announce(text) {
+  let region = document.getElementById("announcements");
+  if (!region) {
+    region = h("p", { id: "announcements", class: "unseen", "aria-live": "polite" });
+    document.body.append(region);
+  }
+  region.textContent = text;
+}

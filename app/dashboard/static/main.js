@@ -1,0 +1,81 @@
+/** Which page is shown: the address after `#/` says it, and holds what was chosen there. */
+
+import { key, Refused } from "./api.js";
+import { fill, h } from "./dom.js";
+import * as compare from "./pages/compare.js";
+import * as gpus from "./pages/gpus.js";
+import * as job from "./pages/job.js";
+import * as jobs from "./pages/jobs.js";
+import * as plan from "./pages/plan.js";
+import * as recommendations from "./pages/recommendations.js";
+
+const PAGES = { plan, jobs, job, compare, gpus, recommendations };
+const main = document.getElementById("main");
+let leaving = new AbortController();
+
+async function show() {
+  leaving.abort();
+  leaving = new AbortController();
+  const { signal } = leaving;
+  const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, id] = path.split("/").map(decodeURIComponent);
+  const page = PAGES[name] ?? plan;
+  for (const link of document.querySelectorAll("nav a")) {
+    const own = link.hash.slice(2);
+    const here = own === name || (own === "jobs" && name === "job") || (own === "plan" && page === plan);
+    if (here) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${page.TITLE} · Accrue`;
+  fill(main);
+  try {
+    await page.show(main, { id, chosen: new URLSearchParams(search), signal });
+  } catch (error) {
+    if (!signal.aborted) main.append(problem(error));
+  }
+}
+
+function problem(error) {
+  const told = error instanceof Refused ? error.message : "The service cannot be reached. Is it running?";
+  if (!(error instanceof Refused)) console.warn(error);
+  return h("section", { class: "panel problem", role: "alert" }, h("h2", {}, "That did not work"), h("p", {}, told),
+    h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")));
+}
+
+const themes = { light: "Light", dark: "Dark" };
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  const other = theme === "dark" ? "light" : "dark";
+  const button = document.getElementById("theme");
+  button.textContent = themes[other];
+  button.setAttribute("aria-label", `${themes[other]} colours`);
+  button.onclick = () => { localStorage.setItem("accrue.theme", other); setTheme(other); };
+  document.dispatchEvent(new Event("theme"));
+}
+
+const system = matchMedia("(prefers-color-scheme: dark)");
+const preferred = () => localStorage.getItem("accrue.theme") ?? (system.matches ? "dark" : "light");
+system.addEventListener("change", () => setTheme(preferred()));
+setTheme(preferred());
+
+const dialog = document.getElementById("key-dialog");
+const typed = document.getElementById("key-value");
+const askForKey = () => { if (!dialog.open) dialog.showModal(); };
+document.getElementById("key").addEventListener("click", askForKey);
+document.addEventListener("key-needed", askForKey);
+dialog.addEventListener("close", () => {
+  if (!dialog.returnValue) return;
+  key.set(dialog.returnValue === "use" ? typed.value.trim() : null);
+  typed.value = dialog.returnValue = "";
+  show();
+});
+
+const lost = document.getElementById("connection");
+document.addEventListener("connection", (event) => {
+  lost.hidden = event.detail;
+  lost.textContent = event.detail ? "" : "The service does not answer; it is asked again every few seconds.";
+});
+
+addEventListener("hashchange", () => { show(); main.focus(); });
+show();

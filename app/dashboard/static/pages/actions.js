@@ -1,0 +1,40 @@
+/** What can be done with a job in the state that it is in. */
+
+import { post, remove } from "../api.js";
+import { announce, h } from "../dom.js";
+
+const POSSIBLE = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"], failed: ["retry", "delete"], cancelled: ["retry", "delete"], succeeded: ["delete"] };
+const SURE = { cancel: "Cancel this job? What it has learned so far is lost.", delete: "Delete this job with its model, its log and its checkpoints?" };
+const NAMES = { pause: "Pause", cancel: "Cancel", resume: "Resume", retry: "Train again", delete: "Delete" };
+
+/**
+ * @param {() => Promise} done looks again at what has changed
+ */
+export function actions(job, done) {
+  const told = h("small", { class: "is-bad", role: "alert" });
+  async function act(name, button) {
+    if (SURE[name] && !confirm(SURE[name])) return;
+    button.disabled = true;
+    const path = `gradient-accumulation/training/${job.id}`;
+    try {
+      if (name === "delete") {
+        await remove(path);
+        location.hash = "#/jobs";
+      } else {
+        const answer = await post(`${path}/${name}`);
+        if (name === "retry") location.hash = `#/job/${answer.id}`;
+      }
+      announce(`${NAMES[name]}: done.`);
+      await done();
+    } catch (error) {
+      told.textContent = error.message;
+    } finally {
+      button.disabled = false;
+    }
+  }
+  const possible = job.requested ? [] : POSSIBLE[job.status];
+  return h("div", { class: "actions" }, possible.map((name) => h("button", {
+    type: "button", class: name === "cancel" || name === "delete" ? "quiet danger" : "quiet", "data-at": `${job.id}-${name}`, "aria-label": `${NAMES[name]} job ${job.id.slice(-6)}`,
+    onclick: (event) => act(name, event.target),
+  }, NAMES[name])), told);
+}

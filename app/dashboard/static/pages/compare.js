@@ -1,0 +1,66 @@
+/** Several jobs over the samples that each has seen, and how much noisier one is than another. */
+
+import { get } from "../api.js";
+import { chart, PALETTE } from "../charts.js";
+import { fill, h, table } from "../dom.js";
+import { fixed, number, percent } from "../format.js";
+import { help } from "../terms.js";
+import { badge } from "./jobs.js";
+
+export const TITLE = "Compare";
+
+const COLUMNS = ["Job", "Batch", "Steps", "Final loss", "Noise", "To the first", "Tokens/s", "Peak GiB", "Padding"];
+const MOST = 10;
+
+export async function show(main, { chosen, signal }) {
+  const { data } = await get("gradient-accumulation/training?limit=100", signal);
+  const trained = data.filter((job) => job.progress.step > 0);
+  const ids = (chosen.get("ids") ?? "").split(",").filter(Boolean);
+  const result = h("div", {});
+  const curve = chart("Loss", { x: "samples seen", y: "nats per token, moving average" }, help("loss"));
+  const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);
+  const list = h("ul", { class: "legend" }, trained.map((job) => h("li", {}, h("label", {},
+    h("input", { type: "checkbox", value: job.id, checked: ids.includes(job.id), onchange: choose }), ` …${job.id.slice(-6)} `, badge(job), ` ${job.model_name}, batch ${number(job.effective_batch_size)}`))));
+
+  function choose() {
+    const ticked = [...list.querySelectorAll("input:checked")].map((input) => input.value);
+    const kept = [...ids.filter((id) => ticked.includes(id)), ...ticked.filter((id) => !ids.includes(id))];
+    ids.splice(0, ids.length, ...kept);
+    history.replaceState(null, "", `#/compare${ids.length ? `?ids=${ids.join(",")}` : ""}`);
+    compare();
+  }
+
+  async function compare() {
+    figure.hidden = ids.length < 2;
+    if (ids.length < 2 || ids.length > MOST) {
+      fill(result, h("p", { class: "muted" }, `Choose two to ${MOST} jobs.`));
+      return;
+    }
+    try {
+      const query = new URLSearchParams(ids.map((id) => ["ids", id]));
+      showComparison(await get(`gradient-accumulation/stats/compare?${query}`, signal));
+    } catch (error) {
+      if (signal.aborted) return;
+      figure.hidden = true;
+      fill(result, h("p", { class: "is-bad", role: "alert" }, error.message));
+    }
+  }
+
+  function showComparison({ jobs, loss, samples_seen: seen }) {
+    const name = (job) => `…${job.training_id.slice(-6)}: batch ${job.effective_batch_size}`;
+    curve.draw(jobs.map((job, place) => ({ x: seen, y: loss[job.training_id], name: name(job), colour: PALETTE[place % PALETTE.length], dash: place < PALETTE.length ? "solid" : "dot" })),
+      { summary: jobs.map((job) => `${name(job)} ends at ${fixed(job.final_loss)}`).join("; ") });
+    fill(result, table("Over the samples that all of them have seen", COLUMNS.map((title, place) => ({ title, number: place > 0 })), jobs.map((job) => [
+      h("a", { href: `#/job/${job.training_id}` }, name(job)),
+      `${number(job.effective_batch_size)} in ${number(job.accumulation_steps)}`,
+      number(job.steps), fixed(job.final_loss), job.loss_noise.toExponential(2),
+      job.noise_ratio === null ? "–" : `× ${fixed(job.noise_ratio, 2)}`,
+      number(job.stats.tokens_per_second), fixed(job.stats.peak_memory_gb, 2), percent(job.stats.padding_share),
+    ])), h("p", { class: "muted" }, "Noise is the variance of the loss around its trend. ", help("noise")));
+  }
+
+  main.append(h("h1", {}, "Compare jobs"),
+    h("section", { class: "panel", "aria-label": "Jobs to compare" }, trained.length ? list : h("p", { class: "muted" }, "No job has made a step yet.")),
+    figure, h("section", { class: "panel", "aria-label": "Figures" }, result));
+  await compare();
+}

@@ -1,0 +1,154 @@
+/** One job: how far it is, what was measured, what happened, what came of it. */
+
+import { download, follow, get, poll } from "../api.js";
+import { chart, level } from "../charts.js";
+import { announce, fill, h } from "../dom.js";
+import { bytes, duration, fixed, moment, number, percent } from "../format.js";
+import { help } from "../terms.js";
+import { actions } from "./actions.js";
+import { badge, waits } from "./jobs.js";
+
+export const TITLE = "Job";
+
+const EVERY = 1000;
+const POINTS = 500;
+const MOST_EVENTS = 500;
+const ENDED = ["succeeded", "failed", "cancelled"];
+const GIB = 2 ** 30;
+
+export async function show(main, { id, signal }) {
+  const path = `gradient-accumulation/training/${encodeURIComponent(id ?? "")}`;
+  const head = h("section", { class: "panel", "aria-label": "State" });
+  const outcome = h("section", { class: "panel", "aria-label": "Outcome", hidden: true });
+  const events = h("ol", { class: "events", reversed: true, tabindex: "0", "aria-label": "Events, newest first" });
+  const charts = makeCharts();
+
+  const first = await get(path, signal); // whether it is there at all
+  const measured = h("section", { class: "panel", "aria-label": "Charts", hidden: true }, h("div", { class: "charts" }, Object.values(charts).map((each) => each.element)));
+  main.append(h("h1", {}, first.model_name), head, outcome, measured,
+    h("section", { class: "panel", "aria-label": "Events" }, h("h2", {}, "Events"), events),
+    settings(first));
+
+  let drawn = "";
+  let status = null;
+  async function look() {
+    const job = await get(path, signal);
+    showHead(head, job, look);
+    const state = `${job.status} ${job.attempt} ${job.progress.step}`;
+    if (state !== drawn) {
+      drawn = state;
+      const series = await get(`${path}/metrics?points=${POINTS}`, signal);
+      measured.hidden = !series.data.length;
+      if (series.data.length) await draw(charts, series.data, job);
+    }
+    if (status !== null && status !== job.status) announce(`The job is ${job.status}.`);
+    status = job.status;
+    if (!ENDED.includes(job.status)) return true;
+    await showOutcome(outcome, job, signal);
+    return false;
+  }
+  const tell = (event) => {
+    events.prepend(h("li", {}, h("time", { datetime: new Date(event.created_at * 1000).toISOString() }, new Date(event.created_at * 1000).toLocaleTimeString()),
+      h("span", { class: event.level === "error" ? "is-bad" : event.level === "warning" ? "is-warn" : "" }, event.message)));
+    if (events.childElementCount > MOST_EVENTS) events.lastElementChild.remove();
+  };
+  await Promise.all([poll(look, EVERY, signal), follow(id, tell, signal)]);
+}
+
+function makeCharts() {
+  return {
+    loss: chart("Loss", { x: "step", y: "nats per token" }, help("loss")),
+    rate: chart("Learning rate", { x: "step", y: "" }, help("learning_rate")),
+    norm: chart("Gradient norm", { x: "step", y: "before clipping" }, help("grad_norm")),
+    throughput: chart("Throughput", { x: "step", y: "tokens a second", format: "~s" }, help("throughput")),
+    memory: chart("Memory", { x: "step", y: "GiB" }, help("memory")),
+    noise: chart("Noise scale", { x: "step", y: "samples" }, help("noise_scale")),
+  };
+}
+
+/** At least one line. */
+async function draw(charts, lines, job) {
+  const x = lines.map((line) => line.step);
+  const of = (name) => lines.map((line) => line[name]);
+  const trace = (name, shown, more = {}) => ({ x, y: of(name), name: shown, ...more });
+  const span = (name, digits) => `from ${fixed(lines[0][name], digits)} to ${fixed(lines.at(-1)[name], digits)} over ${number(lines.at(-1).step)} steps`;
+  const device = job.plan.devices[0];
+  const noisy = lines.filter((line) => line.noise_scale !== null);
+  charts.noise.element.hidden = !noisy.length;
+  await Promise.all([
+    charts.loss.draw([trace("loss", "loss", { colour: "soft", width: 1 }), trace("loss_ema", "moving average")], { summary: `Loss ${span("loss_ema", 3)}.` }),
+    charts.rate.draw([trace("learning_rate", "learning rate", { colour: "second" })], { summary: `Learning rate ${span("learning_rate", 6)}.` }),
+    charts.norm.draw([trace("grad_norm", "norm", { colour: "third", width: 1 })], { summary: `Gradient norm ${span("grad_norm", 3)}.` }),
+    charts.throughput.draw([trace("tokens_per_second", "tokens/s", { colour: "fourth", width: 1 })], { summary: `Tokens a second ${span("tokens_per_second", 0)}.` }),
+    charts.memory.draw([trace("peak_gb", "peak so far"), { x: [x[0], x.at(-1)], y: Array(2).fill(device.predicted_peak_bytes / GIB), name: "predicted", colour: "second", dash: "dash" }],
+      { summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted ${bytes(device.predicted_peak_bytes)}.`, shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [] }),
+    noisy.length && charts.noise.draw([{ x: noisy.map((line) => line.step), y: noisy.map((line) => line.noise_scale), name: "noise scale", colour: "ok" }], { summary: "Noise scale as measured." }),
+  ]);
+}
+
+/** The limit is drawn where it does not squeeze everything else flat. */
+function near(device, lines) {
+  const highest = Math.max(device.predicted_peak_bytes / GIB, ...lines.map((line) => line.peak_gb ?? 0));
+  return device.memory_limit_bytes / GIB < 3 * highest;
+}
+
+function showHead(head, job, look) {
+  const { progress, plan } = job;
+  const total = progress.steps_total;
+  const left = job.status === "running" && progress.eta_seconds !== null ? `, ${duration(progress.eta_seconds)} left` : "";
+  const focused = document.activeElement?.dataset?.at;
+  fill(head,
+    h("p", { class: "verdict" }, badge(job), h("span", {}, job.status === "queued" ? waits(job) : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${left}`)),
+    job.error && h("p", { class: "is-bad" }, job.error.message),
+    h("progress", { max: total ?? 1, value: total ? progress.step : ENDED.includes(job.status) ? 1 : null, "aria-label": "Steps made" }),
+    h("dl", { class: "facts" },
+      fact("Effective batch", `${number(plan.effective_batch_size)} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`, "effective"),
+      fact("Loss", fixed(progress.loss_ema), "loss"),
+      fact("Tokens a second", number(progress.tokens_per_second), "throughput"),
+      fact("Memory at the peak", `${bytes(progress.memory_peak_bytes)} of ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`, "memory"),
+      fact("Samples seen", number(progress.samples_seen)),
+      fact("Device", `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`),
+      fact("Begun", moment(job.started_at)),
+      fact("Attempt", number(job.attempt))),
+    actions(job, look),
+    h("p", { class: "muted" }, h("code", {}, job.id)));
+  if (focused) head.querySelector(`[data-at="${CSS.escape(focused)}"]`)?.focus();
+}
+
+const fact = (name, value, term) => h("div", {}, h("dt", {}, name, term && help(term)), h("dd", {}, value));
+
+async function showOutcome(outcome, job, signal) {
+  const { result } = job;
+  outcome.hidden = !result;
+  if (!result) return;
+  const { stats } = await get(job.links.stats.replace(/^\//, ""), signal);
+  const certificate = result.equivalence_error === null ? "not made" : `${result.equivalence_error.toExponential(1)} apart`;
+  const noise = result.noise_scale;
+  fill(outcome, h("h2", {}, "What came of it"),
+    h("dl", { class: "facts" },
+      fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
+      result.eval_loss !== null && fact("Loss on held-back samples", fixed(result.eval_loss), "validation"),
+      fact("Tokens learned from", number(result.trained_tokens)),
+      fact("Certificate", certificate, "certificate"),
+      noise && fact("Noise scale", noiseOf(noise), "noise_scale"),
+      fact("Samples a second", number(stats.samples_per_second)),
+      fact("Padding", percent(stats.padding_share)),
+      fact("Memory predicted", stats.prediction_error === null ? "–" : `${percent(stats.prediction_error)} off`, "memory"),
+      fact("Out of memory", `${number(stats.oom_recoveries)} times`)),
+    h("p", { class: "actions" },
+      result.model_path && h("button", { type: "button", class: "primary", onclick: () => download(`gradient-accumulation/training/${job.id}/model`, `${job.id}.tar`) }, "Download the model"),
+      h("button", { type: "button", onclick: () => download(`gradient-accumulation/training/${job.id}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
+      h("button", { type: "button", onclick: () => download(`gradient-accumulation/training/${job.id}/log`, `${job.id}.jsonl`) }, "Log"),
+      h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next")));
+}
+
+/** With its band of 90 %. */
+const noiseOf = ({ value, low, high }) => `${number(value)} (${number(low)} to ${high === null ? "unbounded" : number(high)})`;
+
+/** Everything that was asked for or filled in. */
+function settings(job) {
+  const list = (title, values) => [h("h2", {}, title), h("dl", { class: "facts" }, Object.entries(values).filter(([, value]) => value !== null && !(Array.isArray(value) && !value.length))
+    .map(([name, value]) => fact(name.replaceAll("_", " "), typeof value === "object" ? JSON.stringify(value) : String(value))))];
+  return h("details", { class: "panel" }, h("summary", {}, "Everything that was chosen"),
+    list("Training", job.training_config), list("Accumulation", job.config), list("Data", job.dataset));
+}

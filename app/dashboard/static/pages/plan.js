@@ -1,0 +1,346 @@
+/** Does it fit, and how? What is planned here starts as a job. */
+
+import { get, pause, post, query, Refused, upload } from "../api.js";
+import { chart, level } from "../charts.js";
+import { announce, fill, h, table } from "../dom.js";
+import { bytes, duration, number, percent } from "../format.js";
+import { field, select } from "../terms.js";
+
+export const TITLE = "Plan";
+
+const ROOT = "gradient-accumulation";
+const SAVED = "accrue.plans";
+const AFTER_TYPING = 250;
+const SIMULATED_WITHIN = 20;
+const DEFAULTS = { model: "accrue/tiny-gpt2", batch: "target", target: "32", micro: "8", steps: "4", count: "1", method: "full", optimizer: "adamw", precision: "auto", epochs: "3", rate: "5e-5" };
+const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
+
+/** The form's names of the fields that the service speaks of. */
+const OWN_NAMES = { model_name: "model", gpus: "gpus", max_length: "length", target_effective_batch_size: "target", micro_batch_size: "micro", accumulation_steps: "steps", learning_rate: "rate", file_id: "file", validation_split: "validation", gradient_checkpointing: "checkpointing" };
+
+export async function show(main, { chosen, signal }) {
+  const inputs = makeInputs(chosen);
+  const values = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.type === "checkbox" ? (input.checked ? "true" : "") : input.value.trim()]));
+  const effective = h("output", { class: "effective", for: "field-target field-micro field-steps field-count" });
+  const result = h("section", { class: "panel", "aria-label": "Prediction", "aria-live": "off" }, h("p", { class: "muted" }, "…"));
+  const starting = h("div", { role: "status" });
+  const form = h("form", { onsubmit: (event) => event.preventDefault() });
+  const speed = chart("Memory against speed", { x: "samples a second, as measured on such a device", y: "GiB at the peak" });
+
+  let asking = new AbortController();
+  async function predict() {
+    asking.abort();
+    asking = new AbortController();
+    const own = AbortSignal.any([asking.signal, signal]);
+    try {
+      await pause(AFTER_TYPING, own);
+      const shown = values();
+      showAnswer(result, await ask(shown, 0, own), shown, apply, speed);
+      showAnswer(result, await ask(shown, SIMULATED_WITHIN, own), shown, apply, speed);
+    } catch (error) {
+      if (own.aborted) return;
+      if (!(error instanceof Refused)) throw error;
+      showRefusal(form, error);
+      fill(result, h("p", { class: "verdict is-bad" }, "This cannot be planned"), h("p", {}, error.message));
+    }
+  }
+
+  /** Whatever is typed: the label at once, the address, and a little later the prediction. */
+  function changed() {
+    const shown = values();
+    history.replaceState(null, "", `#/plan${query(different(shown))}`);
+    for (const name of ["target"]) inputs[name].closest(".field").hidden = shown.batch !== "target";
+    for (const name of ["micro", "steps"]) inputs[name].closest(".field").hidden = shown.batch === "target";
+    const batch = effectiveBatch(shown);
+    effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: say whole numbers above zero";
+    clearRefusals(form);
+    predict().catch((error) => { if (!signal.aborted) fill(result, h("p", {}, error.message)); });
+  }
+
+  function apply(changes) {
+    for (const [name, value] of Object.entries(changes)) {
+      if (inputs[name].type === "checkbox") inputs[name].checked = value === "true";
+      else inputs[name].value = value;
+    }
+    changed();
+    announce("The plan was changed.");
+  }
+
+  const load = (kept) => apply({ ...Object.fromEntries(Object.keys(inputs).map((name) => [name, DEFAULTS[name] ?? ""])), ...kept });
+
+  const files = fileChoice(inputs.file);
+  form.append(
+    h("fieldset", { class: "fields" }, h("legend", {}, "Model and device"),
+      wide(field("model", "Model", inputs.model, "model")), h("datalist", { id: "models" }),
+      field("method", "Method", inputs.method, "method"),
+      field("length", "Sequence length", inputs.length, "length"),
+      field("gpus", "GPU to plan for", inputs.gpus, "device"),
+      field("count", "Devices", inputs.count, "count"),
+      field("optimizer", "Optimizer", inputs.optimizer, "optimizer"),
+      field("precision", "Precision", inputs.precision, "precision"),
+      check(field("checkpointing", "Gradient checkpointing", inputs.checkpointing, "checkpointing"))),
+    h("fieldset", { class: "fields" }, h("legend", {}, "Batch"),
+      wide(field("batch", "Say", inputs.batch)),
+      field("target", "Effective batch", inputs.target, "effective"),
+      field("micro", "Batch size", inputs.micro, "micro"),
+      field("steps", "Accumulation steps", inputs.steps, "steps")),
+    effective,
+    h("fieldset", { class: "fields" }, h("legend", {}, "Training"),
+      wide(field("file", "Data", inputs.file)), wide(files.upload),
+      field("epochs", "Epochs", inputs.epochs, "epochs"),
+      field("rate", "Learning rate", inputs.rate, "rate"),
+      field("validation", "Held back", inputs.validation, "validation")),
+    h("p", { class: "actions" },
+      h("button", { type: "button", class: "primary", id: "start", onclick: (event) => begin(event.target, false) }, "Start"),
+      h("button", { type: "button", onclick: (event) => begin(event.target, true) }, "Check only")),
+    starting);
+  form.addEventListener("input", changed);
+
+  /** One press, one job: pressed again after a lost answer it is the same job. */
+  let once = crypto.randomUUID?.() ?? String(Math.random());
+  async function begin(button, dry) {
+    clearRefusals(form);
+    button.disabled = true;
+    try {
+      const job = await post(`${ROOT}/training/with-accumulation`, { ...request(values()), dry_run: dry }, { once: dry ? null : once });
+      if (!dry) location.hash = `#/job/${job.id}`;
+      else fill(starting, h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(job)));
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      once = crypto.randomUUID?.() ?? String(Math.random());
+      if (!showRefusal(form, error)) fill(starting, h("p", { class: "is-bad", role: "alert" }, error.message));
+    } finally {
+      button.disabled = false;
+    }
+  }
+
+  main.append(h("h1", {}, "Plan a job"),
+    h("div", { class: "columns" },
+      h("div", {}, h("section", { class: "panel", "aria-label": "What to train" }, form), savedPlans(() => different(values()), load)),
+      h("div", {}, result, h("section", { class: "panel", id: "speed", hidden: true }, speed.element))));
+  changed();
+  await Promise.all([fillModels(form, signal), files.load(signal, chosen.get("file"))]);
+}
+
+function makeInputs(chosen) {
+  const at = (name) => chosen.get(name) ?? DEFAULTS[name] ?? "";
+  const text = (name, more = {}) => h("input", { type: "text", value: at(name), autocomplete: "off", spellcheck: "false", ...more });
+  const whole = (name, more = {}) => text(name, { inputmode: "numeric", ...more });
+  return {
+    model: text("model", { list: "models" }),
+    method: select(["full", "lora", "qlora"], at("method")),
+    length: whole("length", { placeholder: "as the model has" }),
+    gpus: text("gpus", { placeholder: "what is here; or 24GB" }),
+    count: whole("count"),
+    optimizer: select(["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"], at("optimizer")),
+    precision: select([["auto", "auto"], "bf16", "fp16", ["no", "fp32"], "tf32", "pure_bf16"], at("precision")),
+    checkpointing: h("input", { type: "checkbox", checked: at("checkpointing") === "true" }),
+    batch: select([["target", "the effective batch; the split is planned"], ["split", "batch size and accumulation steps"]], at("batch")),
+    target: whole("target"), micro: whole("micro"), steps: whole("steps"),
+    file: h("select", {}),
+    epochs: whole("epochs"), rate: text("rate", { inputmode: "decimal" }), validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
+  };
+}
+
+const wide = (element) => { element.classList.add("wide"); return element; };
+const check = (element) => { element.classList.add("check"); element.prepend(element.querySelector("input")); return element; };
+
+/** What is not as it is without saying anything. */
+function different(values) {
+  return Object.fromEntries(Object.entries(values).filter(([name, value]) => value !== (DEFAULTS[name] ?? "")));
+}
+
+const whole = (text) => (/^[1-9]\d{0,8}$/.test(text) ? Number(text) : null);
+
+function effectiveBatch({ batch, target, micro, steps, count }) {
+  if (batch === "target") return whole(target);
+  const factors = [micro, steps, count].map(whole);
+  return factors.includes(null) ? null : factors.reduce((product, factor) => product * factor);
+}
+
+/** A number where it is one: what it is not, the service refuses by name. */
+const asNumber = (text) => (text === "" ? undefined : Number.isNaN(Number(text)) ? text : Number(text));
+
+function ask(values, wait, signal) {
+  const count = Math.min(whole(values.count) ?? 1, 1024);
+  return post(`${ROOT}/calculate-batch-size`, {
+    model_name: values.model,
+    target_effective_batch_size: effectiveBatch(values) ?? asNumber(values.batch === "target" ? values.target : values.steps),
+    micro_batch_size: values.batch === "split" ? asNumber(values.micro) : undefined,
+    gpus: values.gpus ? Array(count).fill(values.gpus) : undefined,
+    max_length: asNumber(values.length),
+    method: values.method,
+    optimizer: values.optimizer,
+    mixed_precision: values.precision === "auto" ? true : values.precision,
+    gradient_checkpointing: values.checkpointing === "true",
+    wait_seconds: wait,
+  }, { signal });
+}
+
+function request(values) {
+  const split = values.batch === "split" ? { micro_batch_size: asNumber(values.micro), accumulation_steps: asNumber(values.steps) } : { target_effective_batch_size: asNumber(values.target) };
+  return {
+    model_name: values.model,
+    dataset_config: { file_id: values.file, max_length: asNumber(values.length), validation_split: asNumber(values.validation) },
+    training_config: { epochs: asNumber(values.epochs), learning_rate: asNumber(values.rate), method: values.method, optimizer: values.optimizer, gradient_checkpointing: values.checkpointing === "true" },
+    mixed_precision: values.precision === "auto" ? true : values.precision,
+    ...split,
+  };
+}
+
+function dryRun(job) {
+  const { plan } = job;
+  const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
+  const time = job.predicted_duration_seconds === null ? "how long it takes nobody has measured yet" : `about ${duration(job.predicted_duration_seconds)}`;
+  return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}. ${plan.warnings.join(" ")}`;
+}
+
+function clearRefusals(form) {
+  for (const told of form.querySelectorAll(".wrong")) told.textContent = "";
+  for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+}
+
+/** Shows a refusal beside its field; false where there is none for it. */
+function showRefusal(form, error) {
+  const name = (error.field ?? "").split(".").map((part) => OWN_NAMES[part] ?? part).find((part) => form.elements[part]);
+  if (!name) return false;
+  form.elements[name].setAttribute("aria-invalid", "true");
+  document.getElementById(`wrong-${name}`).textContent = error.message;
+  return true;
+}
+
+const SOURCES = { formula: "by formula", simulated: "by a simulation of this very step", measured: "by measurements of this very step" };
+
+function showAnswer(result, answer, values, apply, speed) {
+  const limit = Math.min(...answer.devices.map((device) => device.memory_limit_bytes));
+  const memory = answer.memory;
+  const error = answer.expected_error === null ? "" : `, which was ${percent(answer.expected_error)} off so far`;
+  const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
+  const split = steps === 1 ? `all ${size} at once` : `${number(steps)} micro-batches of ${size}`;
+  fill(result,
+    h("p", { class: `verdict ${answer.fits ? "is-ok" : "is-bad"}` }, answer.fits ? `It fits: ${split}` : "It does not fit"),
+    h("p", {}, answer.explanation),
+    memoryBar(memory, limit),
+    h("dl", { class: "facts" },
+      fact("Parameters", number(answer.parameters)),
+      fact("At the peak", bytes(memory.peak_process_bytes)),
+      fact("May be used", bytes(limit)),
+      fact("Largest that fits", `${number(answer.max_micro_batch_size)} at once`)),
+    h("p", { class: "muted", id: "source" }, `Predicted ${SOURCES[answer.source]}${error}.`),
+    answer.warnings.map((warning) => h("p", { class: "is-warn" }, warning)),
+    h("h2", {}, "Other ways"),
+    table("What else could be chosen, and what it would take", [
+      { title: "Change" }, { title: "Fits" }, { title: "Split", number: true }, { title: "Memory", number: true }, { title: "Samples/s", number: true }, { title: "" },
+    ], answer.alternatives.map((other) => [
+      h("code", {}, other.change),
+      h("span", { class: other.fits ? "is-ok" : "is-bad" }, other.fits ? "yes" : "no"),
+      `${number(other.accumulation_steps)} × ${number(other.micro_batch_size)}`,
+      bytes(other.peak_process_bytes),
+      number(other.predicted_samples_per_second),
+      takeIt(other, values, apply),
+    ])));
+  showSpeed(answer, limit, speed);
+}
+
+/** What a change of the service's means in this form; null where the form has no field for it. */
+const IN_THE_FORM = {
+  micro_batch_size: (value, other) => ({ batch: "split", micro: value, steps: String(other.accumulation_steps) }),
+  gradient_checkpointing: (value) => ({ checkpointing: value }),
+  method: (value) => ({ method: value }),
+  optimizer: (value) => ({ optimizer: value }),
+  max_length: (value) => ({ length: value }),
+  mixed_precision: (value) => ({ precision: value }),
+  devices: (value, other, values) => (values.gpus ? { count: value } : null),
+};
+
+/** A button for a change such as `method: lora, gradient_checkpointing: true`. */
+function takeIt(other, values, apply) {
+  const changes = other.change.split(", ").map((each) => each.split(": ")).map(([name, value]) => IN_THE_FORM[name]?.(value?.replaceAll('"', ""), other, values));
+  if (!changes.every(Boolean)) return "";
+  return h("button", { type: "button", class: "quiet", "aria-label": `Take ${other.change}`, onclick: () => apply(Object.assign({}, ...changes)) }, "Take");
+}
+
+function showSpeed(answer, limit, speed) {
+  const ways = [{ ...answer, change: "as planned", peak_process_bytes: answer.memory.peak_process_bytes }, ...answer.alternatives].filter((way) => way.predicted_samples_per_second !== null);
+  document.getElementById("speed").hidden = ways.length < 2;
+  if (ways.length < 2) return;
+  const points = { x: ways.map((way) => way.predicted_samples_per_second), y: ways.map((way) => way.peak_process_bytes / 2 ** 30), text: ways.map((way) => way.change), mode: "markers+text", name: "", hover: "%{text}: %{y:.2f} GiB, %{x:.3g}/s<extra></extra>" };
+  speed.draw([points], { summary: `${ways.length} ways, from ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`, shapes: [level(limit / 2 ** 30, "bad")] });
+}
+
+const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+
+/** What the memory at the peak consists of, on the scale of what may be used. */
+function memoryBar(memory, limit) {
+  const parts = PARTS.map((name) => [name, memory[`${name}_bytes`]]);
+  const rest = memory.peak_process_bytes - parts.reduce((sum, [, size]) => sum + size, 0);
+  if (rest > 0) parts.push(["allocator", rest]);
+  const scale = Math.max(limit, memory.peak_process_bytes) * 1.02;
+  const there = parts.filter(([, size]) => size > 0);
+  const said = there.map(([name, size]) => `${name} ${bytes(size)}`).join(", ");
+  return h("div", {},
+    h("div", { class: "bar", role: "img", "aria-label": `Memory at the peak: ${said}; ${bytes(limit)} may be used` },
+      there.map(([name, size]) => sized(h("span", { class: `part-${name}`, title: `${name}: ${bytes(size)}` }), "width", (100 * size) / scale)),
+      sized(h("span", { class: "limit", title: `limit: ${bytes(limit)}` }), "left", (100 * limit) / scale)),
+    h("ul", { class: "legend" }, there.map(([name, size]) => h("li", {}, h("i", { class: `part-${name}` }), `${name} ${bytes(size)}`)),
+      h("li", {}, h("i", { class: "part-limit" }), `limit ${bytes(limit)}`)));
+}
+
+function sized(element, side, share) {
+  element.style[side] = `${share}%`;
+  return element;
+}
+
+async function fillModels(form, signal) {
+  const { data } = await get(`${ROOT}/models`, signal);
+  fill(form.querySelector("#models"), data.map((model) => h("option", { value: model.id }, `${number(model.parameters)} parameters`)));
+}
+
+/** The files that are there, and a way to bring another. */
+function fileChoice(chooser) {
+  const told = h("small", { role: "status" });
+  async function load(signal, chosen) {
+    const { data } = await get("v1/files?limit=100", signal);
+    const own = data.filter((file) => file.purpose === "fine-tune");
+    fill(chooser, h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
+      own.map((file) => h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${file.id.slice(-6)})`)));
+  }
+  async function bring(event) {
+    const [file] = event.target.files;
+    if (!file) return;
+    told.textContent = `Bringing ${file.name} …`;
+    try {
+      const stored = await upload(file);
+      await load(undefined, stored.id);
+      chooser.dispatchEvent(new Event("input", { bubbles: true }));
+      told.textContent = `${file.name} is there.`;
+    } catch (error) {
+      told.textContent = error.message;
+    }
+  }
+  const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl,.json,.txt", onchange: bring });
+  return { load, upload: h("div", { class: "field" }, h("label", { for: "field-upload" }, "Bring JSON lines (text, prompt/completion or messages)"), picker, told) };
+}
+
+/** Plans kept by name, in this browser. */
+function savedPlans(current, load) {
+  const read = () => JSON.parse(localStorage.getItem(SAVED) ?? "{}");
+  const write = (plans) => localStorage.setItem(SAVED, JSON.stringify(plans));
+  const list = h("ul", { class: "legend" });
+  const name = h("input", { type: "text", id: "plan-name", autocomplete: "off" });
+  function showAll() {
+    fill(list, Object.entries(read()).map(([own, values]) => h("li", {},
+      h("button", { type: "button", class: "quiet", onclick: () => load(values) }, own), " ",
+      h("button", { type: "button", class: "quiet", "aria-label": `Forget ${own}`, onclick: () => { const rest = read(); delete rest[own]; write(rest); showAll(); } }, "×"))));
+  }
+  function save(event) {
+    event.preventDefault();
+    if (!name.value.trim()) return;
+    write({ ...read(), [name.value.trim()]: current() });
+    name.value = "";
+    showAll();
+  }
+  showAll();
+  return h("section", { class: "panel", "aria-label": "Saved plans" }, h("h2", {}, "Saved plans"), list,
+    h("form", { onsubmit: save }, h("div", { class: "field" }, h("label", { for: "plan-name" }, "Keep this one as"), name), h("p", { class: "actions" }, h("button", {}, "Save"))));
+}
