@@ -9,7 +9,7 @@ ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_mach
 	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
 	tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults test-fuzz soak accuracy bench-trainer bench-queue bench-api bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser soak accuracy bench-trainer bench-queue bench-api bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,10 @@ test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 
 
 test-fuzz: $(STAMP) ## Thousands of requests made of the OpenAPI document (about 5 minutes)
 	ACCRUE_FUZZ_CASES=60 $(BIN)/python -m pytest --timeout 900 tests/acceptance/test_fuzz.py
+
+test-browser: $(STAMP) ## Install Chromium where there is none; test the dashboard in it, and take its pictures
+	command -v chromium || { apt-get update && apt-get install --yes chromium; } || $(BIN)/playwright install chromium
+	ACCRUE_SCREENSHOTS=docs/screenshots $(BIN)/python -m pytest tests/browser
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow

@@ -101,9 +101,12 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         activations = architecture.layers * tokens * architecture.hidden_size * width + layer
     else:
         activations = architecture.layers * layer
-    autocast_copies = parameters * width if recipe.precision in ("bf16", "fp16") else 0
-    frozen = (parameters - trained) * (0.5 if recipe.quantised else stored) if recipe.lora else 0
-    adapters = trained * stored if recipe.lora else 0
+    casts = recipe.precision in ("bf16", "fp16")
+    weights = (
+        _beside_adapters(architecture, recipe, stored) + trained * (stored + casts * width)
+        if recipe.lora
+        else parameters * (stored + casts * width)
+    )
     held_in_fp32 = stored == 2 and recipe.accumulate_in_fp32
     gradient = 0 if recipe.accumulate_on_cpu and recipe.device == "cuda" else (4 if held_in_fp32 else stored)
     states = OPTIMIZER_STATES[recipe.optimizer]
@@ -113,7 +116,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
     logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0
     return Memory(
-        weights_bytes=int(frozen + adapters if recipe.lora else parameters * stored) + autocast_copies,
+        weights_bytes=int(weights),
         gradients_bytes=trained * gradient,
         optimizer_bytes=int(trained * stored * states),
         activations_bytes=int(activations),
@@ -121,6 +124,20 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         workspace_bytes=workspace_bytes(recipe.device),
         context_bytes=context_bytes(recipe.device),
     )
+
+
+def _beside_adapters(architecture: Architecture, recipe: Recipe, stored: int) -> float:
+    """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits, embeddings as they are
+    with a copy for the output head that may share them (training/model.py)."""
+    embedding = architecture.vocabulary * architecture.hidden_size
+    linear = architecture.parameters - embedding
+    casts = recipe.precision in ("bf16", "fp16")
+    keeps_all = recipe.lora is not None and recipe.lora.merge
+    if recipe.quantised:
+        return 0.5 * linear + (stored + 2 * casts) * embedding
+    if casts and not keeps_all:
+        return 2 * linear + (stored + 2) * embedding
+    return (stored + 2 * casts) * architecture.parameters
 
 
 def lora_parameters(architecture: Architecture, rank: int) -> int:

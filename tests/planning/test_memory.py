@@ -8,6 +8,7 @@ from app.planning.devices import GIB
 from app.planning.estimate import ByFormula, largest_micro_batch
 from app.planning.memory import step_memory
 from app.schemas.profile import Recipe
+from app.schemas.spec import LoraSpec
 
 GPT2 = named("gpt2")
 assert GPT2 is not None
@@ -42,3 +43,15 @@ def test_each_saving_saves() -> None:
 
 def test_nothing_fits_into_nothing() -> None:
     assert largest_micro_batch(ByFormula(GPT2, BF16, 1024), 2**20) == 0
+
+
+def test_frozen_layers_beside_adapters_are_kept_in_autocasts_precision_and_embeddings_are_not() -> None:
+    llama = named("meta-llama/Llama-3.1-8B")
+    assert llama is not None
+    lora = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)
+    weights = step_memory(llama, changed(lora=lora), 1, 1024).weights_bytes
+    embedding = llama.vocabulary * llama.hidden_size
+    assert weights > 2 * llama.parameters + 2 * embedding
+    assert weights < 2 * llama.parameters + 6 * embedding
+    merged = changed(lora=lora.model_copy(update={"merge": True}))
+    assert step_memory(llama, merged, 1, 1024).weights_bytes > 6 * llama.parameters

@@ -47,11 +47,12 @@ export async function show(main, { chosen, signal }) {
   }
 
   function showComparison({ jobs, loss, samples_seen: seen }) {
+    const hue = (place) => PALETTE[place % PALETTE.length];
     const name = (job) => `…${job.training_id.slice(-6)}: batch ${job.effective_batch_size}`;
-    curve.draw(jobs.map((job, place) => ({ x: seen, y: loss[job.training_id], name: name(job), colour: PALETTE[place % PALETTE.length], dash: place < PALETTE.length ? "solid" : "dot" })),
+    curve.draw(jobs.map((job, place) => ({ x: seen, y: loss[job.training_id], name: name(job), colour: hue(place), dash: place < PALETTE.length ? "solid" : "dot" })),
       { summary: jobs.map((job) => `${name(job)} ends at ${fixed(job.final_loss)}`).join("; ") });
-    fill(result, table("Over the samples that all of them have seen", COLUMNS.map((title, place) => ({ title, number: place > 0 })), jobs.map((job) => [
-      h("a", { href: `#/job/${job.training_id}` }, name(job)),
+    fill(result, table("Over the samples that all of them have seen", COLUMNS.map((title, place) => ({ title, number: place > 0 })), jobs.map((job, place) => [
+      h("span", { class: "swatch" }, h("i", { class: `of-${hue(place)}` }), h("a", { href: `#/job/${job.training_id}` }, name(job))),
       `${number(job.effective_batch_size)} in ${number(job.accumulation_steps)}`,
       number(job.steps), fixed(job.final_loss), job.loss_noise.toExponential(2),
       job.noise_ratio === null ? "–" : `× ${fixed(job.noise_ratio, 2)}`,

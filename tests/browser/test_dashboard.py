@@ -1,0 +1,248 @@
+"""The dashboard as people use it, in a real browser against real processes."""
+
+import os
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from tests.acceptance.conftest import Accrue, running
+from tests.browser.conftest import DESKTOP, PHONE, Noticed
+
+SCREENSHOTS = os.environ.get("ACCRUE_SCREENSHOTS")
+"""A folder for pictures of every page: `make test-browser` sets it."""
+
+MINUTES = 60_000
+ROOT = "/gradient-accumulation"
+
+
+@pytest.fixture(scope="module")
+def trained(service: Accrue, data: Path) -> list[str]:
+    """Two finished jobs with batches of different size."""
+    file_id = service.upload(data.read_bytes())
+    jobs = [
+        service.submit(
+            dataset_config={"file_id": file_id, "max_length": 24, "validation_split": 0.1},
+            training_config={"epochs": 3, "learning_rate": 1e-3},
+            target_effective_batch_size=batch,
+            noise_scale_every=2,
+        )
+        for batch in (8, 32)
+    ]
+    return [service.ended(job_id)["id"] for job_id in jobs]
+
+
+def plan(page: Page, **fields: str) -> None:
+    for label, value in fields.items():
+        page.get_by_label(label.replace("_", " "), exact=True).fill(value)
+
+
+def test_from_a_plan_to_a_model(
+    page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
+) -> None:
+    page.goto("./")
+    page.get_by_label("Bring JSON lines").set_input_files(data)
+    expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
+    plan(page, Epochs="30", Sequence_length="24", Learning_rate="1e-3", Effective_batch="16")
+    expect(page.get_by_text("It fits")).to_be_visible()
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_text("This would run: 390 steps of 16 samples")).to_be_visible()
+
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(re.compile("#/job/ftjob-"))
+    job_id = page.url.rpartition("/")[2]
+    expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 390"))).to_be_visible(timeout=2 * MINUTES)
+    expect(page.get_by_label("Events, newest first")).to_contain_text("Job submitted")
+
+    page.reload()
+    expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 390"))).to_be_visible()
+    expect(page.get_by_label("Events, newest first")).to_contain_text("Job submitted")
+
+    noticed.service_is_away = True
+    restart(
+        service, lambda: expect(page.get_by_text("The service does not answer")).to_be_visible(timeout=20_000)
+    )
+    expect(page.get_by_text("The service does not answer")).to_be_hidden(timeout=20_000)
+    noticed.service_is_away = False
+
+    expect(page.get_by_text("Step 390 of 390")).to_be_visible(timeout=4 * MINUTES)
+    expect(page.get_by_label("Events, newest first").get_by_text("Training succeeded.")).to_have_count(1)
+    expect(page.get_by_label("Events, newest first").get_by_text("Job submitted")).to_have_count(1)
+    expect(page.get_by_label("Outcome")).to_contain_text("apart")  # the certificate
+    expect(page.locator("figure .main-svg").first).to_be_visible()
+
+    with page.expect_download() as downloading:
+        page.get_by_role("button", name="Download the model").click()
+    with tarfile.open(downloading.value.path()) as tar:
+        assert any(name.endswith("model.safetensors") for name in tar.getnames())
+
+    page.get_by_role("link", name="Jobs", exact=True).click()
+    for each in (job_id, trained[0]):
+        page.get_by_label(f"Compare {each}").check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("table")).to_contain_text("batch 16")
+    expect(page.get_by_role("table")).to_contain_text("batch 8")
+    expect(page.get_by_label("Losses").locator(".main-svg").first).to_be_visible()
+
+
+def restart(service: Accrue, meanwhile: Callable[[], None]) -> None:
+    """The service goes away and comes back at the same address; the worker and its job go on."""
+    process = service.processes.pop(0)
+    process.terminate()
+    process.wait(30)
+    meanwhile()
+    service.serve()
+    service.processes.insert(0, service.processes.pop())
+
+
+def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
+    page.goto("./")
+    label = page.locator("output")
+    expect(label).to_have_text("→ Effective batch: 32")
+    plan(page, Effective_batch="48")
+    expect(label).to_have_text("→ Effective batch: 48")
+    page.get_by_label("Say").select_option("split")
+    plan(page, Batch_size="6", Accumulation_steps="7")
+    expect(label).to_have_text("→ Effective batch: 42")
+    plan(page, Devices="3")
+    expect(label).to_have_text("→ Effective batch: 126")
+    plan(page, Batch_size="six")
+    expect(label).to_have_text(re.compile("whole numbers"))
+
+
+def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) -> None:
+    page.goto("./")
+    page.get_by_label("Model", exact=True).fill("meta-llama/Llama-3.1-8B")
+    plan(page, GPU_to_plan_for="24GB")
+    expect(page.get_by_text("It does not fit", exact=True)).to_be_visible()
+    page.get_by_role("button", name="Take method: lora, gradient_checkpointing: true").click()
+    expect(page.get_by_text(re.compile("^It fits"))).to_be_visible()
+    page.get_by_label("Keep this one as").fill("llama")
+    page.get_by_role("button", name="Save").click()
+    page.reload()
+    expect(page.get_by_label("Model", exact=True)).to_have_value("meta-llama/Llama-3.1-8B")
+    expect(page.get_by_label("Method", exact=True)).to_have_value("lora")
+    page.goto("./#/jobs")
+    page.goto("./#/plan")
+    expect(page.get_by_label("Method", exact=True)).to_have_value("full")
+    page.get_by_role("button", name="llama", exact=True).click()
+    expect(page.get_by_label("Method", exact=True)).to_have_value("lora")
+    expect(page.get_by_label("Gradient checkpointing", exact=True)).to_be_checked()
+
+
+def test_a_refusal_stands_beside_its_field(page: Page, noticed: Noticed) -> None:
+    page.goto("./")
+    page.get_by_label("Model", exact=True).fill("nobody/knows-this")
+    expect(page.locator("#wrong-model")).to_contain_text("ACCRUE_MODELS_DIR")
+    page.get_by_label("Model", exact=True).fill("accrue/tiny-gpt2")
+    expect(page.get_by_text(re.compile("^It fits"))).to_be_visible()
+    expect(page.locator("#wrong-model")).to_be_empty()
+    plan(page, Epochs="0")
+    page.get_by_role("button", name="Start").click()
+    expect(page.locator(".wrong:not(:empty), [role=alert]").first).to_be_visible()
+    noticed.faults.clear()  # a browser writes every answer of 422 into its console
+
+
+def test_jobs_are_acted_upon(page: Page, service: Accrue, data: Path) -> None:
+    file_id = service.upload(data.read_bytes())
+    job_id = service.submit(dataset_config={"file_id": file_id}, auto_start=False, user_id="alice")
+    page.goto("./#/jobs?status=paused&user_id=alice")
+    row = page.get_by_role("row").filter(has=page.locator(f"a[href='#/job/{job_id}']"))
+    expect(row).to_contain_text("paused")
+    page.on("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_text("No job yet")).to_be_visible()
+    page.get_by_label("Status").select_option("cancelled")
+    row.get_by_role("button", name="Delete").click()
+    expect(row).to_have_count(0)
+    assert service.http.get(f"{ROOT}/training/{job_id}").status_code == 404
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_page_is_accessible_and_fits(
+    browser: Browser,
+    service: Accrue,
+    noticed: Noticed,
+    trained: list[str],
+    scheme: str,
+    size: tuple[int, int],
+) -> None:
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, base_url=f"{service.url}/",
+        color_scheme=scheme, reduced_motion="reduce",
+    )  # fmt: skip
+    page = context.new_page()
+    noticed.watch(page)
+    pages = {
+        "plan": ("plan", "It fits"),
+        "jobs": ("jobs", "took"),
+        "job": (f"job/{trained[1]}", "What came of it"),
+        "compare": (f"compare?ids={','.join(trained)}", "× "),
+        "gpus": ("gpus", "alive"),
+        "recommendations": (f"recommendations?training_id={trained[1]}", "Plan it so"),
+    }
+    for name, (address, shown) in pages.items():
+        page.goto(f"./#/{address}")
+        expect(page.get_by_text(shown).first).to_be_visible(timeout=20_000)
+        page.wait_for_timeout(800)  # for charts
+        found = Axe().run(page).response["violations"]
+        serious = [
+            f"{each['id']}: {each['nodes'][0]['html']}"
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], name
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0], (
+            f"{name} is wider than the screen"
+        )
+        if SCREENSHOTS:
+            kind = "desktop" if size == DESKTOP else "phone"
+            page.screenshot(path=Path(SCREENSHOTS) / f"{name}-{kind}-{scheme}.png", full_page=True)
+    context.close()
+
+
+def faults_of(page: Page) -> list[str]:
+    """Of accessibility: the serious ones that axe finds."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{each['id']}: {each['nodes'][0]['html']}"
+        for each in found
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
+def test_the_keyboard_is_enough(page: Page) -> None:
+    page.goto("./#/jobs")
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    for _ in range(2):
+        page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Plan")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Plan a job")).to_be_visible()
+    page.get_by_role("button", name="What is this?").first.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("note").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("note").first).to_be_hidden()
+
+
+def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, tmp_path: Path) -> None:
+    with running(tmp_path) as accrue:
+        key = accrue.command("keys", "create", "alice").stdout.strip()
+        accrue.serve()
+        page = browser.new_context(base_url=f"{accrue.url}/").new_page()
+        page.goto("./#/jobs")
+        expect(page.get_by_role("dialog", name="API key")).to_be_visible()
+        page.get_by_label("Key", exact=True).fill(key)
+        page.get_by_role("button", name="Use it").click()
+        expect(page.get_by_text("No job yet")).to_be_visible()
+        page.reload()
+        expect(page.get_by_text("No job yet")).to_be_visible()
+        page.context.close()
