@@ -1,6 +1,10 @@
 """The command's own way to the service: httpx, and errors as one sentence."""
 
+import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -8,9 +12,17 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     import httpx2 as httpx
 
+NO_CONTENT = 204
+_PATIENCE = 5
+"""Times in a row that a lost connection is made again, each a second later than the last."""
+
 
 class ServiceError(Exception):
     """The service refused, or was not there; the message says what to do."""
+
+
+class LostConnection(ServiceError):
+    """It was not there, or went away."""
 
 
 class Client:
@@ -40,6 +52,45 @@ class Client:
         except ValueError as error:  # a number that JSON does not have
             raise ServiceError(str(error)) from None
 
+    def delete(self, path: str) -> None:
+        self._ask("DELETE", path)
+
+    def content(self, path: str, **kw: Any) -> bytes:
+        """An answer as it is."""
+        return self._ask("GET", path, **kw).content
+
+    @contextmanager
+    def stream(self, path: str, **kw: Any) -> Iterator["httpx.Response"]:
+        """An answer that is read while it arrives, for as long as that takes."""
+        with _told(self._http), self._http.stream("GET", path, timeout=None, **kw) as answer:
+            if answer.is_error:
+                answer.read()
+                raise ServiceError(_detail(answer))
+            yield answer
+
+    def lines(self, path: str) -> Iterator[str]:
+        """An answer line by line."""
+        with self.stream(path) as answer:
+            yield from answer.iter_lines()
+
+    def events(self, path: str) -> Iterator[dict[str, Any]]:
+        """Server-sent events to their end; after a lost connection they go on where they were."""
+        last, failures = "", 0
+        while True:
+            headers = {"Accept": "text/event-stream", "Last-Event-ID": last}
+            try:
+                with self.stream(path, headers=headers) as answer:
+                    if answer.status_code == NO_CONTENT:
+                        return
+                    for event_id, data in _sent(answer.iter_lines()):
+                        last, failures = event_id, 0
+                        yield json.loads(data)
+            except LostConnection:
+                failures += 1
+                if failures > _PATIENCE:
+                    raise
+                time.sleep(failures)
+
     def upload(self, file: Path) -> Any:
         with file.open("rb") as content:
             answer = self._ask(
@@ -49,19 +100,40 @@ class Client:
         return answer.json()
 
     def _ask(self, method: str, path: str, **kw: Any) -> "httpx.Response":
-        import httpx2 as httpx
-
-        try:
+        with _told(self._http):
             answer = self._http.request(method, path, **kw)
-        except httpx.ConnectError:
-            raise ServiceError(
-                f"no service answers at {self._http.base_url}: start one with accrue up, or say --url"
-            ) from None
-        except httpx.HTTPError as error:
-            raise ServiceError(f"{self._http.base_url}: {error}") from None
         if answer.is_error:
             raise ServiceError(_detail(answer))
         return answer
+
+
+@contextmanager
+def _told(http: "httpx.Client") -> Iterator[None]:
+    """Raises:
+    LostConnection: whatever is wrong between here and the service.
+    """
+    import httpx2 as httpx
+
+    try:
+        yield
+    except httpx.ConnectError:
+        raise LostConnection(
+            f"no service answers at {http.base_url}: start one with accrue up, or say --url"
+        ) from None
+    except httpx.HTTPError as error:
+        raise LostConnection(f"{http.base_url}: {error}") from None
+
+
+def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """The id and the data of each server-sent event."""
+    event: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if line:
+            event[name] = value.removeprefix(" ")
+        elif "data" in event:
+            yield event["id"], event["data"]
+            event = {}
 
 
 def _detail(answer: "httpx.Response") -> str:

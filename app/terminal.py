@@ -63,7 +63,7 @@ def show_tuning(job: dict[str, Any]) -> int:
         table.add_row(
             f"{tried['token_budget']:,}", str(tried["micro_batches"]),
             f"{tried['samples_per_second']:.3g}", f"{tried['tokens_per_second']:,.0f}",
-            _gb(tried["peak_bytes"]),
+            gb(tried["peak_bytes"]),
             "leanest of the fastest" if tried["token_budget"] == tuning["token_budget"] else "",
         )  # fmt: skip
     console.print(
@@ -126,15 +126,15 @@ def show_batch_size(answer: dict[str, Any]) -> None:
     for device in answer["devices"]:
         devices.add_row(
             f"{device['gpu_id']} {device['name']}",
-            _gb(device["memory_bytes"]),
-            _gb(device["memory_limit_bytes"]),
+            gb(device["memory_bytes"]),
+            gb(device["memory_limit_bytes"]),
             str(device["max_micro_batch_size"]),
             _sizes(device["micro_batch_sizes"]),
         )
     console.print(devices)
     memory = Table(f"memory, {answer['source']}", "", box=None)
     for name, size in answer["memory"].items():
-        memory.add_row(name.removesuffix("_bytes").replace("_", " "), _gb(size))
+        memory.add_row(name.removesuffix("_bytes").replace("_", " "), gb(size))
     console.print(memory)
     if answer["alternatives"]:
         others = Table("instead", "fits", "micro-batch", "steps", "peak", "samples/s", box=None)
@@ -144,7 +144,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
                 "yes" if other["fits"] else "no",
                 str(other["micro_batch_size"]),
                 str(other["accumulation_steps"]),
-                _gb(other["peak_process_bytes"]),
+                gb(other["peak_process_bytes"]),
                 _speed(other["predicted_samples_per_second"]),
             )
         console.print(others)
@@ -187,7 +187,7 @@ def _sizes(sizes: list[int]) -> str:
     return " + ".join(f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)) or "none"
 
 
-def _gb(size: int) -> str:
+def gb(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 

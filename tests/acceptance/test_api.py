@@ -218,34 +218,6 @@ def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, t
     assert kinds.count("tuned") == 1
 
 
-def test_the_command_plans_submits_watches_and_lists(shared: Accrue, tmp_path: Path) -> None:
-    plan = shared.command("plan", "gpt2", "--batch", "64", "--gpu", "24GB")
-    assert plan.returncode == 0, plan.stderr
-    assert "fits" in plan.stdout
-    assert shared.command("plan", "gpt2-xl", "--gpu", "8GB").returncode == 2
-    text = tmp_path / "book.txt"
-    text.write_text("All work and no play. " * 40)
-    asked = ("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
-    dry = shared.command(*asked, "--dry-run", "--json", "--set", "training_config.method=lora")
-    assert json.loads(dry.stdout)["training_config"]["method"] == "lora"
-    assert "FIELD=VALUE" in shared.command(*asked, "--set", "nothing").stderr
-    submitted = shared.command(*asked)
-    assert submitted.returncode == 0, submitted.stderr
-    job_id = submitted.stdout.split()[0]
-    watched = shared.command("watch", job_id)
-    assert watched.returncode == 0, watched.stdout
-    assert "succeeded: loss" in watched.stdout
-    assert shared.job(job_id)["progress"]["samples_seen"] == 12
-    listed = json.loads(shared.command("jobs", "--json").stdout)
-    assert job_id in {job["id"] for job in listed["data"]}
-    wrong = shared.command("submit", str(text), "--model", "no/such")
-    assert wrong.returncode == 1
-    assert "ACCRUE_MODELS_DIR" in wrong.stderr
-    lost = shared.command("jobs", "--url", "http://127.0.0.1:9")
-    assert lost.returncode == 1
-    assert "start one with accrue up" in lost.stderr
-
-
 def test_behind_a_proxy_that_takes_a_path_off(accrue: Accrue) -> None:
     accrue.start("serve", ACCRUE_ROOT_PATH="/accrue")
     until(accrue.answers, 20)

@@ -1,4 +1,4 @@
-"""The accrue command."""
+"""Commands that plan a job, and that ask for one."""
 
 import json
 import sys
@@ -6,51 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from app import __version__, cli_keys, cli_service
-from app.client import Client, ServiceError
-from app.errors import AccrueError, InvalidRequest, NotFound
+from app.cli.options import DEFAULT_URL, AsJson, Url, given
+from app.client import Client
+from app.errors import InvalidRequest
 
-app = typer.Typer(
-    name="accrue",
-    help="Fine-tuning at the effective batch you want, on the GPU you have.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.add_typer(cli_service.commands)
-app.add_typer(cli_keys.commands, name="keys")
-errors = Console(stderr=True)
-
-Url = Annotated[str, typer.Option("--url", envvar="ACCRUE_URL", help="Address of the service")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON")]
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-def main() -> None:
-    """Runs the command; an error is one line on standard error, and exit status 1."""
-    try:
-        app(standalone_mode=True)
-    except (AccrueError, ServiceError) as error:
-        errors.print(f"accrue: {error}", style="red", markup=False, highlight=False)
-        sys.exit(1)
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"accrue {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version")
-    ] = False,
-) -> None:
-    """Fine-tuning at the effective batch you want, on the GPU you have."""
-
+commands = typer.Typer()
 
 DataFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file, or a text file")]
 Model = Annotated[str, typer.Option(help="Base model")]
@@ -66,7 +27,7 @@ Settings = Annotated[
 ]
 
 
-@app.command()
+@commands.command()
 def submit(
     file: DataFile,
     model: Model = "accrue/tiny-gpt2",
@@ -105,7 +66,7 @@ def submit(
             sys.exit(follow(client, job["id"]))
 
 
-@app.command()
+@commands.command()
 def tune(
     file: DataFile,
     model: Model = "accrue/tiny-gpt2",
@@ -131,47 +92,7 @@ def tune(
     sys.exit(show_tuning(job))
 
 
-@app.command()
-def watch(
-    job_id: Annotated[str, typer.Argument(help="ftjob-…; the newest job if left out")] = "",
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Follow a job: step, loss, tokens per second, time left. Exit status 0 if it succeeds."""
-    from app.terminal import follow
-
-    with Client(url) as client:
-        sys.exit(follow(client, job_id or _newest(client)))
-
-
-@app.command()
-def jobs(
-    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
-    status: Annotated[str | None, typer.Option(help="queued, running, paused, succeeded, …")] = None,
-    url: Url = DEFAULT_URL,
-    as_json: AsJson = False,
-) -> None:
-    """List jobs, newest first."""
-    from app.terminal import show_jobs
-
-    with Client(url) as client:
-        page = client.get(
-            "/gradient-accumulation/training", params=_given({"limit": limit, "status": status})
-        )
-    if as_json:
-        typer.echo(json.dumps(page, indent=2))
-    else:
-        show_jobs(page["data"])
-
-
-@app.command()
-def cancel(job_id: Annotated[str, typer.Argument(help="ftjob-…")], url: Url = DEFAULT_URL) -> None:
-    """Cancel a job."""
-    with Client(url) as client:
-        job = client.post(f"/gradient-accumulation/training/{job_id}/cancel", None)
-    typer.echo(f"{job['id']} {'will be cancelled' if job['requested'] else 'is cancelled'}")
-
-
-@app.command()
+@commands.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A model's name: gpt2, accrue/tiny-gpt2, or a local one")],
     batch: Annotated[int | None, typer.Option(help="Effective batch wanted")] = None,
@@ -206,24 +127,13 @@ def plan(
         "wait_seconds": wait,
     }
     with Client(url) as client:
-        answer = client.post("/gradient-accumulation/calculate-batch-size", _given(body))
+        answer = client.post("/gradient-accumulation/calculate-batch-size", given(body))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
         show_batch_size(answer)
     if not answer["fits"]:
         sys.exit(2)
-
-
-@app.command()
-def demo(
-    folder: Annotated[Path, typer.Option(help="Where everything of the demo goes")] = Path("demo-data"),
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
-) -> None:
-    """Train a small model end to end, over HTTP, on the documentation of this Python."""
-    from app.demo import run
-
-    sys.exit(run(folder, steps))
 
 
 def _submit(
@@ -244,12 +154,12 @@ def _submit(
         dataset |= {"texts": [_text(file)], "overlength": "split"}
     body = {
         "model_name": model,
-        "dataset_config": _given(dataset),
-        "training_config": _given(training),
+        "dataset_config": given(dataset),
+        "training_config": given(training),
         "target_effective_batch_size": batch,
         **more,
     }
-    body = _given(body)
+    body = given(body)
     for assignment in settings or []:
         _set(body, assignment)
     return client.post("/gradient-accumulation/training/with-accumulation", body)
@@ -264,13 +174,6 @@ def _text(file: Path) -> str:
         ) from None
 
 
-def _newest(client: Client) -> str:
-    data = client.get("/gradient-accumulation/training", params={"limit": 1})["data"]
-    if not data:
-        raise NotFound("there is no job yet: accrue submit FILE")
-    return str(data[0]["id"])
-
-
 def _set(body: dict[str, Any], assignment: str) -> None:
     """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands."""
     path, equals, text = assignment.partition("=")
@@ -283,11 +186,3 @@ def _set(body: dict[str, Any], assignment: str) -> None:
         body[name] = json.loads(text)
     except ValueError:
         body[name] = text
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-if __name__ == "__main__":
-    main()

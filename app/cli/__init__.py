@@ -1,0 +1,63 @@
+"""The accrue command."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from app import __version__
+from app.cli import jobs, keys, service, stock, submitting
+from app.client import ServiceError
+from app.errors import AccrueError
+
+app = typer.Typer(
+    name="accrue",
+    help="Fine-tuning at the effective batch you want, on the GPU you have.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for part in (submitting, jobs, stock, service):
+    app.add_typer(part.commands)
+app.add_typer(keys.commands, name="keys")
+errors = Console(stderr=True)
+
+
+def main() -> None:
+    """Runs the command; an error is one line on standard error, and exit status 1."""
+    try:
+        app(standalone_mode=True)
+    except (AccrueError, ServiceError) as error:
+        errors.print(f"accrue: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read has read enough
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"accrue {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version")
+    ] = False,
+) -> None:
+    """Fine-tuning at the effective batch you want, on the GPU you have."""
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything of the demo goes")] = Path("demo-data"),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
+) -> None:
+    """Train a small model end to end, over HTTP, on the documentation of this Python."""
+    from app.demo import run
+
+    sys.exit(run(folder, steps))

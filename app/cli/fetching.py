@@ -1,0 +1,77 @@
+"""A trained model on its way here: a tar that is unpacked while it arrives."""
+
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from app.client import Client, ServiceError
+from app.errors import InvalidRequest
+from app.terminal import console
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+def fetch_model(client: Client, path: str, folder: Path) -> list[str]:
+    """Unpacks a model; gives the names of its files.
+
+    Raises:
+        InvalidRequest: the folder is there already.
+        ServiceError: there is no such model, or it did not arrive whole; then the folder is not there.
+    """
+    if folder.exists():
+        raise InvalidRequest(f"{folder} is there already: name a folder that is not")
+    unfinished = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    try:
+        with client.stream(path) as answer, Progress(*columns, console=console) as bar:
+            task = bar.add_task(folder.name, total=int(answer.headers.get("content-length", 0)) or None)
+            arriving = _Arriving(answer.iter_bytes(), lambda size: bar.advance(task, size))
+            names = _unpack(BufferedReader(arriving), unfinished)
+    except BaseException as error:
+        shutil.rmtree(unfinished)
+        if isinstance(error, tarfile.TarError):
+            raise ServiceError(f"{folder}: the model did not arrive whole, ask again") from None
+        raise
+    unfinished.rename(folder)
+    return names
+
+
+def _unpack(content: BufferedReader, folder: Path) -> list[str]:
+    """The files of a tar, all into one folder whatever their paths say."""
+    names = []
+    with tarfile.open(fileobj=content, mode="r|") as tar:
+        for member in tar:
+            source = tar.extractfile(member)
+            if source is None:  # no file
+                continue
+            names.append(Path(member.name).name)
+            with (folder / names[-1]).open("wb") as target:
+                shutil.copyfileobj(source, target)
+    return names
+
+
+class _Arriving(RawIOBase):
+    """Chunks as a file that is read once."""
+
+    def __init__(self, chunks: Iterator[bytes], arrived: Callable[[int], None]) -> None:
+        self._chunks, self._arrived, self._rest = chunks, arrived, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        if not self._rest:
+            self._rest = next(self._chunks, b"")
+            self._arrived(len(self._rest))
+        view = memoryview(buffer).cast("B")
+        size = min(len(view), len(self._rest))
+        view[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size

@@ -1,0 +1,163 @@
+"""Commands about jobs that are there: followed, stopped, compared, fetched."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, Url, given
+from app.client import Client
+from app.errors import NotFound
+
+commands = typer.Typer()
+
+ROOT = "/gradient-accumulation/training"
+
+
+@commands.command()
+def watch(job_id: NewestJob = "", url: Url = DEFAULT_URL) -> None:
+    """Follow a job: step, loss, tokens per second, time left. Exit status 0 if it succeeds."""
+    from app.terminal import follow
+
+    with Client(url) as client:
+        sys.exit(follow(client, job_id or _newest(client)))
+
+
+@commands.command()
+def jobs(
+    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    status: Annotated[str | None, typer.Option(help="queued, running, paused, succeeded, …")] = None,
+    user: Annotated[str | None, typer.Option(help="Only those with this user_id")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    from app.terminal import show_jobs
+
+    with Client(url) as client:
+        page = client.get(ROOT, params=given({"limit": limit, "status": status, "user_id": user}))
+    if as_json:
+        typer.echo(json.dumps(page, indent=2))
+    else:
+        show_jobs(page["data"])
+
+
+@commands.command()
+def pause(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Pause a job: a running one writes a checkpoint and gives its device free."""
+    _act(job_id, "pause", url, as_json)
+
+
+@commands.command()
+def resume(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Resume a paused job, or start one that was submitted paused."""
+    _act(job_id, "resume", url, as_json)
+
+
+@commands.command()
+def cancel(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Cancel a job; it ends without a model."""
+    _act(job_id, "cancel", url, as_json)
+
+
+@commands.command()
+def retry(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Train again what failed or was cancelled, as a new job."""
+    _act(job_id, "retry", url, as_json)
+
+
+@commands.command()
+def logs(
+    job_id: NewestJob = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it happens, to the end")] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="The log of every step, as JSON lines")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines")] = False,
+) -> None:
+    """Say what happened to a job, oldest first; or what was measured at each step."""
+    from app.cli.tables import show_event
+
+    with Client(url) as client:
+        job_id = job_id or _newest(client)
+        if steps:
+            for line in client.lines(f"{ROOT}/{job_id}/log"):
+                typer.echo(line)
+            return
+        events = client.events(f"{ROOT}/{job_id}/events") if follow else _events(client, job_id)
+        for event in events:
+            if as_json:
+                typer.echo(json.dumps(event))
+            else:
+                show_event(event)
+
+
+@commands.command()
+def compare(
+    job_ids: Annotated[list[str], typer.Argument(help="Two to ten jobs", show_default=False)],
+    png: Annotated[
+        Path | None, typer.Option(help="Also draw the losses into this file", dir_okay=False)
+    ] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Compare jobs over the samples that all of them have seen: losses, noise, speed, memory."""
+    from app.cli.tables import show_comparison
+
+    path, ids = "/gradient-accumulation/stats/compare", [("ids", job_id) for job_id in job_ids]
+    with Client(url) as client:
+        compared = client.get(path, params=ids)
+        if png is not None:
+            png.write_bytes(client.content(path, params=[*ids, ("format", "png")]))
+    if as_json:
+        typer.echo(json.dumps(compared, indent=2))
+        return
+    show_comparison(compared)
+    if png is not None:
+        typer.echo(f"losses: {png}")
+
+
+@commands.command()
+def download(
+    job_id: NewestJob = "",
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where to; default: a folder of the job's name", show_default=False)
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Download a trained model into a folder that is not there yet."""
+    from app.cli.fetching import fetch_model
+
+    with Client(url) as client:
+        job_id = job_id or _newest(client)
+        target = folder or Path(job_id)
+        files = fetch_model(client, f"{ROOT}/{job_id}/model", target)
+    typer.echo(f"{target}: {', '.join(sorted(files))}")
+
+
+def _act(job_id: str, what: str, url: str, as_json: bool) -> None:
+    with Client(url) as client:
+        job = client.post(f"{ROOT}/{job_id}/{what}", None)
+    if as_json:
+        typer.echo(json.dumps(job, indent=2))
+    else:
+        asked = f", to {job['requested']}" if job["requested"] else ""
+        typer.echo(f"{job['id']} is {job['status']}{asked}")
+
+
+def _events(client: Client, job_id: str) -> list[dict[str, Any]]:
+    """All of them, oldest first."""
+    events: list[dict[str, Any]] = []
+    page: dict[str, Any] = {"has_more": True, "last_id": None}
+    while page["has_more"]:
+        page = client.get(f"{ROOT}/{job_id}/events", params=given({"limit": 100, "after": page["last_id"]}))
+        events += page["data"]
+    return events[::-1]
+
+
+def _newest(client: Client) -> str:
+    data = client.get(ROOT, params={"limit": 1})["data"]
+    if not data:
+        raise NotFound("there is no job yet: accrue submit FILE")
+    return str(data[0]["id"])

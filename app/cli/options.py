@@ -1,0 +1,40 @@
+"""Options that several commands have."""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from app.client import Client, ServiceError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_COMPLETION_SECONDS = 1.0
+
+Url = Annotated[str, typer.Option("--url", envvar="ACCRUE_URL", help="Address of the service")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON")]
+
+
+def _jobs_there(incomplete: str) -> list[tuple[str, str]]:
+    """What a shell offers: the newest jobs, each with what it is."""
+    try:
+        with Client(os.environ.get("ACCRUE_URL", DEFAULT_URL), timeout_seconds=_COMPLETION_SECONDS) as client:
+            page = client.get("/gradient-accumulation/training", params={"limit": 50})
+    except ServiceError:
+        return []
+    return [
+        (job["id"], f"{job['status']}, {job['model_name']}")
+        for job in page["data"]
+        if job["id"].startswith(incomplete)
+    ]
+
+
+Job = Annotated[str, typer.Argument(help="ftjob-…", autocompletion=_jobs_there, show_default=False)]
+NewestJob = Annotated[
+    str, typer.Argument(help="ftjob-…; the newest job if left out", autocompletion=_jobs_there)
+]
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not null."""
+    return {name: value for name, value in values.items() if value is not None}

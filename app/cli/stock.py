@@ -1,0 +1,92 @@
+"""Commands about what a service has: models, files, devices."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.options import DEFAULT_URL, AsJson, Url
+from app.client import Client
+
+commands = typer.Typer()
+models = typer.Typer(invoke_without_command=True)
+files = typer.Typer(invoke_without_command=True)
+commands.add_typer(models, name="models")
+commands.add_typer(files, name="files")
+
+FileToAdd = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON lines")]
+
+
+@models.callback()
+def list_models(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Trained models, and those that can be planned for without the hub."""
+    if context.invoked_subcommand is not None:
+        return
+    from app.cli.tables import show_models
+
+    with Client(url) as client:
+        trained = [model for model in client.get("/v1/models")["data"] if model["owned_by"] == "accrue"]
+        known = client.get("/gradient-accumulation/models")["data"]
+    if as_json:
+        typer.echo(json.dumps({"trained": trained, "to_start_from": known}, indent=2))
+    else:
+        show_models(trained, known)
+
+
+@models.command("delete")
+def delete_model(
+    name: Annotated[str, typer.Argument(help="As accrue models lists it", show_default=False)],
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Delete a trained model's files; its job stays, with its figures."""
+    with Client(url) as client:
+        client.delete(f"/v1/models/{name}")
+    typer.echo(f"{name} is deleted")
+
+
+@files.callback()
+def list_files(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Files for training: list them, add one, delete one."""
+    if context.invoked_subcommand is not None:
+        return
+    from app.cli.tables import show_files
+
+    with Client(url) as client:
+        page: dict[str, Any] = client.get("/v1/files", params={"limit": 100})
+    if as_json:
+        typer.echo(json.dumps(page, indent=2))
+    else:
+        show_files(page["data"])
+
+
+@files.command("add")
+def add_file(file: FileToAdd, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Upload a file; gives its id."""
+    with Client(url) as client:
+        stored = client.upload(file)
+    typer.echo(json.dumps(stored, indent=2) if as_json else stored["id"])
+
+
+@files.command("delete")
+def delete_file(
+    file_id: Annotated[str, typer.Argument(help="file-…", show_default=False)], url: Url = DEFAULT_URL
+) -> None:
+    """Delete a file that no job needs."""
+    with Client(url) as client:
+        client.delete(f"/v1/files/{file_id}")
+    typer.echo(f"{file_id} is deleted")
+
+
+@commands.command()
+def gpus(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Devices of the service's machine, and workers with what they run."""
+    from app.cli.tables import show_gpus
+
+    with Client(url) as client:
+        seen = client.get("/gradient-accumulation/gpus")
+        workers = client.get("/gradient-accumulation/workers")["data"]
+    if as_json:
+        typer.echo(json.dumps({**seen, "workers": workers}, indent=2))
+    else:
+        show_gpus(seen, workers)

@@ -1,0 +1,91 @@
+"""What the commands show of jobs, models, files and devices."""
+
+import time
+from typing import Any
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from app.terminal import console, gb
+
+_LEVELS = {"info": "", "warning": "yellow", "error": "red"}
+
+
+def show_event(event: dict[str, Any]) -> None:
+    """One line."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["created_at"]))
+    told = Text.assemble((when, "dim"), "  ", (event["message"], _LEVELS[event["level"]]))
+    console.print(told, soft_wrap=True)
+
+
+def show_comparison(compared: dict[str, Any]) -> None:
+    """A row for each job; noise is the variance of the loss around its trend, over that of the first."""
+    table = Table(
+        Column("job", no_wrap=True), "model", "batch", "steps", "final loss", "noise", "to the first",
+        "tokens/s", "peak", "padding", box=None,
+    )  # fmt: skip
+    for job in compared["jobs"]:
+        stats = job["stats"]
+        table.add_row(
+            job["training_id"], job["model_name"],
+            f"{job['effective_batch_size']} in {job['accumulation_steps']}", f"{job['steps']:,}",
+            f"{job['final_loss']:.4f}", f"{job['loss_noise']:.3g}", _or_dash(job["noise_ratio"], "x {:.2f}"),
+            _or_dash(stats["tokens_per_second"], "{:,.0f}"), _or_dash(stats["peak_memory_gb"], "{:.2f} GiB"),
+            _or_dash(stats["padding_share"], "{:.1%}"),
+        )  # fmt: skip
+    console.print(table)
+    seen = compared["samples_seen"]
+    console.print(f"over the first {seen[-1]:,.0f} samples, which all of them have seen", highlight=False)
+
+
+def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:
+    """Trained ones, and those that can be planned for."""
+    table = Table(Column("trained", no_wrap=True), "from", Column("job", no_wrap=True), box=None)
+    for model in trained:
+        table.add_row(model["id"], model["parent"], model["job"])
+    if trained:
+        console.print(table)
+    others = Table(Column("to start from", no_wrap=True), "parameters", "positions", "known from", box=None)
+    for model in to_plan_for:
+        positions = f"{model['positions']:,}"
+        others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])
+    console.print(others)
+
+
+def show_files(files: list[dict[str, Any]]) -> None:
+    table = Table(Column("file", no_wrap=True), "name", "size", "purpose", "status", box=None)
+    for file in files:
+        table.add_row(file["id"], file["filename"], gb(file["bytes"]), file["purpose"], file["status"])
+    console.print(table if files else "No files yet: accrue files add FILE")
+
+
+def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
+    """Devices of the service's machine, and workers with theirs."""
+    gpus = Table("GPU", "memory", "used", "load", "°C", Column("held by", no_wrap=True), box=None)
+    for gpu in seen["gpu_info"]:
+        gpus.add_row(
+            f"{gpu['gpu_id']} {gpu['name']}", gb(gpu["memory_total_bytes"]),
+            "-" if gpu["memory_used_bytes"] is None else gb(gpu["memory_used_bytes"]),
+            _or_dash(gpu["load"], "{:.0%}"), _or_dash(gpu["temperature_celsius"], "{:.0f}"),
+            gpu["held_by"] or "-",
+        )  # fmt: skip
+    console.print(gpus if seen["gpu_info"] else "No GPU is seen on the service's machine.")
+    for gpu in seen["declared"]:
+        console.print(f"declared: {gpu['gpu_id']} {gpu['name']}, {gb(gpu['memory_total_bytes'])}")
+    table = Table("worker", "state", "devices", "runs", box=None)
+    for worker in workers:
+        devices = ", ".join(f"{each['name']} {gb(each['memory_bytes'])}" for each in worker["devices"])
+        state = "alive" if worker["alive"] else "silent"
+        table.add_row(worker["hostname"], state, devices, ", ".join(worker["running"]) or "-")
+    console.print(table if workers else "No worker was ever seen: accrue worker")
+
+
+def _parameters(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,}"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

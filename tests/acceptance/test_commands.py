@@ -1,0 +1,175 @@
+"""Every command: its help, and a run of it against real processes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from app.cli import app
+from tests.acceptance.conftest import TRAINING, Accrue
+from tests.runs import until
+
+ELSEWHERE = {
+    "demo": "tests/test_demo.py",
+    "up": "tests/acceptance/test_faults.py",
+    "serve": "tests/acceptance/conftest.py",
+    "worker": "tests/acceptance/conftest.py",
+    "tune": "tests/acceptance/test_api.py",
+    "restore": "tests/test_backup.py",
+}
+"""Commands that are run by other tests."""
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """The words of each command, and of each of its own commands."""
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        own = getattr(command, "commands", {})
+        yield (name,)
+        yield from ((name, each) for each in own)
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_each_has_a_help_that_says_what_it_does(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app([*words, "--help"], prog_name="accrue")
+    assert ended.value.code == 0
+    usage, summary, *_ = capsys.readouterr().out.strip().split("\n\n")
+    assert usage.startswith(f"Usage: accrue {' '.join(words)}")
+    assert "." in summary
+
+
+def test_each_is_run(shared: Accrue) -> None:
+    here = Path(__file__).read_text()
+    for words in commands():
+        asked = "".join(f'"{word}", ' for word in words).rstrip(", ")
+        path = ELSEWHERE.get(words[0])
+        text = here if path is None else Path(path).read_text()
+        assert asked in text or (path and f" {words[0]}" in text), f"accrue {' '.join(words)} is never run"
+
+
+def run(shared: Accrue, *words: str, status: int = 0) -> str:
+    """What a command says on standard output, where it ends as it should."""
+    done = shared.command(*words)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "book.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": "All work and no play. " * (1 + n % 3)}) + "\n" for n in range(12))
+    )
+    return path
+
+
+def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None:
+    assert "fits" in run(shared, "plan", "gpt2", "--batch", "64", "--gpu", "24GB")
+    assert shared.command("plan", "gpt2-xl", "--gpu", "8GB").returncode == 2
+    text = tmp_path / "book.txt"
+    text.write_text("All work and no play. " * 40)
+    asked = ("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
+    dry = run(shared, *asked, "--dry-run", "--json", "--set", "training_config.method=lora")
+    assert json.loads(dry)["training_config"]["method"] == "lora"
+    assert "FIELD=VALUE" in shared.command(*asked, "--set", "nothing").stderr
+    job_id = run(shared, *asked).split()[0]
+    assert "succeeded: loss" in run(shared, "watch", job_id)
+    assert shared.job(job_id)["progress"]["samples_seen"] == 12
+    assert job_id in run(shared, "jobs")
+    assert job_id in {job["id"] for job in json.loads(run(shared, "jobs", "--json"))["data"]}
+
+    told = run(shared, "logs", job_id)
+    assert told.index("Job submitted") < told.index("Training succeeded.")
+    steps = [json.loads(line) for line in run(shared, "logs", job_id, "--steps").splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+
+    folder = tmp_path / "model"
+    assert "model.safetensors" in run(shared, "download", job_id, str(folder))
+    assert (folder / "config.json").is_file()
+    assert "is there already" in run(shared, "download", job_id, str(folder), status=1)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None:
+    job_id = run(shared, "submit", str(data), "--max-steps", "3", "--max-length", "32").split()[0]
+    told = [json.loads(line) for line in run(shared, "logs", job_id, "--follow", "--json").splitlines()]
+    assert (told[0]["type"], told[-1]["type"]) == ("submitted", "succeeded")
+    assert len({event["id"] for event in told}) == len(told)
+
+
+def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data: Path) -> None:
+    asked = ("submit", str(data), "--max-steps", "3", "--max-length", "32", "--set", "auto_start=false")
+    job_id = run(shared, *asked).split()[0]
+    assert "is queued" in run(shared, "resume", job_id) or shared.job(job_id)["status"] != "paused"
+    shared.ended(job_id)
+    job_id = run(shared, *asked, "--set", "priority=-5").split()[0]
+    assert "is cancelled" in run(shared, "cancel", job_id)
+    again = json.loads(run(shared, "retry", job_id, "--json"))["id"]
+    if shared.job(again)["status"] == "queued":
+        run(shared, "pause", again)
+    until(lambda: shared.job(again)["status"] not in ("queued", "running"), 60)
+    refused = run(shared, "pause", job_id, status=1)
+    assert "cancelled" in refused
+
+
+def test_jobs_are_compared(shared: Accrue, data: Path, tmp_path: Path) -> None:
+    asked = ("submit", str(data), "--max-length", "32", "--epochs", "4")
+    ids = [run(shared, *asked, "--batch", batch).split()[0] for batch in ("2", "4")]
+    for job_id in ids:
+        shared.ended(job_id)
+    chart = tmp_path / "losses.png"
+    told = run(shared, "compare", *ids, "--png", str(chart))
+    assert all(job_id in told for job_id in ids)
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert {job["training_id"] for job in json.loads(run(shared, "compare", *ids, "--json"))["jobs"]} == set(
+        ids
+    )
+
+
+def test_models_files_and_devices(shared: Accrue, data: Path) -> None:
+    file_id = run(shared, "files", "add", str(data)).strip()
+    assert file_id in run(shared, "files")
+    assert file_id in {file["id"] for file in json.loads(run(shared, "files", "--json"))["data"]}
+    assert "is deleted" in run(shared, "files", "delete", file_id)
+    assert file_id not in run(shared, "files")
+
+    job_id = run(shared, "submit", str(data), "--max-steps", "2", "--max-length", "32").split()[0]
+    shared.ended(job_id)
+    trained = json.loads(run(shared, "models", "--json"))["trained"]
+    (name,) = [model["id"] for model in trained if model["job"] == job_id]
+    assert "accrue/tiny-gpt2" in run(shared, "models")
+    assert "is deleted" in run(shared, "models", "delete", name)
+    assert name not in run(shared, "models")
+
+    seen = json.loads(run(shared, "gpus", "--json"))
+    assert len(seen["declared"]) == 4
+    assert "alive" in run(shared, "gpus")
+
+
+def test_for_whoever_runs_it(shared: Accrue, tmp_path: Path) -> None:
+    assert "newest revision" in run(shared, "migrate")
+    (shared.data.parent / "models").mkdir(exist_ok=True)
+    found = json.loads(run(shared, "doctor", "--json"))
+    assert {finding["what"] for finding in found} >= {"database", "disk"}
+    assert "jobs" in run(shared, "backup", str(tmp_path / "backup"))
+
+
+def test_keys(accrue: Accrue) -> None:
+    key = run(accrue, "keys", "create", "alice").strip()
+    accrue.serve()
+    accrue.key = key
+    assert "A key is needed" in run(accrue, "jobs", status=1)
+    listed = json.loads(run(accrue, "keys", "list", "--json"))
+    assert "alice" in run(accrue, "keys", "list")
+    run(accrue, "keys", "revoke", listed[0]["id"])
+
+
+def test_what_goes_wrong_is_one_line_with_the_remedy(shared: Accrue, data: Path) -> None:
+    assert "ACCRUE_MODELS_DIR" in run(shared, "submit", str(data), "--model", "no/such", status=1)
+    assert "start one with accrue up" in run(shared, "jobs", "--url", "http://127.0.0.1:9", status=1)
+    assert "No job has the id" in run(shared, "watch", "ftjob-nothing", status=1)
+    assert shared.http.get(TRAINING).status_code == 200
