@@ -5,6 +5,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from app.schemas.run import Completions
 from app.settings import Settings
 
 _BLOCK = 2**20
@@ -22,6 +23,12 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 def remove_run(settings: Settings, job_id: str) -> None:
     """Deletes the run directory of a deleted job."""
     shutil.rmtree(settings.runs_dir / job_id, ignore_errors=True)
+
+
+def completions(settings: Settings, job_id: str) -> Completions:
+    """What the job's model makes of held-back prompts; none as long as it was not asked."""
+    path = settings.runs_dir / job_id / "completions.json"
+    return Completions.model_validate_json(path.read_bytes()) if path.exists() else Completions(data=())
 
 
 def tar_size(folder: Path) -> int:

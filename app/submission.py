@@ -155,6 +155,7 @@ def freeze(
         log_micro_losses=config.log_micro_losses,
         log_gradients=config.log_gradients,
         report_to=tuple(training.report_to),
+        completions=training.completions if own.validation is not None and not training.compile else 0,
         profile=profile,
         tune=tune,
     )

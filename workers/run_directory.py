@@ -6,6 +6,7 @@
     data/            the tokenised samples              }
     checkpoints/     step-00000050/, ...                } written by the trainer
     model/           the trained model                  }
+    completions.json what the model makes of held-back prompts, before and after
     outcome.json     how a successful run ended         }
     failure.json     why an attempt failed, if it could say so
     trainer.log      what the trainer printed
@@ -27,7 +28,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from app.fail_points import fail_point
-from app.schemas.run import EventLine, Failure, Level, LogLine, Outcome
+from app.schemas.run import Completions, EventLine, Failure, Level, LogLine, Outcome
 from app.schemas.spec import Order
 
 INTERRUPTED = 75
@@ -84,6 +85,13 @@ class RunDirectory:
     def outcome(self) -> Outcome | None:
         path = self.path / "outcome.json"
         return Outcome.model_validate_json(path.read_bytes()) if path.exists() else None
+
+    def write_completions(self, completions: Completions) -> None:
+        write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))
+
+    def completions(self) -> Completions | None:
+        path = self.path / "completions.json"
+        return Completions.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def write_failure(self, failure: Failure) -> None:
         write_whole(self.path / "failure.json", failure.model_dump_json(indent=1))

@@ -10,13 +10,13 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 from sqlalchemy.orm import Session
 
-from app import glance, jobs
+from app import glance, jobs, run_files
 from app.errors import Conflict, NotFound
 from app.routes.dependencies import CurrentDatabase, CurrentSettings, Reading
 from app.routes.training import JobId
 from app.run_files import model_dir, tar_of, tar_size
 from app.schemas.run import LogLine
-from app.schemas.statistics import Metrics
+from app.schemas.statistics import CompletionsAnswer, Metrics
 from app.schemas.training import ENDED
 from app.series import each_step, last_step, series
 
@@ -51,6 +51,17 @@ def log(database: CurrentDatabase, training_id: JobId) -> StreamingResponse:
     with database.reading() as session:
         jobs.get(session, training_id)
     return StreamingResponse(_log_lines(database, training_id), media_type="application/jsonl")
+
+
+@router.get(
+    "/{training_id}/completions",
+    summary="What the model makes of held-back prompts, before and after training",
+)
+def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsAnswer:
+    """Of samples that it did not learn from; empty without any, or before the first was completed."""
+    jobs.get(session, training_id)
+    found = run_files.completions(settings, training_id)
+    return CompletionsAnswer(training_id=training_id, data=list(found.data))
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)

@@ -117,6 +117,24 @@ class Tuning(Frozen):
     """Largest first."""
 
 
+class Completion(Frozen):
+    """What a model makes of a prompt that was held back, token by token the likeliest."""
+
+    prompt: str
+    expected: str
+    """As the sample goes on."""
+    before: str | None = None
+    """By the model that training began with; null: it was not asked."""
+    after: str | None = None
+    """By the model as saved; null: it is not there yet."""
+
+
+class Completions(Frozen):
+    """The content of a run directory's completions.json."""
+
+    data: tuple[Completion, ...]
+
+
 class Outcome(Frozen):
     """How a successful run ended."""
 

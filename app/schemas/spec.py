@@ -186,6 +186,8 @@ class Spec(Frozen):
     log_gradients: bool
     report_to: tuple[Tracker, ...]
     profile: bool
+    completions: int = 0
+    """Held-back samples whose prompts are completed before and after training."""
     tune: Tune | None = None
     """Measure micro-batches before the run has gone far, or do nothing else."""
 

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from app.schemas.calculators import Recommendation
+from app.schemas.run import Completion
 from app.schemas.training import JobStatus
 from app.schemas.wire import Answer
 
@@ -92,6 +93,11 @@ class Metrics(Answer):
     training_id: str
     steps: int
     data: list[dict[str, Any]]
+
+
+class CompletionsAnswer(Answer):
+    training_id: str
+    data: list[Completion]
 
 
 class JobPerformance(Answer):

@@ -127,6 +127,13 @@ class TrainingConfig(Request):
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
     early_stopping: EarlyStopping | None = None
     save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: 50")
+    completions: int = Field(
+        3,
+        ge=0,
+        le=20,
+        description="Held-back samples whose prompts are completed before and after training, to look at; "
+        "none without validation data",
+    )
     report_to: list[Tracker] = Field(default_factory=list, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)
 

@@ -16,6 +16,9 @@ from tests.runs import until, write_texts
 LOGGED = ("step", "loss", "learning_rate", "grad_norm", "tokens")
 STEPS = 60
 
+DRAWN = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
+"""Another in every run, and the same in all of a run's processes, which collect the tests each."""
+
 
 def submit(accrue: Accrue, **training: Any) -> str:
     """A job of many small steps over several epochs, so that a kill falls anywhere."""
@@ -73,7 +76,7 @@ def undisturbed(shared: Accrue) -> dict[str, Any]:
     return end
 
 
-@pytest.mark.parametrize("step", sorted(random.sample(range(1, STEPS - 15), 2)))
+@pytest.mark.parametrize("step", sorted(DRAWN.sample(range(1, STEPS - 15), 2)))
 def test_a_killed_trainer_s_job_resumes_and_ends_bit_for_bit_the_same(
     shared: Accrue, undisturbed: dict[str, Any], step: int
 ) -> None:

@@ -10,7 +10,17 @@ from app.fail_points import fail_point
 from app.schemas.run import Outcome
 from app.schemas.spec import Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import certificate, checkpoint, evaluation, guards, noise_scale, profile, ramp, sweep
+from workers.training import (
+    certificate,
+    checkpoint,
+    completions,
+    evaluation,
+    guards,
+    noise_scale,
+    profile,
+    ramp,
+    sweep,
+)
 from workers.training import model as models
 from workers.training.accumulate import StopRequested, Trained, add, train_window
 from workers.training.batches import after, tokens_of
@@ -39,6 +49,7 @@ def fit(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Outc
             certificate.certify(training)
             if order.spec.tune == "only":
                 return measure(training)
+            completions.before(training)
             train(training)
         except StopRequested:
             save_checkpoint(training)
@@ -195,6 +206,7 @@ def finish(training: Training) -> Outcome:
         band = f"{noise.low:.0f} to {noise.high:.0f}" if noise.high is not None else f"above {noise.low:.0f}"
         message = f"Gradient noise scale {noise.value:.0f} samples (90 % band: {band})."
         training.reporter.event("noise_scale", message, **noise.model_dump())
+    completions.after(training)
     fail_point("trainer.saving")
     files = models.save(training.model, tokenizer_of(order), training.run.model, order.spec.method)
     fail_point("trainer.saved")

@@ -51,6 +51,7 @@ class Training:
     stop: Stop
     device: torch.device
     model: Any
+    tokenizer: Any
     optimizer: torch.optim.Optimizer
     window: Window
     loss_scale: LossScale | None
@@ -159,6 +160,7 @@ def start(
         stop=stop,
         device=device,
         model=model,
+        tokenizer=tokenizer,
         optimizer=optimizer,
         window=_window(order, model, optimizer, scale if plan.precision == "fp16" else None),
         loss_scale=scale if plan.precision == "fp16" else None,
