@@ -9,10 +9,10 @@ ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_mach
 	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
 	tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser soak accuracy bench-trainer bench-queue bench-api bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-variance serve check format migrate clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make .venv, which holds the accrue command
 	@echo "Ready: $(BIN)/accrue --help"
@@ -60,6 +60,9 @@ bench-queue: $(STAMP) ## Claims, and log lines stored, per second
 
 bench-api: $(STAMP) ## Requests per second over ten thousand jobs and ten million steps (about 5 minutes)
 	$(BIN)/python -m tests.benchmarks.api
+
+bench-dashboard: $(STAMP) ## First page and live page over the same database, in Chromium (about 3 minutes)
+	$(BIN)/python -m tests.benchmarks.dashboard
 
 bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
 	$(BIN)/python -m tests.benchmarks.variance

@@ -119,6 +119,19 @@ def compare(
 
 
 @commands.command()
+def sample(job_id: NewestJob = "", url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show what a job's model makes of held-back prompts, beside what it made of them before training."""
+    from app.cli.tables import show_completions
+
+    with Client(url) as client:
+        found = client.get(f"{ROOT}/{job_id or _newest(client)}/completions")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        show_completions(found["data"])
+
+
+@commands.command()
 def download(
     job_id: NewestJob = "",
     folder: Annotated[

@@ -38,6 +38,19 @@ def show_comparison(compared: dict[str, Any]) -> None:
     console.print(f"over the first {seen[-1]:,.0f} samples, which all of them have seen", highlight=False)
 
 
+def show_completions(completions: list[dict[str, Any]]) -> None:
+    """Each prompt, how its sample goes on, and what the model made of it."""
+    if not completions:
+        console.print(
+            "No prompt was held back: submit with --set dataset_config.validation_split=0.1", soft_wrap=True
+        )
+    for each in completions:
+        console.rule(style="dim")
+        for name in ("prompt", "expected", "before", "after"):
+            told = "(not asked)" if each[name] is None else each[name]
+            console.print(Text.assemble((f"{name:<9}", "bold"), told), soft_wrap=True)
+
+
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:
     """Trained ones, and those that can be planned for."""
     table = Table(Column("trained", no_wrap=True), "from", Column("job", no_wrap=True), box=None)

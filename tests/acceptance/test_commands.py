@@ -87,6 +87,8 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     steps = [json.loads(line) for line in run(shared, "logs", job_id, "--steps").splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
 
+    assert "No prompt was held back" in run(shared, "sample", job_id)
+
     folder = tmp_path / "model"
     assert "model.safetensors" in run(shared, "download", job_id, str(folder))
     assert (folder / "config.json").is_file()
@@ -95,8 +97,14 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
 
 
 def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None:
-    job_id = run(shared, "submit", str(data), "--max-steps", "3", "--max-length", "32").split()[0]
+    asked = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
+    job_id = run(shared, *asked, "--set", "dataset_config.validation_split=0.2").split()[0]
     told = [json.loads(line) for line in run(shared, "logs", job_id, "--follow", "--json").splitlines()]
+    (completed, *_) = json.loads(run(shared, "sample", job_id, "--json"))["data"]
+    assert "All work" in completed["prompt"] + completed["expected"]
+    assert completed["before"] is not None
+    assert completed["after"] is not None
+    assert completed["prompt"].splitlines()[0] in run(shared, "sample", job_id)
     assert (told[0]["type"], told[-1]["type"]) == ("submitted", "succeeded")
     assert len({event["id"] for event in told}) == len(told)
 

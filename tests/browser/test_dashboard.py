@@ -47,19 +47,19 @@ def test_from_a_plan_to_a_model(
     page.goto("./")
     page.get_by_label("Bring JSON lines").set_input_files(data)
     expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
-    plan(page, Epochs="30", Sequence_length="24", Learning_rate="1e-3", Effective_batch="16")
+    plan(page, Epochs="30", Sequence_length="24", Learning_rate="1e-3", Effective_batch="16", Held_back="0.1")
     expect(page.get_by_text("It fits")).to_be_visible()
     page.get_by_role("button", name="Check only").click()
-    expect(page.get_by_text("This would run: 390 steps of 16 samples")).to_be_visible()
+    expect(page.get_by_text("This would run: 360 steps of 16 samples")).to_be_visible()
 
     page.get_by_role("button", name="Start").click()
     page.wait_for_url(re.compile("#/job/ftjob-"))
     job_id = page.url.rpartition("/")[2]
-    expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 390"))).to_be_visible(timeout=2 * MINUTES)
+    expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 360"))).to_be_visible(timeout=2 * MINUTES)
     expect(page.get_by_label("Events, newest first")).to_contain_text("Job submitted")
 
     page.reload()
-    expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 390"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 360"))).to_be_visible()
     expect(page.get_by_label("Events, newest first")).to_contain_text("Job submitted")
 
     noticed.service_is_away = True
@@ -69,10 +69,11 @@ def test_from_a_plan_to_a_model(
     expect(page.get_by_text("The service does not answer")).to_be_hidden(timeout=20_000)
     noticed.service_is_away = False
 
-    expect(page.get_by_text("Step 390 of 390")).to_be_visible(timeout=4 * MINUTES)
+    expect(page.get_by_text("Step 360 of 360")).to_be_visible(timeout=4 * MINUTES)
     expect(page.get_by_label("Events, newest first").get_by_text("Training succeeded.")).to_have_count(1)
     expect(page.get_by_label("Events, newest first").get_by_text("Job submitted")).to_have_count(1)
     expect(page.get_by_label("Outcome")).to_contain_text("apart")  # the certificate
+    expect(page.get_by_role("table")).to_contain_text("=")  # held-back sums, as completed
     expect(page.locator("figure .main-svg").first).to_be_visible()
 
     with page.expect_download() as downloading:

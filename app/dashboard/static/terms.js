@@ -25,6 +25,7 @@ const TERMS = {
   noise_scale: "The batch beyond which more samples per step hardly help: as far as the measured noise of the gradients tells. Well above your batch: a larger one would pay.",
   certificate: "Before the first step the first window's gradient was made in two different splits; this is the largest relative difference. It shows that accumulating changes nothing for this model.",
   evidence: "measured: in a run on this service; simulated: the training step without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source.",
+  completions: "Samples that were not learned from, cut where the model is to go on. What it makes of them now, beside what the untrained model made of them and what the sample says.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 

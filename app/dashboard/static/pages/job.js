@@ -2,7 +2,7 @@
 
 import { download, follow, get, poll } from "../api.js";
 import { chart, level } from "../charts.js";
-import { announce, fill, h } from "../dom.js";
+import { announce, fill, h, table } from "../dom.js";
 import { bytes, duration, fixed, moment, number, percent } from "../format.js";
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
@@ -121,7 +121,8 @@ async function showOutcome(outcome, job, signal) {
   const { result } = job;
   outcome.hidden = !result;
   if (!result) return;
-  const { stats } = await get(job.links.stats.replace(/^\//, ""), signal);
+  const path = `gradient-accumulation/training/${job.id}`;
+  const [{ stats }, completions] = await Promise.all([get(`gradient-accumulation/stats/${job.id}`, signal), get(`${path}/completions`, signal)]);
   const certificate = result.equivalence_error === null ? "not made" : `${result.equivalence_error.toExponential(1)} apart`;
   const noise = result.noise_scale;
   fill(outcome, h("h2", {}, "What came of it"),
@@ -136,10 +137,19 @@ async function showOutcome(outcome, job, signal) {
       fact("Memory predicted", stats.prediction_error === null ? "–" : `${percent(stats.prediction_error)} off`, "memory"),
       fact("Out of memory", `${number(stats.oom_recoveries)} times`)),
     h("p", { class: "actions" },
-      result.model_path && h("button", { type: "button", class: "primary", onclick: () => download(`gradient-accumulation/training/${job.id}/model`, `${job.id}.tar`) }, "Download the model"),
-      h("button", { type: "button", onclick: () => download(`gradient-accumulation/training/${job.id}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
-      h("button", { type: "button", onclick: () => download(`gradient-accumulation/training/${job.id}/log`, `${job.id}.jsonl`) }, "Log"),
-      h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next")));
+      result.model_path && h("button", { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) }, "Download the model"),
+      h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
+      h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
+      h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next")),
+    completions.data.length ? samples(completions.data) : null);
+}
+
+/** What the model makes of held-back prompts, beside what it made of them before. */
+function samples(completions) {
+  const said = (text) => h("span", { class: "said" }, text ?? "–");
+  return [h("h2", {}, "Held-back prompts ", help("completions")),
+    table("Before training and after it, the likeliest token each time", [{ title: "Prompt" }, { title: "Expected" }, { title: "Before" }, { title: "After" }],
+      completions.map((each) => [said(each.prompt), said(each.expected), said(each.before), said(each.after)]))];
 }
 
 /** With its band of 90 %. */

@@ -1,0 +1,81 @@
+"""Held-back prompts, completed before and after training."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app.schemas.spec import LoraSpec, MethodSpec, ValidationSpec
+from tests.runs import events_of, lay_order, log_of, small_data
+from tests.specs import make_spec
+from tests.training.test_fit import run_to_end
+from workers.run_directory import RunDirectory
+from workers.training import completions
+from workers.training.data import Samples
+
+HELD_BACK = small_data(validation=ValidationSpec(file_id=None, sha256=None, format=None, share=0.2))
+
+
+def trained(folder: Path, count: int, **changes: object) -> RunDirectory:
+    run = lay_order(folder, make_spec(data=HELD_BACK, max_steps=6, completions=count, **changes))
+    run_to_end(run)
+    return run
+
+
+def test_before_and_after_are_what_the_models_say(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", 3)
+    made = run.completions()
+    assert made is not None
+    assert len(made.data) == 3
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    for folder, when in ((tmp_path / "tiny-gpt2", "before"), (run.model, "after")):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for each in made.data:
+            given = tokenizer(each.prompt, return_tensors="pt")
+            with torch.no_grad():
+                said = model.generate(**given, max_new_tokens=completions.MOST_TOKENS, do_sample=False)
+            text = tokenizer.decode(said[0, given.input_ids.shape[1] :], skip_special_tokens=True)
+            assert getattr(each, when) == text
+    assert any(each.before != each.after for each in made.data)
+
+
+def test_the_training_is_what_it_would_be_without(tmp_path: Path) -> None:
+    plain, asked = (trained(tmp_path / f"run{count}", count) for count in (0, 3))
+    assert plain.completions() is None
+    assert log_of(plain) == log_of(asked)
+    assert (plain.model / "model.safetensors").read_bytes() == (
+        asked.model / "model.safetensors"
+    ).read_bytes()
+
+
+def test_adapters_are_asked_too(tmp_path: Path) -> None:
+    lora = LoraSpec(r=4, alpha=8, dropout=0.1, target_modules=None, merge=False)
+    made = trained(tmp_path / "run", 2, method=MethodSpec(name="lora", lora=lora)).completions()
+    assert made is not None
+    assert all(each.before is not None and each.after is not None for each in made.data)
+
+
+def test_a_model_that_cannot_generate_is_trained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise NotImplementedError("no cache for this family")
+
+    monkeypatch.setattr(completions, "_complete", fail)
+    run = trained(tmp_path / "run", 2)
+    assert run.completions() is None
+    assert [event["level"] for event in events_of(run) if event["type"] == "completions"] == ["warning"] * 2
+    assert run.model.is_dir()
+
+
+def test_prompts_end_where_the_model_is_to_go_on(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", 2)
+    held_back = Samples(run.data / "validation")
+    assert len(completions.prompts(held_back, 100)) == len(held_back)
+    (prompt,) = completions.prompts(held_back, 1)
+    tokens, counts = held_back.read(0)
+    assert prompt.tokens + prompt.expected == tokens[: len(prompt.tokens + prompt.expected)].tolist()
+    assert np.all(counts)  # of a text, which is cut in its middle
+    assert len(prompt.tokens) == len(tokens) // 2
