@@ -93,11 +93,13 @@ class LiveJob:
                FROM counted""",
             {"job": self.job_id, "first": first, "last": last},
         )
-        progress = {"step": last, "steps_total": 2 * LIVE_STEPS, "loss": 2.0, "loss_ema": 2.0,
-                    "tokens_per_second": 9000.0, "memory_peak_bytes": 2**30, "eta_seconds": 5000.0}  # fmt: skip
+        progress = {
+            "step": last, "steps_total": 2 * LIVE_STEPS, "loss": 2.0, "loss_ema": 2.0,
+            "tokens_per_second": 9000.0, "memory_peak_bytes": 2**30, "eta_seconds": 5000.0,
+        }  # fmt: skip
         connection.execute(
-            "UPDATE jobs SET status = 'running', progress = ?, started_at = coalesce(started_at, created_at), "
-            "finished_at = NULL, result = NULL WHERE id = ?",
+            "UPDATE jobs SET status = 'running', progress = ?, finished_at = NULL, result = NULL, "
+            "started_at = coalesce(started_at, created_at) WHERE id = ?",
             (json.dumps(progress), self.job_id),
         )
         connection.commit()
