@@ -28,7 +28,8 @@ demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happen
 	$(BIN)/accrue demo
 
 test: check ## Run every check and every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest --postgresql $(ON_A_DATABASE)
 
 test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 40 minutes)

@@ -31,7 +31,7 @@ class Accrue:
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self._log = (folder / "processes.log").open("wb")
-        self._env = {
+        self.env = {
             **os.environ,
             "ACCRUE_DATA_DIR": str(self.data),
             "ACCRUE_MODELS_DIR": str(folder / "models"),
@@ -45,7 +45,7 @@ class Accrue:
             "ACCRUE_PROFILER": "false",
         }
         if database_url is not None:
-            self._env["ACCRUE_DATABASE_URL"] = database_url
+            self.env["ACCRUE_DATABASE_URL"] = database_url
         self.key: str | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -57,7 +57,7 @@ class Accrue:
     def start(self, part: str, **variables: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", part],
-            env={**self._env, **variables}, stdout=self._log, stderr=self._log, start_new_session=True,
+            env={**self.env, **variables}, stdout=self._log, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         self.processes.append(process)
         return process
@@ -77,7 +77,7 @@ class Accrue:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The accrue command against this service."""
-        env = {**self._env, "ACCRUE_URL": self.url, "COLUMNS": "200"}
+        env = {**self.env, "ACCRUE_URL": self.url, "COLUMNS": "200"}
         command = [sys.executable, "-m", "app.cli", *arguments]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 

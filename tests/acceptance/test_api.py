@@ -16,6 +16,7 @@ from tests.runs import until
 ROOT = "/gradient-accumulation"
 
 
+@pytest.mark.alone
 def test_the_service_answers_within_two_seconds_of_its_start(tmp_path: Path) -> None:
     """On an empty folder; up to five starts, since what else the machine does only ever adds to one."""
     seconds: list[float] = []

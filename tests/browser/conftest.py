@@ -21,9 +21,9 @@ def chromium() -> str | None:
     return os.environ.get("ACCRUE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = chromium()
+    path = chromium()  # playwright's event loop is the thread's own for so long: other modules have theirs
     if path is None:
         pytest.skip("no Chromium here: make test-browser installs one")
     with sync_playwright() as playwright:

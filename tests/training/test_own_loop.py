@@ -23,7 +23,10 @@ class Reader(nn.Module):
 def test_a_loop_of_ones_own_trains_exactly_in_any_split() -> None:
     random = torch.Generator().manual_seed(0)
     batches = [
-        [torch.randint(0, 20, (1, int(n)), generator=random) for n in torch.randint(2, 30, (12,))]
+        [
+            torch.randint(0, 20, (1, int(n)), generator=random)
+            for n in torch.randint(2, 30, (12,), generator=random)
+        ]
         for _ in range(20)
     ]
 

@@ -1,0 +1,115 @@
+"""What README and guides say is true: their commands run, their links lead somewhere, nothing is left out.
+
+docs/api.md has a test of its own, and so has docs/security.md.
+"""
+
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.conftest import Accrue, running
+from tests.acceptance.test_commands import commands
+from tests.runs import write_texts
+from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *GUIDES]
+WITH_THEIR_OWN_TEST = ("docs/api.md", "docs/security.md")
+RUN = [name for name in DOCUMENTS if name not in WITH_THEIR_OWN_TEST]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def with_blocks(language: str) -> list[str]:
+    return [name for name in RUN if blocks(name, language)]
+
+
+@pytest.fixture(scope="module")
+def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
+    """A service with a worker, and a model of one's own."""
+    folder = tmp_path_factory.mktemp("accrue")
+    ensure_tiny_gpt2(folder / "models" / "my-model")
+    with running(folder) as accrue:
+        accrue.serve()
+        accrue.start("worker")
+        yield accrue
+
+
+@pytest.mark.parametrize("name", with_blocks("bash"))
+def test_its_commands_run_as_they_stand(accrue: Accrue, tmp_path: Path, name: str) -> None:
+    """One after another; a plan may say that it does not fit, which is status 2."""
+    write_texts(tmp_path / "data.jsonl", count=64)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**accrue.env, "ACCRUE_URL": accrue.url, "PATH": path, "HOME": str(tmp_path), "COLUMNS": "160"}
+    for command in commands_of(name):
+        own = command.replace("http://localhost:8000", accrue.url)
+        done = subprocess.run(
+            ["bash", "-c", own], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+        )
+        allowed = (0, 2) if own.startswith("accrue plan ") else (0,)
+        assert done.returncode in allowed, f"{own}\n{done.stdout}{done.stderr}"
+        if own.startswith("accrue keys create "):
+            env["ACCRUE_API_KEY"] = done.stdout.strip()
+    if "ACCRUE_API_KEY" in env:
+        open_again(accrue)
+
+
+def commands_of(name: str) -> list[str]:
+    """Each with the lines that belong to it."""
+    text = "".join(blocks(name, "bash"))
+    return [each for each in re.split(r"^(?=(?:accrue|curl) )", text, flags=re.MULTILINE) if each.strip()]
+
+
+def open_again(accrue: Accrue) -> None:
+    """Without keys, as it was before one was made."""
+    with sqlite3.connect(accrue.data / "accrue.db") as connection:
+        connection.execute("DELETE FROM keys")
+    accrue.processes.pop(0).terminate()
+    accrue.serve()
+
+
+@pytest.mark.parametrize("name", with_blocks("python"))
+def test_its_python_runs_as_it_stands(accrue: Accrue, tmp_path: Path, name: str) -> None:
+    write_texts(tmp_path / "data.jsonl", count=64)
+    for example in blocks(name, "python"):
+        script = example.replace("http://localhost:8000", accrue.url)
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_its_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith("http"):
+            assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_its_make_targets_are_there(name: str) -> None:
+    there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    told = re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE)
+    assert set(told) <= there
+
+
+def test_every_command_is_told_of() -> None:
+    text = (ROOT / "docs/commands.md").read_text()
+    groups = ("keys",)  # which do nothing by themselves
+    for words in commands():
+        assert f"`accrue {' '.join(words)}`" in text or words in {(group,) for group in groups}, words
+
+
+def test_every_guide_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in GUIDES if f"]({name})" not in text] == []
