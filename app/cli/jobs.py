@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, Url, given
+from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, NewestModel, Url, given
 from app.client import Client
 from app.errors import NotFound
 
@@ -119,12 +119,12 @@ def compare(
 
 
 @commands.command()
-def sample(job_id: NewestJob = "", url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show what a job's model makes of held-back prompts, beside what it made of them before training."""
     from app.cli.tables import show_completions
 
     with Client(url) as client:
-        found = client.get(f"{ROOT}/{job_id or _newest(client)}/completions")
+        found = client.get(f"{ROOT}/{job_id or _newest(client, status='succeeded')}/completions")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -133,7 +133,7 @@ def sample(job_id: NewestJob = "", url: Url = DEFAULT_URL, as_json: AsJson = Fal
 
 @commands.command()
 def download(
-    job_id: NewestJob = "",
+    job_id: NewestModel = "",
     folder: Annotated[
         Path | None, typer.Argument(help="Where to; default: a folder of the job's name", show_default=False)
     ] = None,
@@ -143,7 +143,7 @@ def download(
     from app.cli.fetching import fetch_model
 
     with Client(url) as client:
-        job_id = job_id or _newest(client)
+        job_id = job_id or _newest(client, status="succeeded")
         target = folder or Path(job_id)
         files = fetch_model(client, f"{ROOT}/{job_id}/model", target)
     typer.echo(f"{target}: {', '.join(sorted(files))}")
@@ -169,8 +169,8 @@ def _events(client: Client, job_id: str) -> list[dict[str, Any]]:
     return events[::-1]
 
 
-def _newest(client: Client) -> str:
-    data = client.get(ROOT, params={"limit": 1})["data"]
+def _newest(client: Client, status: str | None = None) -> str:
+    data = client.get(ROOT, params=given({"limit": 1, "status": status}))["data"]
     if not data:
-        raise NotFound("there is no job yet: accrue submit FILE")
+        raise NotFound(f"there is no {'job' if status is None else f'{status} job'} yet: accrue submit FILE")
     return str(data[0]["id"])

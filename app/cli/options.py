@@ -35,6 +35,12 @@ NewestJob = Annotated[
 ]
 
 
+NewestModel = Annotated[
+    str,
+    typer.Argument(help="ftjob-…; the newest that has succeeded if left out", autocompletion=_jobs_there),
+]
+
+
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are not null."""
     return {name: value for name, value in values.items() if value is not None}
