@@ -124,7 +124,7 @@ def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = F
     from app.cli.tables import show_completions
 
     with Client(url) as client:
-        found = client.get(f"{ROOT}/{job_id or _newest(client, status='succeeded')}/completions")
+        found = client.get(f"{ROOT}/{job_id or _with_model(client)}/completions")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -143,7 +143,7 @@ def download(
     from app.cli.fetching import fetch_model
 
     with Client(url) as client:
-        job_id = job_id or _newest(client, status="succeeded")
+        job_id = job_id or _with_model(client)
         target = folder or Path(job_id)
         files = fetch_model(client, f"{ROOT}/{job_id}/model", target)
     typer.echo(f"{target}: {', '.join(sorted(files))}")
@@ -169,8 +169,16 @@ def _events(client: Client, job_id: str) -> list[dict[str, Any]]:
     return events[::-1]
 
 
-def _newest(client: Client, status: str | None = None) -> str:
-    data = client.get(ROOT, params=given({"limit": 1, "status": status}))["data"]
+def _newest(client: Client) -> str:
+    data = client.get(ROOT, params={"limit": 1})["data"]
     if not data:
-        raise NotFound(f"there is no {'job' if status is None else f'{status} job'} yet: accrue submit FILE")
+        raise NotFound("there is no job yet: accrue submit FILE")
     return str(data[0]["id"])
+
+
+def _with_model(client: Client) -> str:
+    """The newest job that a model came of; some only measure."""
+    for job in client.get(ROOT, params={"limit": 100, "status": "succeeded"})["data"]:
+        if job["links"]["model"] is not None:
+            return str(job["id"])
+    raise NotFound("there is no trained model yet: accrue submit FILE --watch")

@@ -37,7 +37,7 @@ NewestJob = Annotated[
 
 NewestModel = Annotated[
     str,
-    typer.Argument(help="ftjob-…; the newest that has succeeded if left out", autocompletion=_jobs_there),
+    typer.Argument(help="ftjob-…; the newest with a model if left out", autocompletion=_jobs_there),
 ]
 
 
