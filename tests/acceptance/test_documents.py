@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,13 @@ def commands_of(name: str) -> list[str]:
 
 def open_again(accrue: Accrue) -> None:
     """Without keys, as it was before one was made."""
-    with sqlite3.connect(accrue.data / "accrue.db") as connection:
+    with closing(sqlite3.connect(accrue.data / "accrue.db", isolation_level=None)) as connection:
         connection.execute("DELETE FROM keys")
-    accrue.processes.pop(0).terminate()
+    service = accrue.processes.pop(0)
+    service.terminate()
+    service.wait(30)
     accrue.serve()
+    accrue.processes.insert(0, accrue.processes.pop())
 
 
 @pytest.mark.parametrize("name", with_blocks("python"))
