@@ -28,12 +28,12 @@ export async function show(main, { chosen, signal }) {
   const speed = chart("Memory against speed", { x: "samples a second, as measured on such a device", y: "GiB at the peak" });
 
   let asking = new AbortController();
-  async function predict() {
+  async function predict(wait) {
     asking.abort();
     asking = new AbortController();
     const own = AbortSignal.any([asking.signal, signal]);
     try {
-      await pause(AFTER_TYPING, own);
+      await pause(wait, own);
       const shown = values();
       showAnswer(result, await ask(shown, 0, own), shown, apply, speed);
       showAnswer(result, await ask(shown, SIMULATED_WITHIN, own), shown, apply, speed);
@@ -46,7 +46,7 @@ export async function show(main, { chosen, signal }) {
   }
 
   /** Whatever is typed: the label at once, the address, and a little later the prediction. */
-  function changed() {
+  function changed(wait = AFTER_TYPING) {
     const shown = values();
     history.replaceState(null, "", `#/plan${query(different(shown))}`);
     for (const name of ["target"]) inputs[name].closest(".field").hidden = shown.batch !== "target";
@@ -54,7 +54,7 @@ export async function show(main, { chosen, signal }) {
     const batch = effectiveBatch(shown);
     effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: say whole numbers above zero";
     clearRefusals(form);
-    predict().catch((error) => { if (!signal.aborted) fill(result, h("p", {}, error.message)); });
+    predict(wait).catch((error) => { if (!signal.aborted) fill(result, h("p", {}, error.message)); });
   }
 
   function apply(changes) {
@@ -94,7 +94,7 @@ export async function show(main, { chosen, signal }) {
       h("button", { type: "button", class: "primary", id: "start", onclick: (event) => begin(event.target, false) }, "Start"),
       h("button", { type: "button", onclick: (event) => begin(event.target, true) }, "Check only")),
     starting);
-  form.addEventListener("input", changed);
+  form.addEventListener("input", () => changed());
 
   /** One press, one job: pressed again after a lost answer it is the same job. */
   let once = crypto.randomUUID?.() ?? String(Math.random());
@@ -118,7 +118,7 @@ export async function show(main, { chosen, signal }) {
     h("div", { class: "columns" },
       h("div", {}, h("section", { class: "panel", "aria-label": "What to train" }, form), savedPlans(() => different(values()), load)),
       h("div", {}, result, h("section", { class: "panel", id: "speed", hidden: true }, speed.element))));
-  changed();
+  changed(0);
   await Promise.all([fillModels(form, signal), files.load(signal, chosen.get("file"))]);
 }
 
