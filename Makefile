@@ -9,7 +9,7 @@ ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_mach
 	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
 	tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ test-browser: $(STAMP) ## Install Chromium where there is none; test the dashboa
 	command -v chromium || { apt-get update && apt-get install --yes chromium; } || $(BIN)/playwright install chromium
 	ACCRUE_SCREENSHOTS=docs/screenshots $(BIN)/python -m pytest tests/browser
 
+test-images: $(STAMP) ## Carry out the Dockerfiles' steps in a plain Debian; needs root and debootstrap (about 10 minutes)
+	unshare --mount $(BIN)/python -m tests.images.steps
+
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow
 
@@ -68,10 +71,12 @@ bench-dashboard: $(STAMP) ## First page and live page over the same database, in
 bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
 	$(BIN)/python -m tests.benchmarks.variance
 
-check: $(STAMP) ## Lint, formatting and types
+check: $(STAMP) ## Lint, formatting, types, Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/*.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 
 format: $(STAMP) ## Mend formatting and what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -1,21 +1,28 @@
 # The service: no torch, no GPU. docker build -f docker/service.Dockerfile -t accrue-service .
-FROM python:3.12-slim
+FROM debian:bookworm-slim
 
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ACCRUE_DATA_DIR=/data
-WORKDIR /srv/accrue
-
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY app app
-COPY workers workers
-COPY alembic alembic
-# Everything that pyproject.toml asks for but what only a trainer needs.
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; print('\n'.join(d for d in p if not d.startswith(('torch', 'transformers', 'safetensors', 'pyarrow'))))" > service.txt \
-    && pip install --no-cache-dir -c constraints.txt -r service.txt \
-    && pip install --no-cache-dir --no-deps -e . \
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 ACCRUE_DATA_DIR=/data PATH=/opt/venv/bin:$PATH
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# Debian keeps no older versions to pin.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends ca-certificates python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv \
     && useradd --uid 10001 --create-home accrue \
     && install -d -o accrue -m 700 /data
 
-USER accrue
+WORKDIR /srv/accrue
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+# Everything that pyproject.toml asks for but what only a trainer needs, all of which would bring torch along.
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(d for d in p['dependencies'] + p['optional-dependencies']['postgresql'] if not d.startswith(('torch', 'transformers', 'safetensors', 'pyarrow', 'peft', 'pytorch_optimizer'))))" > /tmp/service.txt \
+    && pip install -c constraints.txt -r /tmp/service.txt
+COPY app app
+COPY workers workers
+COPY alembic alembic
+RUN pip install --no-deps -e .
+
+USER 10001
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \

@@ -1,20 +1,31 @@
-# A worker for NVIDIA GPUs: the wheels of torch bring CUDA, the host its driver (nvidia-container-toolkit).
+# A worker for NVIDIA GPUs: torch's wheel brings CUDA's runtime, the host its driver (nvidia-container-toolkit).
 # docker build -f docker/worker.Dockerfile -t accrue-worker .
-FROM python:3.12-slim
+FROM debian:bookworm-slim
 
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ACCRUE_DATA_DIR=/data \
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 ACCRUE_DATA_DIR=/data PATH=/opt/venv/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-WORKDIR /srv/accrue
-
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN pip install --no-cache-dir -c constraints.txt "$(grep '^torch==' constraints.txt)"
-COPY app app
-COPY workers workers
-COPY alembic alembic
-RUN pip install --no-cache-dir -c constraints.txt -e . \
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# Debian keeps no older versions to pin.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends ca-certificates python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv \
     && useradd --uid 10001 --create-home accrue \
     && install -d -o accrue -m 700 /data
 
-USER accrue
+WORKDIR /srv/accrue
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+# torch by itself, since it is most of the image and changes least.
+RUN torch="$(grep '^torch==' constraints.txt)" \
+    && pip install -c constraints.txt "$torch"
+COPY app app
+COPY workers workers
+COPY alembic alembic
+RUN pip install -c constraints.txt -e '.[postgresql]'
+
+USER 10001
 VOLUME /data
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s \
+    CMD ["python", "-m", "workers.alive"]
 CMD ["accrue", "worker"]

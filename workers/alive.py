@@ -1,0 +1,24 @@
+"""`python -m workers.alive`: whether the database has heard of this machine's worker lately."""
+
+import socket
+import sys
+
+from sqlalchemy import select
+
+from app.database import Database, database_now
+from app.models import Worker
+from app.settings import get_settings
+from app.workers_seen import SILENT_SECONDS
+
+
+def is_alive(database: Database, hostname: str) -> bool:
+    """Whether a worker of that machine was heard of."""
+    heard = select(Worker.id).where(
+        Worker.hostname == hostname, Worker.heartbeat_at > database_now() - SILENT_SECONDS
+    )
+    with database.reading() as session:
+        return session.scalar(heard.limit(1)) is not None
+
+
+if __name__ == "__main__":
+    sys.exit(0 if is_alive(Database(get_settings().url), socket.gethostname()) else 1)
