@@ -7,7 +7,6 @@ become healthy by its own HEALTHCHECK, and must be able to write nowhere but in 
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parents[2]
@@ -25,8 +25,10 @@ WRITABLE = {"/data", "/home/accrue", "/tmp", "/var/tmp", "/run/lock", "/dev/shm"
 """The data folder, and what every Linux has for everybody; the compose file makes all but the first read-only
 or empties it."""
 
-OF_THIS_MACHINE = ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
 PACKAGES_OF_THIS_MACHINE = ("/opt/pypi", "/opt/pypi-more", "/opt/wheels")
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+COPY_OF_CERTIFICATES = "/opt/this-machine.crt"
+PIP_OPTIONS = ("extra-index-url", "find-links")
 """How the network is reached from here; no part of the image."""
 
 
@@ -67,8 +69,20 @@ class Image:
         own = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
         if self.user != "0":
             own["HOME"] = "/home/accrue"
-        network = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_CERT"))}
-        return {**network, **own, **self.env}
+        return {**the_way_out(), **own, **self.env}
+
+
+@cache
+def the_way_out() -> dict[str, str]:
+    """Variables by which pip finds its packages as it does on this machine."""
+    found = {}
+    for option in PIP_OPTIONS:
+        asked = subprocess.run(["pip", "config", "get", f"global.{option}"], capture_output=True, text=True)
+        if asked.returncode == 0:
+            found[f"PIP_{option.upper().replace('-', '_')}"] = asked.stdout.strip()
+    if Path(CERTIFICATES).exists():
+        found |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), COPY_OF_CERTIFICATES)
+    return found
 
 
 def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
@@ -128,10 +142,9 @@ def plain_debian(root: Path) -> Iterator[None]:
     """A fresh root with its own /proc, and with this machine's package folders, which cannot be changed."""
     command = ["debootstrap", "--variant=minbase", "bookworm", str(root), MIRROR]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    for path in map(Path, OF_THIS_MACHINE):
-        if path.exists():
-            (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, root / path.relative_to("/"))
+    for path, there in (("/etc/resolv.conf", "/etc/resolv.conf"), (CERTIFICATES, COPY_OF_CERTIFICATES)):
+        if Path(path).exists():
+            shutil.copy(path, root / there.lstrip("/"))
     mounted = []
     try:
         mount("-t", "proc", "proc", str(root / "proc"))
@@ -175,7 +188,9 @@ def look_at(dockerfile: Path) -> None:
             found = image.writable()
             assert found <= WRITABLE, f"{dockerfile.name}: may write in {sorted(found - WRITABLE)}"
             size = subprocess.run(
-                ["du", "-sxm", str(image.root)], capture_output=True, text=True
+                ["du", "-sxm", *(f"--exclude=*{each}" for each in PACKAGES_OF_THIS_MACHINE), str(image.root)],
+                capture_output=True,
+                text=True,
             ).stdout.split()[0]
             print(
                 f"{dockerfile.name}: built in {built:.0f} s, {size} MiB, healthy, writes in {sorted(found)}"
