@@ -83,6 +83,12 @@ class Settings(BaseSettings):
         description="A trainer that writes nothing for so long is ended, and its job tried again",
     )
     profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
+    gpu_hour_cost: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="What an hour of one GPU costs; dry runs tell what a job would",
+    )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU trainer; default: all cores")
     log_level: str = "INFO"
     log_format: str = Field("console", pattern="^(console|json)$")

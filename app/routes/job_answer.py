@@ -56,18 +56,26 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
     )
 
 
-def dry_run_answer(submission: Submission, speed: Speed | None) -> DryRunAnswer:
-    """What a job would do, in the same words."""
+def dry_run_answer(
+    submission: Submission, speed: Speed | None, hour_cost: float | None = None
+) -> DryRunAnswer:
+    """What a job would do, in the same words.
+
+    Args:
+        hour_cost: of one GPU.
+    """
     spec, plan = submission.spec, submission.plan
     seconds = plan.predicted_duration_seconds
     samples = samples_of(spec, plan.steps_total)
     tokens = speed.tokens_per_sample * samples if speed is not None and samples is not None else None
+    hours = None
+    if seconds is not None and plan.device == "cuda":
+        hours = seconds * len(plan.devices) / 3600
     return DryRunAnswer(
         predicted_tokens=None if tokens is None else round(tokens),
         predicted_duration_seconds=seconds,
-        gpu_hours=seconds * len(plan.devices) / 3600
-        if seconds is not None and plan.device == "cuda"
-        else None,
+        gpu_hours=hours,
+        gpu_cost=hours * hour_cost if hours is not None and hour_cost is not None else None,
         measured_by=speed.job_id if speed is not None else None,
         model_name=spec.model.name,
         config=submission.config,

@@ -212,7 +212,7 @@ def _submit(
 ) -> Response:
     checked = intake.check(asked, foresight, settings, planned=planned)
     if asked.dry_run:
-        return _as_json(dry_run_answer(checked.submission, checked.speed), 200)
+        return _as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
     made = intake.store(checked, foresight.database, settings, once, _answer, status=202)
     return made if isinstance(made, Response) else _as_json(made, 202)
 

@@ -324,6 +324,9 @@ class DryRunAnswer(Answer):
     predicted_tokens: int | None = Field(None, description="Of all samples of the run; by an earlier job")
     predicted_duration_seconds: float | None = None
     gpu_hours: float | None = Field(None, description="On GPUs: the duration on all devices, in hours")
+    gpu_cost: float | None = Field(
+        None, description="Of these hours, where ACCRUE_GPU_HOUR_COST says what one costs"
+    )
     measured_by: str | None = Field(None, description="The finished job that duration and tokens are from")
 
 

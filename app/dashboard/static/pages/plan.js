@@ -192,7 +192,8 @@ function dryRun(job) {
   const { plan } = job;
   const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
   const time = job.predicted_duration_seconds === null ? "how long it takes nobody has measured yet" : `about ${duration(job.predicted_duration_seconds)}`;
-  return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}. ${plan.warnings.join(" ")}`;
+  const cost = job.gpu_cost === null ? "" : `, for ${number(job.gpu_cost)}`;
+  return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}${cost}. ${plan.warnings.join(" ")}`;
 }
 
 function clearRefusals(form) {
