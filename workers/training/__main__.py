@@ -18,6 +18,7 @@ from app.schemas.run import Failure
 from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, Reporter, RunDirectory, RunDirectoryInUse
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.lifeline import die_with_parent
+from workers.training.limits import limit
 
 log = logging.getLogger("accrue.trainer")
 
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="a run directory with a spec.json")
     run = RunDirectory(parser.parse_args().run_dir.absolute())
     die_with_parent()
+    limit()
     stop = StopSignal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
