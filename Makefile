@@ -9,7 +9,7 @@ ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_mach
 	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
 	tests/routes tests/workers
 
-.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ bench-api: $(STAMP) ## Requests per second over ten thousand jobs and ten millio
 
 bench-dashboard: $(STAMP) ## First page and live page over the same database, in Chromium (about 3 minutes)
 	$(BIN)/python -m tests.benchmarks.dashboard
+
+bench-memory: $(STAMP) ## Peak memory by accumulation steps, measured and predicted, with a chart (about 5 minutes)
+	$(BIN)/python -m tests.benchmarks.memory
 
 bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
 	$(BIN)/python -m tests.benchmarks.variance

@@ -1,6 +1,7 @@
 """Service and worker as processes of their own, started and ended together."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -8,8 +9,26 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import IO
 
+from app.errors import BadSetting
+
 _END_SECONDS = 45.0
 """Longer than a trainer's grace for its checkpoint."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises:
+    BadSetting: somebody listens there already.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise BadSetting(
+                f"{host}:{port} cannot be had ({error.strerror}): set ACCRUE_PORT to another port; the "
+                "command finds it by ACCRUE_URL."
+            ) from None
 
 
 def start(

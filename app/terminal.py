@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 console = Console()
 
+WIDE = 120
+"""Columns of a terminal that has room for everything."""
+
 _POLL_SECONDS = 0.5
 _ENDED = ("succeeded", "failed", "cancelled")
 
@@ -103,19 +106,21 @@ def show_findings(found: list["Finding"]) -> None:
 
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:
-    """A table of jobs."""
-    table = Table(
-        Column("job", no_wrap=True), "status", "model", "step", "loss", "batch", "created", box=None
-    )
+    """A table of jobs; what a narrow terminal has no room for is left out."""
+    wide = console.width >= WIDE
+    columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch"]
+    table = Table(*columns, *(["model", "created"] if wide else []), box=None)
     for job in jobs:
         progress = job["progress"]
         state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
+        more = [job["model_name"], time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"]))]
         table.add_row(
-            job["id"], state, job["model_name"], f"{progress['step']}/{progress['steps_total'] or '?'}",
-            _number(progress["loss"]), str(job["effective_batch_size"]),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"])),
+            job["id"], state, f"{progress['step']}/{progress['steps_total'] or '?'}",
+            _number(progress["loss"]), str(job["effective_batch_size"]), *(more if wide else []),
         )  # fmt: skip
-    console.print(table if jobs else "No jobs yet: accrue submit FILE")
+    console.print(
+        table if jobs else "No jobs yet: accrue submit FILE. With a key you see those made with it."
+    )
 
 
 def show_batch_size(answer: dict[str, Any]) -> None:
@@ -173,7 +178,7 @@ def _show_end(job: dict[str, Any]) -> int:
         console.print(
             f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}, "
             f"{result['trained_tokens']:,} tokens; "
-            + (f"model in {result['model_path']}" if result["model_path"] else "measured, no model"),
+            + ("accrue download fetches the model" if result["model_path"] else "measured, no model"),
             highlight=False,
         )
         return 0
@@ -188,6 +193,8 @@ def _sizes(sizes: list[int]) -> str:
 
 
 def gb(size: int) -> str:
+    if size < MIB / 10:
+        return f"{size / 1024:.1f} KiB"
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 

@@ -124,11 +124,12 @@ def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = F
     from app.cli.tables import show_completions
 
     with Client(url) as client:
-        found = client.get(f"{ROOT}/{job_id or _with_model(client)}/completions")
+        job_id = job_id or _with_model(client)
+        found = client.get(f"{ROOT}/{job_id}/completions")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        show_completions(found["data"])
+        show_completions(job_id, found["data"])
 
 
 @commands.command()

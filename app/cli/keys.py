@@ -43,6 +43,11 @@ def make(
         row, key = create(session, name, _scopes(scope or ["read", "write"]), _seconds(expires))
         told = {**_told(row), "key": key}
     typer.echo(json.dumps(told, indent=2) if as_json else key)
+    typer.echo(
+        "Shown this once. From now on every call needs a key; what was made without one, keys with the scope "
+        "admin see. For the command: export ACCRUE_API_KEY=…",
+        err=True,
+    )
 
 
 @commands.command("list")
@@ -84,6 +89,7 @@ def _database() -> Iterator["Database"]:
     settings = get_settings()
     settings.make_directories()
     migrate(settings.url)
+    typer.echo(f"Of the service whose data folder is {settings.data_dir.absolute()}:", err=True)
     database = Database(settings.url)
     try:
         yield database

@@ -19,8 +19,13 @@ _STREAMS_END_SECONDS = 2
 @commands.command()
 def up() -> None:
     """Run the service and a worker together; Ctrl-C ends both."""
+    from app.processes import check_port
     from app.processes import up as run
+    from app.settings import get_settings
 
+    settings = get_settings()
+    check_port(settings.host, settings.port)
+    typer.echo(f"Accrue is at http://{settings.host}:{settings.port} in a moment; Ctrl-C ends it.", err=True)
     sys.exit(run())
 
 
@@ -98,7 +103,9 @@ def backup(
     from app.settings import get_settings
 
     taken = take(get_settings(), folder, runs=runs)
-    typer.echo(f"{taken.folder}: {taken.jobs} jobs, {taken.files} files, {taken.bytes / 2**20:.1f} MiB")
+    without = "" if runs else "; without checkpoints and models, which --runs would take along"
+    size = f"{taken.bytes / 2**20:.1f} MiB"
+    typer.echo(f"{taken.folder}: {taken.jobs} jobs, {taken.files} files, {size}{without}")
 
 
 @commands.command()

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from app.terminal import console, gb
+from app.terminal import WIDE, console, gb
 
 _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 
@@ -20,26 +20,35 @@ def show_event(event: dict[str, Any]) -> None:
 
 def show_comparison(compared: dict[str, Any]) -> None:
     """A row for each job; noise is the variance of the loss around its trend, over that of the first."""
-    table = Table(
-        Column("job", no_wrap=True), "model", "batch", "steps", "final loss", "noise", "to the first",
-        "tokens/s", "peak", "padding", box=None,
-    )  # fmt: skip
+    wide = console.width >= WIDE
+    columns: list[Column | str] = [Column("job", no_wrap=True), "batch", "loss", "noise", "tokens/s"]
+    more = ["model", "steps", "last loss of all", "peak", "padding"] if wide else []
+    table = Table(*columns, *more, box=None)
     for job in compared["jobs"]:
         stats = job["stats"]
+        rest = [
+            job["model_name"], f"{job['steps']:,}", f"{job['final_loss']:.4f}",
+            _or_dash(stats["peak_memory_gb"], "{:.2f} GiB"), _or_dash(stats["padding_share"], "{:.1%}"),
+        ]  # fmt: skip
         table.add_row(
-            job["training_id"], job["model_name"],
-            f"{job['effective_batch_size']} in {job['accumulation_steps']}", f"{job['steps']:,}",
-            f"{job['final_loss']:.4f}", f"{job['loss_noise']:.3g}", _or_dash(job["noise_ratio"], "x {:.2f}"),
-            _or_dash(stats["tokens_per_second"], "{:,.0f}"), _or_dash(stats["peak_memory_gb"], "{:.2f} GiB"),
-            _or_dash(stats["padding_share"], "{:.1%}"),
-        )  # fmt: skip
+            job["training_id"],
+            f"{job['effective_batch_size']} in {_or_dash(stats['accumulation_steps'], '{:.3g}')}",
+            f"{compared['loss'][job['training_id']][-1]:.4f}",
+            _or_dash(job["noise_ratio"], "x {:.2f}"),
+            _or_dash(stats["tokens_per_second"], "{:,.0f}"),
+            *(rest if wide else []),
+        )
     console.print(table)
     seen = compared["samples_seen"]
-    console.print(f"over the first {seen[-1]:,.0f} samples, which all of them have seen", highlight=False)
+    console.print(
+        f"Loss after {seen[-1]:,.0f} samples, which all have seen; noise of the loss over the first's.",
+        highlight=False,
+    )
 
 
-def show_completions(completions: list[dict[str, Any]]) -> None:
+def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
     """Each prompt, how its sample goes on, and what the model made of it."""
+    console.print(f"{job_id}: {len(completions)} held-back prompts", highlight=False)
     if not completions:
         console.print(
             "No prompt was held back: submit with --set dataset_config.validation_split=0.1", soft_wrap=True
@@ -52,17 +61,15 @@ def show_completions(completions: list[dict[str, Any]]) -> None:
 
 
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:
-    """Trained ones, and those that can be planned for."""
-    table = Table(Column("trained", no_wrap=True), "from", Column("job", no_wrap=True), box=None)
-    for model in trained:
-        table.add_row(model["id"], model["parent"], model["job"])
-    if trained:
-        console.print(table)
+    """Those that can be planned for, and then one's own."""
     others = Table(Column("to start from", no_wrap=True), "parameters", "positions", "known from", box=None)
     for model in to_plan_for:
         positions = f"{model['positions']:,}"
         others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])
     console.print(others)
+    console.print("A model of the catalogue is planned for; to be trained it must be here, or on the hub.")
+    for model in trained:
+        console.print(f"trained: {model['id']}, from {model['parent']} by {model['job']}", soft_wrap=True)
 
 
 def show_files(files: list[dict[str, Any]]) -> None:
@@ -95,7 +102,7 @@ def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
 
 def _parameters(count: int) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M")):
-        if count >= size:
+        if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:,}"
 

@@ -8,7 +8,7 @@ from app.planning.devices import GIB, Device
 from app.planning.estimate import MOST_ROWS, Estimate, Estimates, Source, largest_micro_batch
 from app.planning.memory import Memory
 from app.planning.remedies import changes
-from app.planning.speeds import Speeds, SpeedsOf, unmeasured
+from app.planning.speeds import CPU_TOKENS, Speeds, SpeedsOf, unmeasured
 from app.planning.split import split_over
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import (
@@ -77,8 +77,7 @@ def answer(
     largest = [_largest(estimate, device, question.limits) for device in question.devices]
     wanted = question.micro_batch
     useful = [
-        _useful(each, measured, question.sequence) if wanted is None else Largest(wanted, wanted)
-        for each in largest
+        _useful(each, measured, question) if wanted is None else Largest(wanted, wanted) for each in largest
     ]
     micro, split = _split(question.target, useful)
     steps = max(map(len, split))
@@ -210,7 +209,7 @@ def _alternative(told: str, question: Question, estimates: Estimates, speeds: Sp
     estimate = estimates(question.recipe, question.sequence)
     measured = speeds(question.recipe, question.sequence)
     largest = [_largest(estimate, device, question.limits) for device in question.devices]
-    useful = [_useful(each, measured, question.sequence).capped(question.most) for each in largest]
+    useful = [_useful(each, measured, question).capped(question.most) for each in largest]
     micro, split = _split(question.target, useful)
     steps = max(map(len, split))
     return Alternative(
@@ -223,13 +222,13 @@ def _alternative(told: str, question: Question, estimates: Estimates, speeds: Sp
     )
 
 
-def _useful(largest: Largest, measured: Speeds | None, sequence: int) -> Largest:
-    """No larger than throughput rewards, where it was measured."""
-    return (
-        largest
-        if measured is None
-        else largest.capped(max(1, measured.useful(MOST_ROWS * sequence) // sequence))
-    )
+def _useful(largest: Largest, measured: Speeds | None, question: Question) -> Largest:
+    """No larger than throughput rewards, where it was measured or is known of such a device."""
+    if measured is not None:
+        return largest.capped(max(1, measured.useful(MOST_ROWS * question.sequence) // question.sequence))
+    if question.recipe.device == "cpu":
+        return largest.capped(max(1, CPU_TOKENS // question.sequence))
+    return largest
 
 
 def _rate(measured: Speeds | None, micro: int, question: Question) -> float | None:

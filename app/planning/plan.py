@@ -8,7 +8,7 @@ from typing import Literal
 from app.planning.devices import Device
 from app.planning.estimate import Estimate, Estimates, largest_micro_batch
 from app.planning.remedies import changes
-from app.planning.speeds import Speeds, SpeedsOf, unmeasured
+from app.planning.speeds import CPU_TOKENS, Speeds, SpeedsOf, unmeasured
 from app.planning.split import even, split_over
 from app.schemas.accumulation import Precision
 from app.schemas.profile import Recipe
@@ -23,10 +23,6 @@ from app.schemas.spec import (
     Spec,
     TokenBudget,
 )
-
-CPU_TOKENS = 512
-"""A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING):
-this goes for a model that was not measured on it."""
 
 _WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
 

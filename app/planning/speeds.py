@@ -7,6 +7,10 @@ from app.planning.interpolation import interpolated
 from app.schemas.profile import Recipe
 from app.schemas.run import leanest
 
+CPU_TOKENS = 512
+"""A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING):
+this goes for a model that was not measured on it."""
+
 
 @dataclass(frozen=True)
 class Speeds:

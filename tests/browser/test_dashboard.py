@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.acceptance.conftest import Accrue, running
 from tests.browser.conftest import DESKTOP, PHONE, Noticed
+from tests.runs import until
 
 SCREENSHOTS = os.environ.get("ACCRUE_SCREENSHOTS")
 """A folder for pictures of every page: `make test-browser` sets it."""
@@ -142,10 +143,34 @@ def test_a_refusal_stands_beside_its_field(page: Page, noticed: Noticed) -> None
     page.get_by_label("Model", exact=True).fill("accrue/tiny-gpt2")
     expect(page.get_by_text(re.compile("^It fits"))).to_be_visible()
     expect(page.locator("#wrong-model")).to_be_empty()
-    plan(page, Epochs="0")
+    plan(page, Sequence_length="abc")
+    expect(page.locator("#wrong-length")).to_contain_text("integer")
+    plan(page, Sequence_length="", Epochs="0", Learning_rate="fast")
     page.get_by_role("button", name="Start").click()
-    expect(page.locator(".wrong:not(:empty), [role=alert]").first).to_be_visible()
+    expect(page.locator("#wrong-epochs")).to_contain_text("whole number")
+    expect(page.locator("#wrong-rate")).to_contain_text("number")
+    expect(page.locator("#wrong-file")).to_contain_text("Choose a file")
     noticed.faults.clear()  # a browser writes every answer of 422 into its console
+
+
+def test_what_is_pressed_stays_where_it_is_while_a_job_goes_on(
+    page: Page, service: Accrue, data: Path
+) -> None:
+    file_id = service.upload(data.read_bytes())
+    job_id = service.submit(
+        dataset_config={"file_id": file_id, "max_length": 24}, training_config={"epochs": 2000}
+    )
+    for address, heading in ((f"job/{job_id}", "accrue/tiny-gpt2"), ("jobs", "Jobs")):
+        page.goto(f"./#/{address}")
+        expect(page.get_by_role("heading", level=1)).to_have_text(heading)
+        expect(page.get_by_text("running").first).to_be_visible(timeout=MINUTES)
+        button = page.get_by_role("button", name=f"Pause job {job_id[-6:]}").element_handle()
+        assert button is not None
+        before = service.job(job_id)["progress"]["step"]
+        until(lambda: service.job(job_id)["progress"]["step"] > before + 5)  # noqa: B023
+        page.wait_for_timeout(2500)
+        assert button.is_visible()  # the very one, not another in its place
+    service.post(f"{ROOT}/training/{job_id}/cancel")
 
 
 def test_jobs_are_acted_upon(page: Page, service: Accrue, data: Path) -> None:

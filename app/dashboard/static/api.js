@@ -29,8 +29,9 @@ async function ask(path, options = {}) {
   }
   connection(true);
   if (answer.ok || answer.status === 304) return answer;
-  if (answer.status === 401) document.dispatchEvent(new Event("key-needed"));
-  throw new Refused(answer.status, await answer.json().catch(() => null));
+  const refused = new Refused(answer.status, await answer.json().catch(() => null));
+  if (answer.status === 401) document.dispatchEvent(new CustomEvent("key-needed", { detail: key.get() ? refused.message : "" }));
+  throw refused;
 }
 
 /** Tells the page whether the service can be reached. */

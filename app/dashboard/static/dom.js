@@ -33,6 +33,36 @@ export function table(caption, columns, rows, empty = "Nothing here yet.") {
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) => h("td", { class: columns[place].number ? "number" : null }, cell)))))));
 }
 
+/**
+ * A table whose rows come and go by their keys; a cell is made anew only where its content changed, so that
+ * nothing goes away beneath a finger.
+ */
+export function liveTable(caption, columns, empty) {
+  const body = h("tbody", {});
+  const nothing = h("p", { class: "muted" }, empty);
+  const region = table(caption, columns, [[]], "");
+  region.querySelector("tbody").replaceWith(body);
+  const rows = new Map();
+
+  /** @param {Array<[string, Array<[string, () => (Node|string|Array)]>]>} content keys, and for each cell what it depends on and what makes it */
+  function show(content) {
+    nothing.hidden = content.length > 0;
+    region.hidden = !content.length;
+    for (const [key, row] of rows) if (!content.some(([own]) => own === key)) { row.element.remove(); rows.delete(key); }
+    content.forEach(([key, cells], place) => {
+      if (!rows.has(key)) rows.set(key, { element: h("tr", {}, columns.map((column) => h("td", { class: column.number ? "number" : null }))), told: [] });
+      const { element, told } = rows.get(key);
+      if (body.children[place] !== element) body.insertBefore(element, body.children[place] ?? null);
+      cells.forEach(([depends, make], cell) => {
+        if (told[cell] === depends) return;
+        told[cell] = depends;
+        fill(element.children[cell], make());
+      });
+    });
+  }
+  return { element: h("div", {}, region, nothing), show };
+}
+
 /** What a screen reader is to say without the focus moving. */
 export function announce(text) {
   let region = document.getElementById("announcements");

@@ -61,9 +61,13 @@ setTheme(preferred());
 
 const dialog = document.getElementById("key-dialog");
 const typed = document.getElementById("key-value");
-const askForKey = () => { if (!dialog.open) dialog.showModal(); };
-document.getElementById("key").addEventListener("click", askForKey);
-document.addEventListener("key-needed", askForKey);
+const refused = document.getElementById("key-refused");
+function askForKey(why) {
+  refused.textContent = why;
+  if (!dialog.open) dialog.showModal();
+}
+document.getElementById("key").addEventListener("click", () => askForKey(""));
+document.addEventListener("key-needed", (event) => askForKey(event.detail));
 dialog.addEventListener("close", () => {
   if (!dialog.returnValue) return;
   key.set(dialog.returnValue === "use" ? typed.value.trim() : null);

@@ -18,7 +18,9 @@ const GIB = 2 ** 30;
 
 export async function show(main, { id, signal }) {
   const path = `gradient-accumulation/training/${encodeURIComponent(id ?? "")}`;
-  const head = h("section", { class: "panel", "aria-label": "State" });
+  const state = makeState();
+  const acting = h("div", {}); // apart, so that no button goes away beneath a finger
+  const head = h("section", { class: "panel", "aria-label": "State" }, state.element, acting, h("p", { class: "muted" }, h("code", {}, id)));
   const outcome = h("section", { class: "panel", "aria-label": "Outcome", hidden: true });
   const events = h("ol", { class: "events", reversed: true, tabindex: "0", "aria-label": "Events, newest first" });
   const charts = makeCharts();
@@ -30,13 +32,19 @@ export async function show(main, { id, signal }) {
     settings(first));
 
   let drawn = "";
+  let offered = "";
   let status = null;
   async function look() {
     const job = await get(path, signal);
-    showHead(head, job, look);
-    const state = `${job.status} ${job.attempt} ${job.progress.step}`;
-    if (state !== drawn) {
-      drawn = state;
+    state.show(job);
+    const possible = `${job.status} ${job.requested}`;
+    if (possible !== offered) {
+      offered = possible;
+      fill(acting, actions(job, look));
+    }
+    const progress = `${job.status} ${job.attempt} ${job.progress.step}`;
+    if (progress !== drawn) {
+      drawn = progress;
       const series = await get(`${path}/metrics?points=${POINTS}`, signal);
       measured.hidden = !series.data.length;
       if (series.data.length) await draw(charts, series.data, job);
@@ -92,27 +100,36 @@ function near(device, lines) {
   return device.memory_limit_bytes / GIB < 3 * highest;
 }
 
-function showHead(head, job, look) {
-  const { progress, plan } = job;
-  const total = progress.steps_total;
-  const left = job.status === "running" && progress.eta_seconds !== null ? `, ${duration(progress.eta_seconds)} left` : "";
-  const focused = document.activeElement?.dataset?.at;
-  fill(head,
-    h("p", { class: "verdict" }, badge(job), h("span", {}, job.status === "queued" ? waits(job) : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${left}`)),
-    job.error && h("p", { class: "is-bad" }, job.error.message),
-    h("progress", { max: total ?? 1, value: total ? progress.step : ENDED.includes(job.status) ? 1 : null, "aria-label": "Steps made" }),
-    h("dl", { class: "facts" },
-      fact("Effective batch", `${number(plan.effective_batch_size)} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`, "effective"),
-      fact("Loss", fixed(progress.loss_ema), "loss"),
-      fact("Tokens a second", number(progress.tokens_per_second), "throughput"),
-      fact("Memory at the peak", `${bytes(progress.memory_peak_bytes)} of ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`, "memory"),
-      fact("Samples seen", number(progress.samples_seen)),
-      fact("Device", `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`),
-      fact("Begun", moment(job.started_at)),
-      fact("Attempt", number(job.attempt))),
-    actions(job, look),
-    h("p", { class: "muted" }, h("code", {}, job.id)));
-  if (focused) head.querySelector(`[data-at="${CSS.escape(focused)}"]`)?.focus();
+/** How far a job is. Made once and then changed, so that nothing goes away beneath a finger or a reader. */
+function makeState() {
+  const verdict = h("p", { class: "verdict" });
+  const error = h("p", { class: "is-bad" });
+  const bar = h("progress", { "aria-label": "Steps made" });
+  const facts = {
+    batch: ["Effective batch", "effective"], loss: ["Loss", "loss"], speed: ["Tokens a second", "throughput"], memory: ["Memory at the peak", "memory"],
+    samples: ["Samples seen"], device: ["Device"], begun: ["Begun"], attempt: ["Attempt"],
+  };
+  const values = Object.fromEntries(Object.keys(facts).map((name) => [name, h("dd", {})]));
+  const list = h("dl", { class: "facts" }, Object.entries(facts).map(([name, [title, term]]) => h("div", {}, h("dt", {}, title, term && help(term)), values[name])));
+
+  function show(job) {
+    const { progress, plan } = job;
+    const total = progress.steps_total;
+    const left = job.status === "running" && progress.eta_seconds ? `, ${duration(progress.eta_seconds)} left` : "";
+    fill(verdict, badge(job), h("span", {}, job.status === "queued" ? waits(job) : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${left}`));
+    error.textContent = job.error?.message ?? "";
+    bar.max = total ?? 1;
+    if (total || ENDED.includes(job.status)) bar.value = total ? progress.step : 1;
+    const shown = {
+      batch: `${number(plan.effective_batch_size)} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`,
+      loss: fixed(progress.loss_ema), speed: number(progress.tokens_per_second),
+      memory: `${bytes(progress.memory_peak_bytes)} of ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`,
+      samples: number(progress.samples_seen), device: `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`,
+      begun: moment(job.started_at), attempt: number(job.attempt),
+    };
+    for (const [name, text] of Object.entries(shown)) values[name].textContent = text;
+  }
+  return { element: h("div", {}, verdict, error, bar, list), show };
 }
 
 const fact = (name, value, term) => h("div", {}, h("dt", {}, name, term && help(term)), h("dd", {}, value));
@@ -141,7 +158,7 @@ async function showOutcome(outcome, job, signal) {
       h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
       h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next")),
-    completions.data.length ? samples(completions.data) : null);
+    completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null);
 }
 
 /** What the model makes of held-back prompts, beside what it made of them before. */

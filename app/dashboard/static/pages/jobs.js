@@ -1,7 +1,7 @@
 /** The queue: what waits and why, what runs, what came of the rest. */
 
 import { get, poll, query } from "../api.js";
-import { fill, h, table } from "../dom.js";
+import { h, liveTable } from "../dom.js";
 import { duration, fixed, moment, number } from "../format.js";
 import { select } from "../terms.js";
 import { actions } from "./actions.js";
@@ -27,7 +27,7 @@ export async function show(main, { chosen, signal }) {
   const status = select([["", "all"], "queued", "running", "paused", "succeeded", "failed", "cancelled"], chosen.get("status") ?? "");
   const label = h("input", { id: "label", type: "text", value: chosen.get("user_id") ?? "", autocomplete: "off" });
   status.id = "status";
-  const list = h("div", {});
+  const list = liveTable("Newest first", COLUMNS, "No job yet: plan one, and press start. With a key you see the jobs made with it.");
   const ticked = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/compare?ids=${[...ticked].join(",")}`; } }, "Compare");
   const older = h("button", { type: "button", hidden: true }, "Older");
@@ -45,7 +45,7 @@ export async function show(main, { chosen, signal }) {
       h("form", { class: "fields", onsubmit: (event) => event.preventDefault() },
         h("div", { class: "field" }, h("label", { for: "status" }, "Status"), status),
         h("div", { class: "field" }, h("label", { for: "label" }, "Label (user_id)"), label)),
-      list, h("p", { class: "actions" }, compare, newest, older)));
+      list.element, h("p", { class: "actions" }, compare, newest, older)));
 
   function tick(event, id) {
     if (event.target.checked) ticked.add(id);
@@ -53,39 +53,40 @@ export async function show(main, { chosen, signal }) {
     compare.disabled = ticked.size < 2;
   }
 
-  let shown = null;
   async function look() {
     const asked = { limit: 50, status: status.value, user_id: label.value.trim(), after: chosen.get("after") };
     const page = await get(`gradient-accumulation/training${query(asked)}`, signal);
-    const now = JSON.stringify(page);
-    if (now === shown) return true; // nothing is drawn anew beneath somebody's hands
-    shown = now;
     newest.hidden = !asked.after;
     older.hidden = !page.has_more;
     older.onclick = () => go({ after: page.last_id });
-    const focused = document.activeElement?.dataset?.at;
-    fill(list, table("Newest first", COLUMNS, page.data.map((job) => [
-      h("input", { type: "checkbox", "aria-label": `Compare ${job.id}`, checked: ticked.has(job.id), onchange: (event) => tick(event, job.id) }),
-      h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`),
-      job.model_name,
-      [badge(job), job.waiting && h("div", { class: "muted" }, waits(job)), job.error && h("div", { class: "is-bad" }, job.error.message)],
-      number(job.effective_batch_size),
-      steps(job.progress),
-      fixed(job.result?.final_loss ?? job.progress.loss_ema),
-      began(job),
-      actions(job, look),
-    ]), "No job yet: plan one, and press start."));
-    if (focused) list.querySelector(`[data-at="${CSS.escape(focused)}"]`)?.focus();
+    list.show(page.data.map((job) => [job.id, cellsOf(job)]));
     return true;
+  }
+
+  /** What each cell depends on, and what makes it. */
+  function cellsOf(job) {
+    const state = `${job.status} ${job.requested} ${waits(job)} ${job.error?.message}`;
+    const plain = (text) => [text, () => text];
+    return [
+      ["", () => h("input", { type: "checkbox", "aria-label": `Compare ${job.id}`, checked: ticked.has(job.id), onchange: (event) => tick(event, job.id) })],
+      ["", () => h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`)],
+      plain(job.model_name),
+      [state, () => [badge(job), job.waiting && h("div", { class: "muted" }, waits(job)), job.error && h("div", { class: "is-bad" }, job.error.message)]],
+      plain(number(job.effective_batch_size)),
+      plain(steps(job)),
+      plain(fixed(job.result?.final_loss ?? job.progress.loss_ema)),
+      [`${job.started_at} ${took(job)}`, () => (job.started_at ? [moment(job.started_at), h("div", { class: "muted" }, took(job))] : "–")],
+      [`${job.status} ${job.requested}`, () => actions(job, look)],
+    ];
   }
   await look();
   poll(look, EVERY, signal);
 }
 
-const steps = (progress) => (progress.steps_total ? `${number(progress.step)} / ${number(progress.steps_total)}` : number(progress.step));
+/** A job that only measures makes no model, and ends before its last step. */
+const steps = ({ progress, result }) => (result?.tuning && !result.model_path ? "measured" : progress.steps_total ? `${number(progress.step)} / ${number(progress.steps_total)}` : number(progress.step));
 
-function began(job) {
-  if (!job.started_at) return "–";
-  const took = job.finished_at ? `took ${duration(job.finished_at - job.started_at)}` : job.progress.eta_seconds !== null ? `${duration(job.progress.eta_seconds)} left` : "";
-  return [moment(job.started_at), h("div", { class: "muted" }, took)];
+function took(job) {
+  if (job.finished_at) return `took ${duration(job.finished_at - job.started_at)}`;
+  return job.progress.eta_seconds ? `${duration(job.progress.eta_seconds)} left` : "";
 }

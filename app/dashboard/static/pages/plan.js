@@ -41,6 +41,7 @@ export async function show(main, { chosen, signal }) {
       if (own.aborted) return;
       if (!(error instanceof Refused)) throw error;
       showRefusal(form, error);
+      document.getElementById("speed").hidden = true;
       fill(result, h("p", { class: "verdict is-bad" }, "This cannot be planned"), h("p", {}, error.message));
     }
   }
@@ -100,6 +101,7 @@ export async function show(main, { chosen, signal }) {
   let once = crypto.randomUUID?.() ?? String(Math.random());
   async function begin(button, dry) {
     clearRefusals(form);
+    if (!isComplete(values())) return;
     button.disabled = true;
     try {
       const job = await post(`${ROOT}/training/with-accumulation`, { ...request(values()), dry_run: dry }, { once: dry ? null : once });
@@ -130,7 +132,7 @@ function makeInputs(chosen) {
     model: text("model", { list: "models" }),
     method: select(["full", "lora", "qlora"], at("method")),
     length: whole("length", { placeholder: "as the model has" }),
-    gpus: text("gpus", { placeholder: "what is here; or 24GB" }),
+    gpus: text("gpus", { placeholder: "24GB" }),
     count: whole("count"),
     optimizer: select(["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"], at("optimizer")),
     precision: select([["auto", "auto"], "bf16", "fp16", ["no", "fp32"], "tf32", "pure_bf16"], at("precision")),
@@ -203,11 +205,29 @@ function clearRefusals(form) {
 
 /** Shows a refusal beside its field; false where there is none for it. */
 function showRefusal(form, error) {
-  const name = (error.field ?? "").split(".").map((part) => OWN_NAMES[part] ?? part).find((part) => form.elements[part]);
+  const name = (error.field ?? "").split(".").map((part) => OWN_NAMES[part] ?? part).find((part) => document.getElementById(`wrong-${part}`));
   if (!name) return false;
-  form.elements[name].setAttribute("aria-invalid", "true");
-  document.getElementById(`wrong-${name}`).textContent = error.message;
+  mark(name, error.message);
   return true;
+}
+
+function mark(name, message) {
+  document.getElementById(`field-${name}`).setAttribute("aria-invalid", "true");
+  document.getElementById(`wrong-${name}`).textContent = message;
+}
+
+/** What can be seen to be missing or no number, before the service is asked; true where nothing is. */
+function isComplete(values) {
+  const wrong = {
+    model: values.model ? "" : "Which model?",
+    file: values.file ? "" : "Choose a file, or bring one.",
+    epochs: whole(values.epochs) || !values.epochs ? "" : "A whole number above zero.",
+    rate: Number(values.rate) > 0 ? "" : "A number above zero, such as 5e-5.",
+    validation: !values.validation || (Number(values.validation) > 0 && Number(values.validation) < 1) ? "" : "A share between 0 and 1, such as 0.1.",
+    count: whole(values.count) ? "" : "A whole number above zero.",
+  };
+  for (const [name, message] of Object.entries(wrong)) if (message) mark(name, message);
+  return !Object.values(wrong).some(Boolean);
 }
 
 const SOURCES = { formula: "by formula", simulated: "by a simulation of this very step", measured: "by measurements of this very step" };
@@ -303,8 +323,9 @@ function fileChoice(chooser) {
   async function load(signal, chosen) {
     const { data } = await get("v1/files?limit=100", signal);
     const own = data.filter((file) => file.purpose === "fine-tune");
+    const day = (file) => new Date(file.created_at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
     fill(chooser, h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
-      own.map((file) => h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${file.id.slice(-6)})`)));
+      own.map((file) => h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`)));
   }
   async function bring(event) {
     const [file] = event.target.files;
