@@ -163,13 +163,13 @@ def test_what_is_pressed_stays_where_it_is_while_a_job_goes_on(
     for address, heading in ((f"job/{job_id}", "accrue/tiny-gpt2"), ("jobs", "Jobs")):
         page.goto(f"./#/{address}")
         expect(page.get_by_role("heading", level=1)).to_have_text(heading)
-        expect(page.get_by_text("running").first).to_be_visible(timeout=MINUTES)
+        expect(page.locator(".badge.running").first).to_be_visible(timeout=MINUTES)
         button = page.get_by_role("button", name=f"Pause job {job_id[-6:]}").element_handle()
         assert button is not None
         before = service.job(job_id)["progress"]["step"]
         until(lambda: service.job(job_id)["progress"]["step"] > before + 5)  # noqa: B023
         page.wait_for_timeout(2500)
-        assert button.is_visible()  # the very one, not another in its place
+        assert button.is_visible(), address  # the very one, not another in its place
     service.post(f"{ROOT}/training/{job_id}/cancel")
 
 
