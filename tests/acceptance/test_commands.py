@@ -12,12 +12,10 @@ from tests.acceptance.conftest import TRAINING, Accrue
 from tests.runs import until
 
 ELSEWHERE = {
-    "demo": "tests/test_demo.py",
     "up": "tests/acceptance/test_faults.py",
     "serve": "tests/acceptance/conftest.py",
     "worker": "tests/acceptance/conftest.py",
     "tune": "tests/acceptance/test_api.py",
-    "restore": "tests/test_backup.py",
 }
 """Commands that are run by other tests."""
 
@@ -42,13 +40,12 @@ def test_each_has_a_help_that_says_what_it_does(
     assert "." in summary
 
 
-def test_each_is_run(shared: Accrue) -> None:
-    here = Path(__file__).read_text()
+def test_each_is_run() -> None:
+    here = Path(__file__)
     for words in commands():
-        asked = "".join(f'"{word}", ' for word in words).rstrip(", ")
-        path = ELSEWHERE.get(words[0])
-        text = here if path is None else Path(path).read_text()
-        assert asked in text or (path and f" {words[0]}" in text), f"accrue {' '.join(words)} is never run"
+        asked = ", ".join(f'"{word}"' for word in words)
+        where = here.parents[2] / ELSEWHERE.get(words[0], here)
+        assert asked in where.read_text(), f"accrue {' '.join(words)} is never run"
 
 
 def run(shared: Accrue, *words: str, status: int = 0) -> str:
@@ -163,7 +160,20 @@ def test_for_whoever_runs_it(shared: Accrue, tmp_path: Path) -> None:
     (shared.data.parent / "models").mkdir(exist_ok=True)
     found = json.loads(run(shared, "doctor", "--json"))
     assert {finding["what"] for finding in found} >= {"database", "disk"}
-    assert "jobs" in run(shared, "backup", str(tmp_path / "backup"))
+    assert "without checkpoints" in run(shared, "backup", str(tmp_path / "backup"))
+    shared.env["ACCRUE_DATA_DIR"] = str(tmp_path / "restored")
+    try:
+        assert "Restored" in run(shared, "restore", str(tmp_path / "backup"))
+    finally:
+        shared.env["ACCRUE_DATA_DIR"] = str(shared.data)
+
+
+def test_the_demo_says_so_where_the_model_learned_too_little(shared: Accrue, tmp_path: Path) -> None:
+    done = shared.command("demo", "--folder", str(tmp_path / "demo"), "--steps", "2")
+    assert done.returncode == 1
+    assert "learned less than it should" in done.stdout
+    assert (tmp_path / "demo" / "loss.png").is_file()
+    assert list((tmp_path / "demo" / "data" / "runs").glob("*/model/model.safetensors"))
 
 
 def test_keys(accrue: Accrue) -> None:

@@ -34,7 +34,7 @@ export function actions(job, done) {
   }
   const possible = job.requested ? [] : POSSIBLE[job.status];
   return h("div", { class: "actions" }, possible.map((name) => h("button", {
-    type: "button", class: name === "cancel" || name === "delete" ? "quiet danger" : "quiet", "data-at": `${job.id}-${name}`, "aria-label": `${NAMES[name]} job ${job.id.slice(-6)}`,
+    type: "button", class: name === "cancel" || name === "delete" ? "quiet danger" : "quiet", "aria-label": `${NAMES[name]} job ${job.id.slice(-6)}`,
     onclick: (event) => act(name, event.target),
   }, NAMES[name])), told);
 }
