@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_machine.py tests/test_profiles.py \
-	tests/test_measurements.py tests/test_stats.py tests/test_compare.py \
-	tests/routes tests/workers
+	tests/test_measurements.py tests/test_stats.py tests/test_compare.py tests/test_group_commit.py \
+	tests/test_outlook.py tests/profiling/test_previews.py tests/routes tests/workers
 
 .PHONY: help setup demo test test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
 
@@ -30,7 +30,7 @@ demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happen
 test: check ## Run every check and every test
 	$(BIN)/python -m pytest -m "not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
 	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest --postgresql $(ON_A_DATABASE)
+	$(BIN)/python -m pytest --postgresql --numprocesses 2 --dist loadfile $(ON_A_DATABASE)
 
 test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -35,14 +36,20 @@ def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, Ba
     Raises:
         Unprocessable: unknown, not reachable, or of an architecture without a rule.
     """
-    source: Source = "built_in"
-    config = catalogue.TINY_GPT2 if name == BUILT_IN_MODEL else None
-    if config is None:
-        source, config = "local", _local_config(name, settings)
+    if name == BUILT_IN_MODEL:
+        return _built_in()
+    source: Source = "local"
+    config = _local_config(name, settings)
     if config is None:
         source, config = "hub", _cached_config(name) or _hub_config(name, settings)
     base = _read(name, config)
     return ModelReference(name=name, source=source, architecture=base.architecture), base
+
+
+@cache
+def _built_in() -> tuple[ModelReference, BaseModel]:
+    base = _read(BUILT_IN_MODEL, catalogue.TINY_GPT2)
+    return ModelReference(name=BUILT_IN_MODEL, source="built_in", architecture=base.architecture), base
 
 
 def find_for_planning(name: str, settings: Settings) -> BaseModel:
@@ -53,6 +60,26 @@ def find_for_planning(name: str, settings: Settings) -> BaseModel:
     """
     config = _local_config(name, settings) or catalogue.config_of(name)
     return _read(name, config) if config is not None else find_for_training(name, settings)[1]
+
+
+def path_of(model: ModelReference, settings: Settings) -> str:
+    """Where a process of this machine finds a model's files: a folder, or its name on the hub.
+
+    Raises:
+        ValueError: it is a local one, and this process has no models folder.
+    """
+    if model.source == "built_in":
+        return str(settings.made_models_dir / model.name)
+    if model.source == "hub":
+        return model.name
+    if settings.models_dir is None:
+        raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
+    return str(settings.models_dir.absolute() / model.name)
+
+
+def is_at_hand(name: str, settings: Settings) -> bool:
+    """Whether a model is known without asking the hub, or looking into its cache."""
+    return name == BUILT_IN_MODEL or _local_folder(name, settings) is not None
 
 
 def known(settings: Settings) -> list[str]:
@@ -86,12 +113,17 @@ def _configs(folder: Path) -> list[Path]:
 
 
 def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
+    folder = _local_folder(name, settings)
+    return None if folder is None else _parse(name, (folder / "config.json").read_bytes())
+
+
+def _local_folder(name: str, settings: Settings) -> Path | None:
     if settings.models_dir is None:
         return None
     folder = (settings.models_dir / name).resolve()
     if not folder.is_relative_to(settings.models_dir.resolve()) or not (folder / "config.json").is_file():
         return None
-    return _parse(name, (folder / "config.json").read_bytes())
+    return folder
 
 
 def _cached_config(name: str) -> dict[str, Any] | None:
@@ -127,9 +159,11 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     where = (
         "in ACCRUE_MODELS_DIR" if settings.models_dir else "on this machine (ACCRUE_MODELS_DIR is not set)"
     )
+    near = get_close_matches(name, [*catalogue.CATALOGUE, *known(settings)], n=1)
+    meant = f"Did you mean {near[0]}? " if near else ""
     return Unprocessable(
-        f"The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, tokenizer) into "
-        f"ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}.",
+        f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
+        f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}.",
         field="model_name",
     )
 

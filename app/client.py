@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import httpx2 as httpx
 
 NO_CONTENT = 204
+_EXAMPLE = "http://127.0.0.1:8000"
 _PATIENCE = 5
 """Times in a row that a lost connection is made again, each a second later than the last."""
 
@@ -31,6 +32,9 @@ class Client:
     def __init__(self, url: str, timeout_seconds: float = 60.0) -> None:
         import httpx2 as httpx
 
+        url = url.rstrip("/").removesuffix("/v1")  # as the openai client is given it
+        if not url.startswith(("http://", "https://")):
+            raise ServiceError(f"{url!r} is no address of a service (--url or ACCRUE_URL): {_EXAMPLE}, say")
         key = os.environ.get("ACCRUE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else None
         self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers)
@@ -116,7 +120,9 @@ def _told(http: "httpx.Client") -> Iterator[None]:
 
     try:
         yield
-    except httpx.ConnectError:
+    except httpx.ConnectError as error:
+        if "SSL" in str(error):
+            raise LostConnection(f"{http.base_url} does not speak https: try http://") from None
         raise LostConnection(
             f"no service answers at {http.base_url}: start one with accrue up, or say --url"
         ) from None

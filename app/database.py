@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -30,6 +32,19 @@ _PAGES_BETWEEN_CHECKPOINTS = 4000
 
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
+
+
+@dataclass(frozen=True)
+class Transaction:
+    """One that several write in, one after another."""
+
+    connection: Connection
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What one of them found out, for those after it."""
+
+
+class LostTransaction(Exception):
+    """What was written in the transaction so far is gone; its cause is what happened."""
 
 
 class database_now(FunctionElement[float]):  # noqa: N801
@@ -65,11 +80,19 @@ class Database:
         self._commits = count(1)
         self._one_writes = threading.Lock()
         self._info: dict[str, Any] = {}
+        self._transaction: Transaction | None = None
 
     def with_info(self, **info: Any) -> "Database":
         """The same database, whose sessions carry this in their `info`."""
         other = copy(self)
         other._info = info
+        return other
+
+    def within(self, transaction: Transaction) -> "Database":
+        """The same database, whose writes are parts of a transaction: each is whole or not at all, and
+        committed with the others. Their sessions carry it in their `info`."""
+        other = copy(self)
+        other._transaction = transaction
         return other
 
     @property
@@ -95,15 +118,27 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A session that is committed at its end, and rolled back if it raises."""
+        """A session that is committed at its end, and rolled back if it raises.
+
+        Raises:
+            LostTransaction: within a transaction that cannot go on.
+        """
+        if self._transaction is not None:
+            with _part_of(self._transaction, self._info) as session:
+                yield session
+            return
         with (
             self._turn(),
             Session(self._writing, expire_on_commit=False, info=self._info) as session,
             session.begin(),
         ):
             yield session
-        if self.is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
-            self._restart_log()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """One for several to write `within`; committed at its end, and rolled back if it raises."""
+        with self._turn(), self._writing.begin() as connection:
+            yield Transaction(connection)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -114,6 +149,8 @@ class Database:
         finally:
             if waits:
                 self._one_writes.release()
+        if self.is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
+            self._restart_log()
 
     def _restart_log(self) -> None:
         """Has SQLite's log written from its start again.
@@ -131,6 +168,36 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+@contextmanager
+def _part_of(transaction: Transaction, info: dict[str, Any]) -> Iterator[Session]:
+    """A session whose writes stay in the transaction, or leave nothing in it if it raises.
+
+    Raises:
+        LostTransaction: SQLite takes back all of a transaction that the disk has no room for.
+    """
+    connection = transaction.connection
+    session = Session(
+        connection,
+        join_transaction_mode="create_savepoint",
+        expire_on_commit=False,
+        info=info | {"transaction": transaction},
+    )
+    connection.exec_driver_sql("SAVEPOINT part")  # for what the session does not know of (app/prepared.py)
+    try:
+        yield session
+        if session.in_transaction():
+            session.commit()
+    except Exception as error:
+        try:
+            session.close()
+            connection.exec_driver_sql("ROLLBACK TO SAVEPOINT part")
+        except SQLAlchemyError:
+            raise LostTransaction from error
+        raise
+    session.close()
+    connection.exec_driver_sql("RELEASE SAVEPOINT part")
 
 
 def _engine(url: str, patience_seconds: float) -> Engine:

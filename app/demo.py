@@ -52,7 +52,7 @@ def run(folder: Path, steps: int) -> int:
         status = follow(client, job["id"])
         if status == 0:
             status = _report(client, job["id"], folder, entropy)
-    console.print(f"The demo took {time.monotonic() - began:.0f} s.")
+    console.print(f"The demo took {time.monotonic() - began:.0f} s. Next: make serve, and open its address.")
     return status
 
 

@@ -163,7 +163,9 @@ _FILE = Prepared(_file)
 
 
 def _unknown(file_id: str, field: str | None) -> NotFound:
-    return NotFound(f"No file has the id {file_id}: upload it with POST /v1/files.", field=field)
+    return NotFound(
+        f"No file has the id {file_id}: GET /v1/files lists them, POST /v1/files uploads one.", field=field
+    )
 
 
 def remove(session: Session, file_id: str) -> None:

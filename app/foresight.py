@@ -15,6 +15,7 @@ from app.planning.speeds import Speeds, SpeedsOf
 from app.profiles import Wanted
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Recipe
+from app.schemas.spec import Spec
 from app.stats import Speed
 
 KEPT_SECONDS = 1.0
@@ -94,6 +95,10 @@ class Foresight:
             )
 
         return found
+
+    def plan(self, spec: Spec, device: Device, make: Callable[[], Value]) -> Value:
+        """What `make` gives for a spec on a device, of what the caller may know."""
+        return self._kept.get(("plan", self.database.owner, spec, device), make)
 
     def want(self, wanted: Wanted, wait_seconds: float) -> None:
         """Has a profile made, if it isn't there."""

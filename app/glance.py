@@ -5,10 +5,9 @@ and so does the way to another thread and back.
 """
 
 import json
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from anyio import to_thread
 from sqlalchemy import JSON, BindParameter, Connection, Select, String, bindparam, or_, select, type_coerce
@@ -16,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from app.database import Database
 from app.errors import NotFound
-from app.models import Job
+from app.models import Job, JobRow
 from app.prepared import Prepared
 
 _COLUMNS = list(Job.__table__.columns)
@@ -31,12 +30,6 @@ JOBS = select(
     )
 )
 """Every column of every job, as the driver gives it."""
-
-if TYPE_CHECKING:
-    _JobRow = Job
-else:
-    _JobRow = namedtuple("_JobRow", [column.name for column in _COLUMNS])
-
 
 Found = TypeVar("Found")
 
@@ -59,7 +52,7 @@ class Row:
         for place in _IN_JSON:
             if self.json_is_text and isinstance(values[place], str):  # a number is kept as one
                 values[place] = json.loads(values[place])
-        return _JobRow(*values)
+        return JobRow(*values)
 
 
 class Glances:

@@ -4,7 +4,9 @@ import secrets
 import time
 from typing import Literal
 
-Kind = Literal["ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit", "evt"]
+Kind = Literal[
+    "ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit", "evt", "preview"
+]
 
 
 def new_id(kind: Kind) -> str:

@@ -16,7 +16,7 @@ from app import (
     jobs,
 )
 from app.base_models import BaseModel
-from app.database import Database
+from app.database import Database, Transaction
 from app.errors import Conflict, QuotaExceeded, Unprocessable
 from app.fail_points import fail_point
 from app.foresight import Foresight
@@ -28,7 +28,7 @@ from app.planning.plan import make_plan, recipe_of
 from app.profiles import Wanted
 from app.schemas.accumulation import AccumulationConfig
 from app.schemas.spec import Plan, Spec
-from app.schemas.training import TrainingRequest
+from app.schemas.training import DatasetConfig, TrainingRequest
 from app.settings import Settings
 from app.stats import Speed
 from app.submission import Data, freeze
@@ -48,6 +48,12 @@ class Checked:
     """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
     speed: Speed | None
     """What the plan's duration is from."""
+
+
+def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
+    """Whether a request waits for more than the database: for data that it brings, or for the hub."""
+    brings = dataset is not None and (dataset.texts is not None or dataset.dataset is not None)
+    return brings or not base_models.is_at_hand(model_name, settings)
 
 
 def check(
@@ -134,7 +140,6 @@ def store(
         made = once.make(database, create, status)
         if isinstance(made, Response):
             path.unlink(missing_ok=True)  # the job that was made first has its own
-    fail_point("service.committed")
     return made
 
 
@@ -184,12 +189,24 @@ def _check_quota(session: Session, settings: Settings) -> None:
     """Raises:
     QuotaExceeded: as many jobs wait as this key may have.
     """
-    waiting = jobs.count_waiting(session, session.info.get("maker"), settings.max_queued_jobs)
+    waiting = _count_waiting(session, settings.max_queued_jobs)
     if waiting >= settings.max_queued_jobs:
         raise QuotaExceeded(
             f"{waiting} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): "
             "wait for some to end, or cancel them."
         )
+
+
+def _count_waiting(session: Session, most: int) -> int:
+    """The maker's jobs that wait; or, where it is certain that `most` do not wait yet, an upper bound."""
+    maker = session.info.get("maker")
+    transaction: Transaction | None = session.info.get("transaction")
+    if transaction is None:
+        return jobs.count_waiting(session, maker, most)
+    known: dict[str | None, int] = transaction.known.setdefault("waiting", {})
+    at_most = known[maker] + 1 if maker in known else most
+    known[maker] = at_most if at_most < most else jobs.count_waiting(session, maker, most)
+    return known[maker]
 
 
 def _plan(
@@ -199,6 +216,15 @@ def _plan(
 
     Where there is no simulation one is wanted for the next time.
     """
+    but_for_its_seed = spec.model_copy(update={"seed": 0})
+    return foresight.plan(
+        but_for_its_seed, device, lambda: _new_plan(spec, base, device, foresight, wait=wait)
+    )
+
+
+def _new_plan(
+    spec: Spec, base: BaseModel, device: Device, foresight: Foresight, *, wait: bool
+) -> tuple[Plan, Speed | None]:
     recipe = recipe_of(spec, device)
     wanted = Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
     foresight.want(wanted, _DRY_RUN_WAITS if wait else 0.0)

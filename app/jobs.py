@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import BaseModel
 from sqlalchemy import (
     JSON,
     BindParameter,
@@ -37,7 +38,7 @@ from app.database import database_now
 from app.errors import Conflict, NotFound
 from app.events import tell, tell_of
 from app.ids import new_id
-from app.models import Attempt, File, Job
+from app.models import Attempt, File, Job, JobRow
 from app.prepared import Prepared
 from app.schemas.run import Failure, Level
 from app.schemas.spec import Plan, Spec
@@ -96,7 +97,8 @@ _INSERT = Prepared(lambda dialect: insert(Job), _COLUMNS.keys())
 
 
 def submit(session: Session, submission: Submission) -> Job:
-    """Stores a job; it exists once the caller's transaction is committed. What is given is for looking at."""
+    """Stores a job; it exists once the caller's transaction is committed. What is given is for looking at:
+    its `spec` and `plan` are those of the submission, not documents."""
     ((now,),) = _NOW.run(session, {})
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
         "id": new_id("ftjob"),
@@ -115,19 +117,23 @@ def submit(session: Session, submission: Submission) -> Job:
         "webhook_url": submission.webhook_url,
         "config": submission.config,
         "training_config": submission.training_config,
-        "spec": submission.spec.model_dump(mode="json"),
-        "plan": submission.plan.model_dump(mode="json"),
+        "spec": submission.spec,
+        "plan": submission.plan,
         "attempt": 0,
         "failures": 0,
         "checkpoint_step": 0,
         "progress": {},
     }
-    in_json = {name: json.dumps(values[name]) for name in _IN_JSON if values[name] is not None}
+    in_json = {name: _as_json(values[name]) for name in _IN_JSON if values[name] is not None}
     _INSERT.run(session, values | in_json)
-    job = Job(**values)
+    job = JobRow(**values)
     tell(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
          f"{submission.spec.effective_batch_size}.")  # fmt: skip
     return job
+
+
+def _as_json(value: Any) -> str:
+    return value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
 
 
 def _claim(dialect: str) -> Any:

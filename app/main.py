@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import structlog
-from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.gzip import GZipMiddleware
@@ -17,6 +16,7 @@ from app.event_stream import EventStream
 from app.exposition import Exposition
 from app.foresight import Kept
 from app.glance import Glances
+from app.group_commit import GroupCommit
 from app.latency import LatencyGauge
 from app.middleware import NATIVE, EveryRequest
 from app.migrations import migrate
@@ -26,6 +26,8 @@ from app.routes import (
     accumulation,
     calculators,
     dashboard,
+    datasets,
+    documents,
     files,
     fine_tuning,
     gpus,
@@ -56,9 +58,6 @@ from app.webhooks.signature import secret_bytes
 _COMPRESSED_FROM = 2**14
 """Bytes of an answer, for those who take it so."""
 
-_SUBMITTING_AT_ONCE = 2
-"""Threads."""
-
 _AS_THEY_ARE = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
 log = structlog.get_logger("accrue.service")
@@ -73,6 +72,7 @@ _NATIVE = (
     accumulation,
     calculators,
     planned_models,
+    datasets,
     performance,
     profiles,
     gpus,
@@ -97,11 +97,13 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         migrate(settings.url)
         log.info("service started", version=__version__, database=settings.url.split("@")[-1])
         audit.start()
+        app.state.group_commit.start()
         webhooks.start()
         retention.start()
         yield
         retention.close()
         webhooks.close()
+        app.state.group_commit.close()
         audit.close()
         app.state.glances.close()
         app.state.database.close()
@@ -111,6 +113,8 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         version=__version__,
         summary="Fine-tuning at the effective batch you want, on the GPU you have.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own page loads its script from elsewhere
+        redoc_url=None,
         responses={"4XX": _PROBLEM, "5XX": _PROBLEM},
     )
     _add_state(app, settings, authenticate)
@@ -148,7 +152,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.glances = Glances(state.database)
     state.documents = Documents()
     state.kept = Kept()
-    state.submitting = CapacityLimiter(_SUBMITTING_AT_ONCE)
+    state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)
@@ -186,3 +190,4 @@ def _add_routes(app: FastAPI) -> None:
         app.include_router(surface.router, dependencies=[authorised])
     app.include_router(system.router)
     dashboard.install(app)
+    documents.install(app)

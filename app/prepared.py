@@ -36,7 +36,7 @@ class Prepared:
 
     def run(self, where: Session | Connection, row: Row) -> list[Any]:
         """Once. Returns the rows that it gives, as the driver does."""
-        connection = where if isinstance(where, Connection) else where.connection()
+        connection = _connection(where)
         text, bound, given = self._compiled(connection.dialect)
         with _Cursor(connection, text) as cursor:
             cursor.execute(text, bound({**given, **row}))
@@ -44,7 +44,7 @@ class Prepared:
 
     def run_for_each(self, session: Session, rows: Iterable[Row]) -> None:
         """For at least one row."""
-        connection = session.connection()
+        connection = _connection(session)
         text, bound, given = self._compiled(connection.dialect)
         values = [bound({**given, **row} if given else row) for row in rows]
         with _Cursor(connection, text) as cursor:
@@ -58,6 +58,12 @@ class Prepared:
         binds = compiled.bind_names.items()
         given = {name: bind.effective_value for bind, name in binds if not bind.required}
         return str(compiled), _bind(compiled), given
+
+
+def _connection(where: Session | Connection) -> Connection:
+    if isinstance(where, Connection):
+        return where
+    return where.bind if isinstance(where.bind, Connection) else where.connection()
 
 
 def _bind(compiled: SQLCompiler) -> Callable[[Row], Any]:

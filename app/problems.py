@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
@@ -12,6 +11,7 @@ from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
+from app.complaints import FieldProblem, complaints
 from app.disk import is_full
 from app.errors import (
     AccrueError,
@@ -28,11 +28,6 @@ OPENAI = "OpenAI"
 """How the tags of the OpenAI-compatible routes begin."""
 
 log = structlog.get_logger("accrue.service")
-
-
-class FieldProblem(BaseModel):
-    field: str
-    message: str
 
 
 class OpenAIError(BaseModel):
@@ -113,12 +108,9 @@ def _known(request: Request, error: Exception) -> JSONResponse:
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    by_field: dict[str, FieldProblem] = {}
-    for item in error.errors():
-        problem = _field(item)
-        by_field.setdefault(problem.field, problem)
-    fields = list(by_field.values())
-    detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5]) + "."
+    fields = complaints(error.errors(), _body_of(request))
+    detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5])
+    detail = detail if detail.endswith("?") else f"{detail}."
     first = fields[0].field if fields else None
     return problem_response(
         request,
@@ -131,27 +123,14 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
     )
 
 
-_KINDS = ("int", "str", "bool", "float")
-
-_PLAINLY = {
-    "extra_forbidden": "is no field of this request, or a second name of one that is given: see /docs",
-    "model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json",
-    "string_pattern_mismatch": "has a form that is not allowed: letters, digits, dots, hyphens and "
-    "underscores, a slash only between owner and name",
-}
-"""What to say instead of pydantic's own words, by its type of error."""
-
-
-def _field(item: Mapping[str, Any]) -> FieldProblem:
-    """One of pydantic's complaints, by the field's path as the client wrote it."""
-    path = [str(part) for part in item["loc"] if part not in ("body", "query", "path")]
-    while path and (path[-1] in _KINDS or set(path[-1]) & set("[-")):
-        path.pop()  # a member of a union: no part of what the client wrote
-    if item["type"] == "json_invalid":
-        return FieldProblem(field="body", message=f"is not valid JSON ({item['ctx']['error']})")
-    message = str(item["msg"]).removeprefix("Value error, ")
-    plain = _PLAINLY.get(item["type"], message[:1].lower() + message[1:])
-    return FieldProblem(field=".".join(path) or "body", message=plain)
+def _body_of(request: Request) -> type[BaseModel] | None:
+    """What the route takes as its body."""
+    dependant = getattr(request.scope.get("route"), "dependant", None)
+    for field in dependant.body_params if dependant is not None else ():
+        annotation = field.field_info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None
 
 
 def _http(request: Request, error: Exception) -> JSONResponse:

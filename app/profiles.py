@@ -10,12 +10,12 @@ from typing import Any
 from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.orm import Session
 
-from app import measurements
+from app import measurements, workers_seen
 from app.database import Database, database_now, insert_for
 from app.errors import NotFound
 from app.ids import new_id
 from app.measurements import Subject
-from app.models import Job, ProfileRequest, StoredProfile, Worker
+from app.models import Job, ProfileRequest, StoredProfile
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, Estimates
 from app.planning.plan import recipe_of
@@ -142,10 +142,8 @@ def ask_and_wait(database: Database, wanted: Wanted, seconds: float) -> list[str
         ask(session, wanted)
     until = time.monotonic() + seconds
     with database.reading() as session:
-        anybody = session.scalar(
-            select(Worker.id).where(Worker.heartbeat_at > database_now() - 30.0).limit(1)
-        )
-    while anybody is not None:
+        anybody = workers_seen.any_alive(session)
+    while anybody:
         with database.reading() as session:
             request = session.get(ProfileRequest, wanted.key)
         if request is None:

@@ -83,6 +83,10 @@ class Settings(BaseSettings):
         description="A trainer that writes nothing for so long is ended, and its job tried again",
     )
     profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
+    trainer_network: bool = Field(
+        True,
+        description="Trainers may use the network, for models and trackers; false: they have none",
+    )
     gpu_hour_cost: float | None = Field(
         None,
         ge=0,

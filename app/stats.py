@@ -7,7 +7,8 @@ from typing import Any, Literal
 from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, func, select
 from sqlalchemy.orm import Session, aliased
 
-from app.models import Configuration, Job, JobEvent, StepMetric
+from app.models import Configuration, Job, JobEvent, Measurement, StepMetric
+from app.prepared import Prepared
 from app.schemas.statistics import (
     ConfigurationStatistics,
     JobPerformance,
@@ -56,7 +57,11 @@ def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_
 def of_job(session: Session, job: Job) -> JobStatistics:
     """A job's figures."""
     return JobStatistics(
-        training_id=job.id, status=job.status, stats=_statistics(session, [job], job.spec, job.plan)
+        training_id=job.id,
+        status=job.status,
+        stats=_statistics(session, [job], job.spec, job.plan).model_copy(
+            update={"prediction_error": _prediction_error(session, job)}
+        ),
     )
 
 
@@ -129,7 +134,7 @@ def _statistics(
         padding_share=1 - figures.input_tokens / figures.padded_tokens if figures.padded_tokens else None,
         noise_scale=figures.noise_scale,
         oom_recoveries=figures.oom_recoveries,
-        prediction_error=_prediction_error(figures.peak, plan),
+        prediction_error=None,
     )
 
 
@@ -198,12 +203,20 @@ _FIGURES = _figures()
 """Made once: to put it together takes longer than to run it."""
 
 
-def _prediction_error(peak_gb: float | None, plan: dict[str, Any]) -> float | None:
-    """(predicted - measured) / measured peak memory of the process, of one job's own plan."""
-    if not peak_gb or plan.get("predicted", True):
-        return None
-    measured = peak_gb * 2**30
-    return float((plan["devices"][0]["predicted_peak_bytes"] - measured) / measured)
+def _prediction_error(session: Session, job: Job) -> float | None:
+    """(predicted - measured) / measured peak memory, of the largest micro-batch that there was; of the newest
+    attempt that has ended and was long enough to tell."""
+    rows = _PREDICTED.run(session, {"job_id": job.id})
+    return (rows[0][0] - rows[0][1]) / rows[0][1] if rows else None
+
+
+def _predicted(dialect: str) -> Select[Any, Any]:
+    own = (Measurement.job_id == bindparam("job_id")) & (Measurement.kind == "run")
+    newest = select(Measurement.predicted_bytes, Measurement.measured_bytes).where(own)
+    return newest.order_by(Measurement.attempt.desc(), Measurement.tokens.desc()).limit(1)
+
+
+_PREDICTED = Prepared(_predicted)
 
 
 def _two_decimals(value: float | None) -> float | None:

@@ -76,7 +76,7 @@ def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) ->
     return resolved
 
 
-def max_length_for(asked: int | None, model: ModelReference) -> int:
+def max_length_for(asked: int | None, model: ModelReference, field: str = "dataset_config.max_length") -> int:
     """The longest sequence, in tokens.
 
     Raises:
@@ -87,7 +87,7 @@ def max_length_for(asked: int | None, model: ModelReference) -> int:
         raise Unprocessable(
             f"max_length {asked} is longer than {model.name}'s {positions} positions: lower it, or choose a "
             "model with a longer context.",
-            field="dataset_config.max_length",
+            field=field,
         )
     return asked or min(positions, DEFAULT_MAX_LENGTH)
 

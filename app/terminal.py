@@ -17,29 +17,38 @@ if TYPE_CHECKING:
 
 console = Console()
 
+_BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by measurement"}
+
 WIDE = 120
 """Columns of a terminal that has room for everything."""
 
 _POLL_SECONDS = 0.5
+_INTERRUPTED = 130
+"""As shells have it: 128 and SIGINT."""
+
 _ENDED = ("succeeded", "failed", "cancelled")
 
 
 def follow(client: Client, job_id: str) -> int:
-    """Shows a job's progress until it has ended; 0 if it succeeded."""
+    """Shows a job's progress until it has ended; gives the exit status, 0 if it succeeded."""
     path = f"/gradient-accumulation/training/{job_id}"
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[steps]}"),
         TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[speed]} tokens/s"),
         TimeElapsedColumn(), TextColumn("ETA {task.fields[eta]}"),
     )  # fmt: skip
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(job_id, total=None, steps="", loss="-", speed="-", eta="-")
-        while True:
-            job = client.get(path)
+    job = client.get(path)
+    try:
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(job_id, total=None, steps="", loss="-", speed="-", eta="-")
             _show_progress(bar, task, job)
-            if job["status"] in _ENDED:
-                break
-            time.sleep(_POLL_SECONDS)
+            while job["status"] not in _ENDED:
+                time.sleep(_POLL_SECONDS)
+                job = client.get(path)
+                _show_progress(bar, task, job)
+    except KeyboardInterrupt:
+        console.print(f"The job goes on: accrue watch {job_id}, or accrue cancel {job_id}")
+        return _INTERRUPTED
     return _show_end(job)
 
 
@@ -80,15 +89,16 @@ def show_tuning(job: dict[str, Any]) -> int:
 def show_plan(job: dict[str, Any]) -> None:
     """The plan of a job or of a dry run."""
     plan = job["plan"]
-    steps = plan["steps_total"] if plan["steps_total"] is not None else "as many as the tokens make"
+    total = plan["steps_total"]
+    steps = "as many steps as the text gives" if total is None else f"{total:,} step{'s' * (total != 1)}"
     cut = {
         "token_budget": "micro-batches of at most {tokens} tokens",
         "count": "{micro_batches} micro-batches",
         "size": "micro-batches of at most {samples} samples",
     }[plan["cut"]["rule"]].format(**plan["cut"])
     console.print(
-        f"plan (by {plan['source']}): effective batch {job['effective_batch_size']} in {cut}, no more than "
-        f"{plan['micro_batches']} a step; {steps} steps; {plan['precision']} on {plan['device']}",
+        f"plan ({_BY[plan['source']]}): effective batch {job['effective_batch_size']} in {cut}, no more than "
+        f"{plan['micro_batches']} a step; {steps}; {plan['precision']} on {plan['device']}",
         highlight=False,
     )
     for warning in plan["warnings"]:
@@ -113,6 +123,7 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         progress = job["progress"]
         state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
+        state += ", only measures" if job["tune"] == "only" else ""
         more = [job["model_name"], time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"]))]
         table.add_row(
             job["id"], state, f"{progress['step']}/{progress['steps_total'] or '?'}",

@@ -29,6 +29,11 @@ def beat(session: Session, worker: Worker) -> None:
     )
 
 
+def any_alive(session: Session) -> bool:
+    alive = select(Worker.id).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+    return session.scalar(alive.limit(1)) is not None
+
+
 def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
     """The GPUs of workers that live, numbered from 0 where there are several workers."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)

@@ -295,7 +295,7 @@ def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
     with database.writing() as session:
         jobs.cancel(session, job_id)
     with database.writing() as session:
-        again = jobs.retry(session, job_id)
+        again = jobs.get(session, jobs.retry(session, job_id).id)
         old = jobs.get(session, job_id)
         assert (again.status, old.status) == ("queued", "cancelled")
         assert (again.spec, again.file_id, again.labels) == (old.spec, old.file_id, old.labels)

@@ -7,6 +7,7 @@ from app.logs import configure
 from app.migrations import migrate
 from app.settings import get_settings
 from workers.supervisor import Supervisor
+from workers.trainer_process import check_network_can_be_kept_away
 
 
 def main(*, until_empty: bool = False) -> None:
@@ -17,6 +18,8 @@ def main(*, until_empty: bool = False) -> None:
     """
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
+    if not settings.trainer_network:
+        check_network_can_be_kept_away()
     settings.make_directories()
     migrate(settings.url)
     database = Database(settings.url)

@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from app import events, gpus, jobs, measurements, profiles, workers_seen
+from app import base_models, events, gpus, jobs, measurements, profiles, workers_seen
 from app.database import Database
 from app.disk import is_full
 from app.fail_points import fail_point
@@ -197,7 +197,7 @@ class Supervisor:
             plan=plan,
             data_file=str(self.settings.files_dir / spec.data.file_id),
             validation_file=self._validation_file(spec),
-            model_path=self._model_path(spec),
+            model_path=base_models.path_of(spec.model, self.settings),
         )
         with self.database.writing() as session:
             jobs.store_plan(session, fence, plan, _name(device))
@@ -208,7 +208,7 @@ class Supervisor:
         run.write_order(order)
         fail_point("supervisor.ordered")
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
-        trainer = TrainerProcess(run, device, silence)
+        trainer = TrainerProcess(run, device, silence, network=self.settings.trainer_network)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
         times_out = time.monotonic() + spec.timeout_seconds if spec.timeout_seconds else None
@@ -244,15 +244,6 @@ class Supervisor:
         if validation is None or validation.file_id is None:
             return None
         return str(self.settings.files_dir / validation.file_id)
-
-    def _model_path(self, spec: Spec) -> str:
-        if spec.model.source == "built_in":
-            return str(self.settings.made_models_dir / spec.model.name)
-        if spec.model.source == "hub":
-            return spec.model.name
-        if self.settings.models_dir is None:
-            raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
-        return str(self.settings.models_dir.absolute() / spec.model.name)
 
     def _attend(self, running: Running) -> None:
         """Stores the trainer's news, and its end if it has ended."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from app import fail_points
+from app.errors import BadSetting
 from app.planning.devices import Device
 from app.schemas.run import Failure
 from workers.run_directory import DISK_FULL, LIFELINE_VARIABLE, NO_ROOM, SILENCE_VARIABLE, RunDirectory
@@ -22,27 +23,52 @@ _PASSED_ON = (
 _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
 
 
+_WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
+"""In a network namespace of its own, which is empty, and the user namespace that this takes."""
+
+
+def check_network_can_be_kept_away() -> None:
+    """Raises:
+    BadSetting: this machine does not let processes be started without a network.
+    """
+    try:
+        tried = subprocess.run([*_WITHOUT_NETWORK, "true"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        refused = str(error)
+    else:
+        refused = tried.stderr.strip() if tried.returncode else ""
+    if refused:
+        raise BadSetting(
+            f"ACCRUE_TRAINER_NETWORK=false is not possible here: {refused}. It needs unshare (util-linux) "
+            "and user namespaces, which a container has with --security-opt seccomp=unconfined."
+        )
+
+
 class TrainerProcess:
     """`python -m workers.training` on one run directory and one device.
 
     The parent-death signal is bound to the thread that makes this object: it must outlive the trainer.
     """
 
-    def __init__(self, run: RunDirectory, device: Device, silence_seconds: float) -> None:
+    def __init__(
+        self, run: RunDirectory, device: Device, silence_seconds: float, *, network: bool = True
+    ) -> None:
         """
         Args:
             silence_seconds: without a `sign_of_life()` for so long it ends by itself, which must be before
                 its lease does.
+            network: whether it may use it.
 
         Raises:
             OSError: the process cannot be started.
         """
+        command = [sys.executable, "-m", "workers.training", str(run.path)]
         theirs, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
         try:
             with run.log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "workers.training", str(run.path)],
+                    command if network else [*_WITHOUT_NETWORK, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

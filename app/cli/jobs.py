@@ -105,6 +105,8 @@ def compare(
     """Compare jobs over the samples that all of them have seen: losses, noise, speed, memory."""
     from app.cli.tables import show_comparison
 
+    if len(job_ids) < 2:
+        raise typer.BadParameter("name at least two jobs: accrue jobs lists them", param_hint="JOB_IDS")
     path, ids = "/gradient-accumulation/stats/compare", [("ids", job_id) for job_id in job_ids]
     with Client(url) as client:
         compared = client.get(path, params=ids)

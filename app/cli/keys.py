@@ -44,8 +44,9 @@ def make(
         told = {**_told(row), "key": key}
     typer.echo(json.dumps(told, indent=2) if as_json else key)
     typer.echo(
-        "Shown this once. From now on every call needs a key; what was made without one, keys with the scope "
-        "admin see. For the command: export ACCRUE_API_KEY=…",
+        "Shown this once. From now on every call needs a key. This one sees what is made with it; what was "
+        "made before, or with others, only a key with --scope admin sees. For the command: export "
+        "ACCRUE_API_KEY=…",
         err=True,
     )
 

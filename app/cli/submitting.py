@@ -2,13 +2,15 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from app.cli.options import DEFAULT_URL, AsJson, Url, given
-from app.client import Client
+from app.client import Client, ServiceError
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
@@ -93,6 +95,50 @@ def tune(
 
 
 @commands.command()
+def preview(
+    data: Annotated[str, typer.Argument(help="A JSONL file, or the id of an uploaded one: file-…")],
+    model: Model = "accrue/tiny-gpt2",
+    max_length: MaxLength = None,
+    limit: Annotated[int, typer.Option(min=1, max=20, help="Samples to show")] = 3,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show data as the trainer will see it: tokens, those that count for the loss, and lengths.
+
+    A file of yours is uploaded for it, and deleted again.
+    """
+    from app.cli.tables import show_preview
+
+    asked = given({"model_name": model, "max_length": max_length, "limit": limit})
+    with Client(url) as client, _uploaded(client, data) as file_id:
+        seen = client.get(f"/gradient-accumulation/datasets/{file_id}/preview", params=asked)
+    if as_json:
+        typer.echo(json.dumps(seen, indent=2, ensure_ascii=False))
+    else:
+        show_preview(seen)
+
+
+@contextmanager
+def _uploaded(client: Client, data: str) -> Iterator[str]:
+    """An uploaded file's id; that of one that is uploaded only for the block."""
+    if not Path(data).is_file():
+        if not data.startswith("file-"):
+            raise typer.BadParameter(f"there is no file {data}", param_hint="DATA")
+        yield data
+        return
+    if Path(data).suffix.lower() != ".jsonl":
+        _text(Path(data))  # whether it is any
+        raise InvalidRequest(
+            f"{data} is trained as one text, in samples of max_length tokens, all of which count"
+        )
+    file_id: str = client.upload(Path(data))["id"]
+    try:
+        yield file_id
+    finally:
+        client.delete(f"/v1/files/{file_id}")
+
+
+@commands.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A model's name: gpt2, accrue/tiny-gpt2, or a local one")],
     batch: Annotated[int | None, typer.Option(help="Effective batch wanted")] = None,
@@ -148,8 +194,9 @@ def _submit(
 ) -> Any:
     """Uploads the file and asks for a job on it; gives the service's answer."""
     dataset: dict[str, Any] = {"max_length": max_length}
+    uploaded = None
     if file.suffix.lower() == ".jsonl":
-        dataset["file_id"] = client.upload(file)["id"]
+        uploaded = dataset["file_id"] = client.upload(file)["id"]
     else:
         dataset |= {"texts": [_text(file)], "overlength": "split"}
     body = {
@@ -160,12 +207,40 @@ def _submit(
         **more,
     }
     body = given(body)
-    for assignment in settings or []:
-        _set(body, assignment)
-    return client.post("/gradient-accumulation/training/with-accumulation", body)
+    queued = False
+    try:
+        for assignment in settings or []:
+            _set(body, assignment)
+        answer = client.post("/gradient-accumulation/training/with-accumulation", body)
+        queued = not body.get("dry_run", False)
+    finally:
+        if uploaded is not None and not queued:  # nobody would miss it
+            with suppress(ServiceError):
+                client.delete(f"/v1/files/{uploaded}")
+    return answer
+
+
+_BY_PANDAS = "pandas reads it, and writes to_json('data.jsonl', orient='records', lines=True)"
+_NO_TEXTS = {
+    ".json": "jq -c '.[]' FILE > data.jsonl makes such lines of an array",
+    ".csv": _BY_PANDAS,
+    ".tsv": _BY_PANDAS,
+    ".parquet": _BY_PANDAS,
+    ".xlsx": _BY_PANDAS,
+}
+"""Files of samples that are not JSON lines, by suffix, and how they become such."""
 
 
 def _text(file: Path) -> str:
+    """Raises:
+    InvalidRequest: it is no text, or one that is meant to be read otherwise.
+    """
+    remedy = _NO_TEXTS.get(file.suffix.lower())
+    if remedy is not None:
+        raise InvalidRequest(
+            f'{file} is neither plain text nor JSON lines (.jsonl, each {{"text": …}}, '
+            f'{{"prompt": …, "completion": …}} or {{"messages": […]}}): {remedy}'
+        )
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

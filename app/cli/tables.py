@@ -1,12 +1,18 @@
 """What the commands show of jobs, models, files and devices."""
 
 import time
+from itertools import groupby
+from math import ceil
+from operator import itemgetter
 from typing import Any
 
 from rich.table import Column, Table
 from rich.text import Text
 
 from app.terminal import WIDE, console, gb
+
+_BAR = 40
+"""Characters of the longest bar."""
 
 _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 
@@ -58,6 +64,37 @@ def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
         for name in ("prompt", "expected", "before", "after"):
             told = "(not asked)" if each[name] is None else each[name]
             console.print(Text.assemble((f"{name:<9}", "bold"), told), soft_wrap=True)
+
+
+def show_preview(seen: dict[str, Any]) -> None:
+    """The first samples, what counts in them set off; then how long all of them are."""
+    for sample in seen["samples"]:
+        tokens, targets = len(sample["tokens"]), sample["target_tokens"]
+        console.rule(f"line {sample['line']}: {tokens} tokens, {targets} count for the loss", style="dim")
+        for counts, run in groupby(zip(sample["counts"], sample["tokens"], strict=True), itemgetter(0)):
+            text = "".join(token for _, token in run)
+            console.print(Text(text, "green" if counts else "dim"), end="", soft_wrap=True)
+        console.print()
+    lengths = seen["lengths"]
+    console.rule(style="dim")
+    most = max(each["examples"] for each in lengths["histogram"])
+    for each in lengths["histogram"]:
+        span = f"{each['at_least']:,}-{each['below'] - 1:,}"
+        bar = "█" * ceil(_BAR * each["examples"] / most)
+        console.print(f"{span:>15} tokens {each['examples']:>7,} {bar}", highlight=False)
+    console.print(
+        f"{lengths['examples']:,} of {seen['examples']:,} examples: {lengths['shortest']:,} to "
+        f"{lengths['longest']:,} tokens, {lengths['mean']:,.0f} on average; "
+        f"{lengths['target_share']:.0%} of them count.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for count, what in (
+        (lengths["over_max_length"], f"longer than max_length {seen['max_length']}"),
+        (lengths["without_targets"], "without a token that counts within it"),
+    ):
+        if count:
+            console.print(f"{count:,} {what}.", style="yellow", highlight=False)
 
 
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import floor
 
 from app.planning.devices import GIB, Device
-from app.planning.estimate import MOST_ROWS, Estimate, Estimates, Source, largest_micro_batch
+from app.planning.estimate import MOST_ROWS, Estimate, Estimates, Source, compared, largest_micro_batch
 from app.planning.memory import Memory
 from app.planning.remedies import changes
-from app.planning.speeds import CPU_TOKENS, Speeds, SpeedsOf, unmeasured
+from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
 from app.planning.split import split_over
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import (
@@ -21,6 +21,9 @@ from app.schemas.profile import Recipe
 from app.schemas.spec import MemoryLimits
 
 DEFAULT_TARGET = 32
+
+_FARTHEST = 2
+"""Times the largest micro-batch that was measured: how fast those beyond it are is not known."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def answer(
     capacities = [each.with_steps(steps) for each in largest]
     fits = all(rows >= max(own, default=1) for rows, own in zip(capacities, split, strict=True))
     memory = estimate.memory(micro, accumulating=steps > 1)
-    alternatives = _alternatives(replace(question, most=wanted), estimates, speeds, micro)
+    beside = compared(estimates, question.architecture, question.recipe, question.sequence)
+    alternatives = _alternatives(replace(question, most=wanted), beside, speeds, micro)
     return BatchSizeAnswer(
         model_name=question.model_name,
         parameters=question.architecture.parameters,
@@ -224,18 +228,16 @@ def _alternative(told: str, question: Question, estimates: Estimates, speeds: Sp
 
 def _useful(largest: Largest, measured: Speeds | None, question: Question) -> Largest:
     """No larger than throughput rewards, where it was measured or is known of such a device."""
-    if measured is not None:
-        return largest.capped(max(1, measured.useful(MOST_ROWS * question.sequence) // question.sequence))
-    if question.recipe.device == "cpu":
-        return largest.capped(max(1, CPU_TOKENS // question.sequence))
-    return largest
+    useful = useful_tokens(measured, question.recipe.device, MOST_ROWS * question.sequence)
+    return largest.capped(max(1, useful // question.sequence))
 
 
 def _rate(measured: Speeds | None, micro: int, question: Question) -> float | None:
     """Samples of full length per second on all devices, by what was measured on one."""
-    if measured is None:
+    tokens = micro * question.sequence
+    if measured is None or tokens > _FARTHEST * measured.points[-1][0]:
         return None
-    return measured.at(micro * question.sequence) / question.sequence * len(question.devices)
+    return measured.at(tokens) / question.sequence * len(question.devices)
 
 
 _BY = {

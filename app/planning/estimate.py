@@ -124,6 +124,30 @@ class ByMeasurement:
         )
 
 
+@dataclass(frozen=True)
+class ByComparison:
+    """By formula, corrected by as much as the formula is off for a step of which more is known.
+
+    So that two steps are told apart by what changes between them, and not by who reckoned them.
+    """
+
+    formula: Estimate
+    known: Estimate
+    known_by_formula: Estimate
+    source: Source = "formula"
+
+    @property
+    def expected_error(self) -> float | None:
+        return self.formula.expected_error
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        own, known, reckoned = (
+            estimate.memory(rows, accumulating=accumulating)
+            for estimate in (self.formula, self.known, self.known_by_formula)
+        )
+        return own.scaled(known.peak_process_bytes / reckoned.peak_process_bytes)
+
+
 Estimates = Callable[[Recipe, int], Estimate]
 """The best estimate for a recipe and a length of sequence, in tokens."""
 
@@ -131,6 +155,19 @@ Estimates = Callable[[Recipe, int], Estimate]
 def by_formula(architecture: Architecture) -> Estimates:
     """Estimates where nothing is known but the architecture."""
     return lambda recipe, sequence: ByFormula(architecture, recipe, sequence)
+
+
+def compared(estimates: Estimates, architecture: Architecture, recipe: Recipe, sequence: int) -> Estimates:
+    """Estimates of other ways to make a step, beside that of the step as it is."""
+    known, by_formula = estimates(recipe, sequence), ByFormula(architecture, recipe, sequence)
+
+    def beside(other: Recipe, length: int) -> Estimate:
+        estimate = estimates(other, length)
+        if estimate.source != "formula" or known.source == "formula":
+            return estimate
+        return ByComparison(estimate, known, by_formula)
+
+    return beside
 
 
 def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: bool = True) -> int:

@@ -10,7 +10,7 @@ Bytes throughout. The terms:
   states and of the output head, which the chunked loss makes at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from app.schemas.architecture import Architecture
@@ -66,6 +66,11 @@ class Memory:
     @property
     def peak_process_bytes(self) -> int:
         return self.peak_reserved_bytes + self.context_bytes
+
+    def scaled(self, factor: float) -> "Memory":
+        """Each part so many times as large."""
+        parts = {name: round(factor * size) for name, size in vars(self).items() if name.endswith("_bytes")}
+        return replace(self, **parts)
 
 
 def kept_per_token(architecture: Architecture, recipe: Recipe) -> int:

@@ -6,9 +6,9 @@ from math import ceil
 from typing import Literal
 
 from app.planning.devices import Device
-from app.planning.estimate import Estimate, Estimates, largest_micro_batch
+from app.planning.estimate import Estimate, Estimates, compared, largest_micro_batch
 from app.planning.remedies import changes
-from app.planning.speeds import CPU_TOKENS, Speeds, SpeedsOf, unmeasured
+from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
 from app.planning.split import even, split_over
 from app.schemas.accumulation import Precision
 from app.schemas.profile import Recipe
@@ -126,6 +126,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
 def _remedies(spec: Spec, recipe: Recipe, estimates: Estimates) -> tuple[Remedy, ...]:
     """What would take less memory than the spec as it stands, each alone, for one sample of full length."""
     length = spec.data.max_length
+    estimates = compared(estimates, spec.model.architecture, recipe, length)
     peak = estimates(recipe, length).memory(1).peak_process_bytes
     found = [
         (change.told, estimates(change.recipe, change.sequence).memory(1).peak_process_bytes)
@@ -142,10 +143,8 @@ def _capacity(spec: Spec, estimate: Estimate, device: Device, measured: Speeds |
     limit, length = spec.memory.budget(device.memory_bytes), spec.data.max_length
     fitting = largest_micro_batch(estimate, limit)
     useful = most = max(1, fitting)
-    if measured is not None:
-        useful = measured.useful(most * length) // length
-    elif device.kind == "cpu" and _planned_freely(spec):
-        useful = CPU_TOKENS // length
+    if _planned_freely(spec):
+        useful = useful_tokens(measured, device.kind, most * length) // length
     return Capacity(device, limit, most, max(1, min(most, useful)), fitting > 0)
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from app.planning import learning_rate
 from app.planning.estimate import Source
+from app.planning.speeds import CPU_TOKENS
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import Recommendation
 from app.schemas.run import NoiseScale
@@ -49,8 +50,12 @@ class Situation:
     optimizer: str = "adamw"
     noise: MeasuredNoise | None = None
     useful: int | None = None
-    """The micro-batch beyond which throughput was measured not to grow."""
+    """The micro-batch beyond which throughput does not grow; null: nothing is known of that."""
+    swept: bool = False
+    """`useful` was measured with this model on such a device; else it is what such devices have in common."""
     kind: ModelKind = "transformer"
+    steps_total: int | None = None
+    """Optimizer steps of the run; null: not known."""
 
 
 def recommended_batch(samples: int | None) -> int:
@@ -78,8 +83,9 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         ),
         "learning_rate": recommended_rate(situation.architecture.parameters, situation.optimizer, batch),
         "warmup_steps": _literature(
-            learning_rate.warmup_steps(batch),
-            "larger batches take a longer warmup (Goyal et al. 2017); at most a tenth of the run",
+            learning_rate.warmup_steps(batch, situation.steps_total),
+            "larger batches take a longer warmup (Goyal et al. 2017), but at most a tenth of a run's steps"
+            + ("" if situation.steps_total is None else f", which are {situation.steps_total}"),
             "medium",
         ),
         "optimizer": _optimizer(batch),
@@ -133,7 +139,14 @@ def _measured_batch(noise: MeasuredNoise, batch: int) -> Recommendation:
 
 
 def _micro_batch(situation: Situation, micro: int) -> Recommendation:
-    if situation.useful is not None and micro == situation.useful < situation.micro_batch:
+    if micro == situation.useful and micro < situation.micro_batch and not situation.swept:
+        return _literature(
+            micro,
+            f"a CPU is hardly faster with more than {CPU_TOKENS} tokens at once, as far as small models were "
+            "measured; accrue tune measures this one",
+            "medium",
+        )
+    if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
             why=f"a sweep on such a device found larger ones no faster, up to the {situation.micro_batch} "

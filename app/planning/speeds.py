@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from app.planning.interpolation import interpolated
 from app.schemas.profile import Recipe
@@ -9,7 +10,7 @@ from app.schemas.run import leanest
 
 CPU_TOKENS = 512
 """A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING):
-this goes for a model that was not measured on it."""
+this goes for a model of which no two sizes were measured on it."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,36 @@ class Speeds:
     points: tuple[tuple[int, float], ...]
     """By rising tokens; at least one."""
 
+    @property
+    def saw_the_end(self) -> bool:
+        """Whether throughput stopped growing within what was measured."""
+        return len(self.points) > 1 and leanest(self.points) < self.points[-1][0]
+
     def at(self, tokens: int) -> float:
         """The rate at a size: between two that were measured, on the line; beyond them, the nearer one's."""
         return interpolated(self.points, tokens)
 
     def useful(self, most: int) -> int:
         """The size beyond which throughput does not grow, of those measured; `most`, which is what memory
-        allows, where one size alone was measured, or none so small."""
+        allows, where none is so small."""
         allowed = [point for point in self.points if point[0] <= most]
-        return leanest(allowed) if len(self.points) > 1 and allowed else most
+        return leanest(allowed) if allowed else most
+
+
+def useful_tokens(measured: Speeds | None, device: Literal["cpu", "cuda"], most: int) -> int:
+    """Tokens of a micro-batch beyond which throughput does not grow.
+
+    A single size says nothing of others; nor does a sweep that was fastest at its largest say where it ends.
+
+    Args:
+        most: what memory allows.
+    """
+    fastest = 0
+    if measured is not None and len(measured.points) > 1:
+        fastest = measured.useful(most)
+        if measured.saw_the_end:
+            return fastest
+    return min(most, max(CPU_TOKENS, fastest)) if device == "cpu" else most
 
 
 SpeedsOf = Callable[[Recipe, int], Speeds | None]

@@ -66,8 +66,9 @@ async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)
     return _as_seen(request, caller)
 
 
-async def _foresight(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Foresight:
-    return Foresight(_as_seen(request, caller), request.app.state.kept)
+def foresight_of(request: Request) -> Foresight:
+    """What the caller of an authorised request may know of jobs to come."""
+    return Foresight(_as_seen(request, request.state.caller), request.app.state.kept)
 
 
 def _as_seen(request: Request, caller: Caller) -> Database:
@@ -110,7 +111,6 @@ WholeDatabase = Annotated[Database, Depends(_whole_database)]
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]
-CurrentForesight = Annotated[Foresight, Depends(_foresight)]
 CurrentOnce = Annotated[Once, Depends(_once)]
 Limit = Annotated[int, Query(ge=1, le=100, description="At most so many")]
 After = Annotated[str | None, Query(max_length=100, description="The last id of the page before")]

@@ -1,6 +1,7 @@
 """The OpenAI-compatible surface of jobs: the same jobs, in OpenAI's shape."""
 
 import time
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
@@ -12,15 +13,16 @@ from app.models import Job, JobEvent
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
-    CurrentForesight,
     CurrentOnce,
     CurrentSettings,
     Limit,
     Reading,
     Writing,
+    foresight_of,
 )
 from app.routes.filters import with_metadata
 from app.routes.pages import page, page_of
+from app.routes.submitting import submitted
 from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
 from app.schemas.openai import (
     CheckpointMetrics,
@@ -44,12 +46,14 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 
 @router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
-def create(
-    asked: FineTuningRequest, foresight: CurrentForesight, settings: CurrentSettings, once: CurrentOnce
-) -> FineTuningJob | Response:
+async def create(request: Request, asked: FineTuningRequest, once: CurrentOnce) -> Response:
     """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
-    checked = openai_requests.check(asked, foresight, settings)
-    return intake.store(checked, foresight.database, settings, once, lambda session, job: answer(job))
+    foresight, settings = foresight_of(request), request.app.state.settings
+    check = partial(openai_requests.check, asked, foresight, settings)
+    alone = intake.takes_a_while(asked.model, None, settings)
+    return await submitted(
+        request, foresight.database, once, check, lambda session, job: answer(job), alone=alone
+    )
 
 
 @router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])

@@ -49,6 +49,7 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
         result=_result(job),
         error=ErrorAnswer.model_validate(job.error) if job.error else None,
         waiting=outlook.of(job),
+        tune=spec.tune,
         links=_links(job),
         effective_batch_size=spec.effective_batch_size,
         accumulation_steps=plan.accumulation_steps,

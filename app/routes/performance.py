@@ -16,6 +16,7 @@ from app.planning.devices import common_name
 from app.planning.estimate import MOST_ROWS, largest_micro_batch
 from app.planning.plan import precision_for
 from app.planning.recommendations import SIZES, MeasuredNoise, ModelKind, Situation, recommend
+from app.planning.speeds import useful_tokens
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Recipe
@@ -56,12 +57,13 @@ def recommendations(
 ) -> Recommendations:
     """For a model, for a size of model, or for a job from its own figures."""
     advice: list[str] = []
-    noise = None
+    noise = steps_total = None
     if training_id is not None:
         job = jobs.get(session, training_id)
         model_name = job.model_name
         architecture = Architecture.model_validate(job.spec["model"]["architecture"])
         advice, noise = _advice(session, job), _noise_of(job)
+        steps_total = job.plan["steps_total"] or job.progress.get("steps_total")
         if noise is None:
             target_batch_size = target_batch_size or int(job.spec["effective_batch_size"])
     elif model_name is not None:
@@ -74,7 +76,7 @@ def recommendations(
         model_name=model_name,
         model_size=model_size,
         parameters=architecture.parameters,
-        **recommend(replace(situation, noise=noise, kind=kind)),
+        **recommend(replace(situation, noise=noise, kind=kind, steps_total=steps_total)),
         advice=advice,
     )
 
@@ -117,7 +119,8 @@ def _situation(
         device_kind=devices[0].kind,
         source=estimate.source,
         optimizer=optimizer,
-        useful=max(1, measured.useful(MOST_ROWS * sequence) // sequence) if measured else None,
+        useful=max(1, useful_tokens(measured, recipe.device, MOST_ROWS * sequence) // sequence),
+        swept=measured is not None and measured.saw_the_end,
     )
 
 

@@ -1,7 +1,7 @@
 """Jobs: submitted, looked at, stopped, deleted."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -9,13 +9,11 @@ from anyio import to_thread
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel
 from sqlalchemy import Connection, String, cast, select
 from sqlalchemy.orm import Session
 
 from app import glance, intake, jobs
 from app.event_stream import EventStream
-from app.foresight import Foresight
 from app.idempotency import Once
 from app.models import Job, JobEvent
 from app.outlook import Outlook
@@ -23,20 +21,20 @@ from app.retention import delete_job
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
-    CurrentForesight,
     CurrentOnce,
     CurrentSettings,
     Limit,
     Reading,
     Writing,
+    foresight_of,
 )
 from app.routes.filters import with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
+from app.routes.submitting import as_json, submitted
 from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
 from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
-from app.settings import Settings
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -53,15 +51,9 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     summary="Train, with steps as given",
     response_model=JobAnswer | DryRunAnswer,
 )
-async def with_accumulation(
-    request: Request,
-    asked: TrainingRequest,
-    foresight: CurrentForesight,
-    settings: CurrentSettings,
-    once: CurrentOnce,
-) -> Response:
+async def with_accumulation(request: Request, asked: TrainingRequest, once: CurrentOnce) -> Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
-    return await _submitted(request, asked, partial(_submit, asked, foresight, settings, once))
+    return await _submitted(request, asked, once)
 
 
 @router.post(
@@ -71,15 +63,9 @@ async def with_accumulation(
     summary="Train a large batch, steps planned",
     response_model=JobAnswer | DryRunAnswer,
 )
-async def large_batch(
-    request: Request,
-    asked: TrainingRequest,
-    foresight: CurrentForesight,
-    settings: CurrentSettings,
-    once: CurrentOnce,
-) -> Response:
+async def large_batch(request: Request, asked: TrainingRequest, once: CurrentOnce) -> Response:
     """Queues a job whose accumulation steps are planned from memory."""
-    return await _submitted(request, asked, partial(_submit, asked, foresight, settings, once, planned=True))
+    return await _submitted(request, asked, once, planned=True)
 
 
 @router.get("", summary="List jobs", response_model=Page[JobAnswer])
@@ -201,28 +187,20 @@ async def _as_sent_events(stream: EventStream, job_id: str, last: str) -> AsyncI
             yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
 
 
-async def _submitted(request: Request, asked: TrainingRequest, submit: Callable[[], Response]) -> Response:
-    """Few at a time: threads that reckon at once only take turns, and keep the event loop waiting. A dry run
-    may wait for a simulation, and keeps nobody waiting."""
-    return await to_thread.run_sync(submit, limiter=None if asked.dry_run else request.app.state.submitting)
-
-
-def _submit(
-    asked: TrainingRequest, foresight: Foresight, settings: Settings, once: Once, *, planned: bool = False
+async def _submitted(
+    request: Request, asked: TrainingRequest, once: Once, *, planned: bool = False
 ) -> Response:
-    checked = intake.check(asked, foresight, settings, planned=planned)
+    foresight, settings = foresight_of(request), request.app.state.settings
+    check = partial(intake.check, asked, foresight, settings, planned=planned)
     if asked.dry_run:
-        return _as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
-    made = intake.store(checked, foresight.database, settings, once, _answer, status=202)
-    return made if isinstance(made, Response) else _as_json(made, 202)
-
-
-def _as_json(answer: BaseModel, status: int) -> Response:
-    return Response(answer.model_dump_json(), status, media_type="application/json")
+        checked = await to_thread.run_sync(check)
+        return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
+    alone = intake.takes_a_while(asked.model_name, asked.dataset_config, settings)
+    return await submitted(request, foresight.database, once, check, _answer, alone=alone, status=202)
 
 
 def _answer(session: Session, job: Job) -> JobAnswer:
-    return job_answer(Outlook(session), job)
+    return job_answer(Outlook.within(session), job)
 
 
 def _event(row: JobEvent) -> EventAnswer:

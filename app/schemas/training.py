@@ -303,6 +303,7 @@ class JobAnswer(Answer):
     result: ResultAnswer | None
     error: ErrorAnswer | None
     waiting: Waiting | None
+    tune: Tune | None = Field(None, description="Micro-batches are measured first, or only")
     links: Links
     effective_batch_size: int
     accumulation_steps: int

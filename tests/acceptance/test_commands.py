@@ -16,6 +16,7 @@ ELSEWHERE = {
     "serve": "tests/acceptance/conftest.py",
     "worker": "tests/acceptance/conftest.py",
     "tune": "tests/acceptance/test_api.py",
+    "preview": "tests/acceptance/test_profiles.py",
 }
 """Commands that are run by other tests."""
 
@@ -91,6 +92,13 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     assert (folder / "config.json").is_file()
     assert "is there already" in run(shared, "download", job_id, str(folder), status=1)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_is_refused_leaves_no_file(shared: Accrue, data: Path) -> None:
+    before = run(shared, "files", "--json")
+    run(shared, "submit", str(data), "--dry-run")
+    assert "longer than" in run(shared, "submit", str(data), "--max-length", "99999", status=1)
+    assert run(shared, "files", "--json") == before
 
 
 def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None:

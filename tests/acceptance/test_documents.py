@@ -16,7 +16,7 @@ import pytest
 
 from tests.acceptance.conftest import Accrue, running
 from tests.acceptance.test_commands import commands
-from tests.runs import write_texts
+from tests.runs import until, write_texts
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,8 @@ def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
     ensure_tiny_gpt2(folder / "models" / "my-model")
     with running(folder) as accrue:
         accrue.serve()
-        accrue.start("worker")
+        accrue.start("worker", ACCRUE_PROFILER="true")
+        until(lambda: accrue.get("/gradient-accumulation/workers")["data"])
         yield accrue
 
 

@@ -1,6 +1,8 @@
 """A worker with its profiler: predictions by simulation, over HTTP, and what comes of them in a job."""
 
+import json
 import signal
+from pathlib import Path
 
 from tests.acceptance.conftest import TRAINING, Accrue
 from tests.runs import until
@@ -9,8 +11,11 @@ CALCULATE = "/gradient-accumulation/calculate-batch-size"
 PROFILES = "/gradient-accumulation/profiles"
 
 
-def test_the_worker_simulates_what_is_asked_for_and_keeps_it(accrue: Accrue) -> None:
+def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue, tmp_path: Path) -> None:
     accrue.serve()
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "Whose wörk?", "completion": " Mine."}\n' * 5)
+    assert "No worker is here" in run(accrue, "preview", str(asked), status=1)
     llama = {"model_name": "meta-llama/Llama-3.1-8B", "gpus": ["24GB"], "wait_seconds": 30}
     by_formula = accrue.post(CALCULATE, llama)
     assert by_formula["source"] == "formula"
@@ -42,5 +47,31 @@ def test_the_worker_simulates_what_is_asked_for_and_keeps_it(accrue: Accrue) -> 
     assert accrue.ended(job)["status"] == "succeeded"
     again = accrue.post(f"{TRAINING}/with-accumulation", {**body, "gpu_ids": None})
     assert again["plan"]["source"] == "simulated"
+    look_at(accrue, asked)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(30) == 0
+
+
+def run(accrue: Accrue, *words: str, status: int = 0) -> str:
+    """What a command says, where it ends as it should."""
+    done = accrue.command(*words)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def look_at(accrue: Accrue, asked: Path) -> None:
+    """`accrue preview`, on files of one's own and on uploaded ones."""
+    files = run(accrue, "files", "--json")
+    seen = json.loads(run(accrue, "preview", str(asked), "--limit", "2", "--json"))
+    assert [sample["line"] for sample in seen["samples"]] == [1, 2]
+    (sample, _) = seen["samples"]
+    counted = zip(sample["tokens"], sample["counts"], strict=True)
+    assert "".join(text for text, counts in counted if counts) == " Mine.<|endoftext|>"
+    assert run(accrue, "files", "--json") == files  # nothing of it stays
+    told = run(accrue, "preview", str(asked), "--max-length", "8")
+    assert "Whose w" in told
+    assert "5 without a token that counts" in told
+    assert "there is no file nowhere.jsonl" in run(accrue, "preview", "nowhere.jsonl", status=2)
+    stays = run(accrue, "files", "add", str(asked)).strip()
+    assert "Whose wörk? Mine." in run(accrue, "preview", stays)
+    assert "Put its folder" in run(accrue, "preview", stays, "--model", "nobody/nothing", status=1)

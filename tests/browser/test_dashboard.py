@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.acceptance.conftest import Accrue, running
 from tests.browser.conftest import DESKTOP, PHONE, Noticed
@@ -37,6 +37,10 @@ def trained(service: Accrue, data: Path) -> list[str]:
     return [service.ended(job_id)["id"] for job_id in jobs]
 
 
+def prediction(page: Page) -> Locator:
+    return page.get_by_role("region", name="Prediction")
+
+
 def plan(page: Page, **fields: str) -> None:
     for label, value in fields.items():
         page.get_by_label(label.replace("_", " "), exact=True).fill(value)
@@ -49,7 +53,7 @@ def test_from_a_plan_to_a_model(
     page.get_by_label("Bring JSON lines").set_input_files(data)
     expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
     plan(page, Epochs="30", Sequence_length="24", Learning_rate="1e-3", Effective_batch="16", Held_back="0.1")
-    expect(page.get_by_text("It fits")).to_be_visible()
+    expect(prediction(page).get_by_text("It fits")).to_be_visible()
     page.get_by_role("button", name="Check only").click()
     expect(page.get_by_text("This would run: 360 steps of 16 samples")).to_be_visible()
 
@@ -120,9 +124,9 @@ def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) ->
     page.goto("./")
     page.get_by_label("Model", exact=True).fill("meta-llama/Llama-3.1-8B")
     plan(page, GPU_to_plan_for="24GB")
-    expect(page.get_by_text("It does not fit", exact=True)).to_be_visible()
+    expect(prediction(page).get_by_text("It does not fit", exact=True)).to_be_visible()
     page.get_by_role("button", name="Take method: lora, gradient_checkpointing: true").click()
-    expect(page.get_by_text(re.compile("^It fits"))).to_be_visible()
+    expect(prediction(page).get_by_text(re.compile("^It fits"))).to_be_visible()
     page.get_by_label("Keep this one as").fill("llama")
     page.get_by_role("button", name="Save").click()
     page.reload()
@@ -136,12 +140,64 @@ def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) ->
     expect(page.get_by_label("Gradient checkpointing", exact=True)).to_be_checked()
 
 
+def test_data_is_looked_at_token_by_token(
+    page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
+) -> None:
+    page.goto("./")
+    page.get_by_label("Bring JSON lines").set_input_files(data)
+    expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
+    worker = service.start("worker", ACCRUE_PROFILER="true")
+    page.get_by_role("button", name="Look at the data").click()
+    shown = page.get_by_role("region", name="Data")
+    expect(shown.get_by_text("Line 1:")).to_be_visible(timeout=MINUTES)
+    expect(shown.locator("figure mark").first).to_contain_text("<|endoftext|>")
+    expect(shown.get_by_text("examples:")).to_contain_text("200 of 200")
+    assert faults_of(page) == []
+    worker.terminate()
+    worker.wait(30)
+
+
+def test_what_was_ticked_is_so_after_going_back(page: Page, noticed: Noticed, trained: list[str]) -> None:
+    page.goto("./#/jobs?status=succeeded")
+    for job_id in trained:
+        page.get_by_label(f"Compare {job_id}").check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("heading", name="Compare jobs")).to_be_visible()
+    page.go_back()
+    for job_id in trained:
+        expect(page.get_by_label(f"Compare {job_id}")).to_be_checked()
+    expect(page.get_by_role("button", name="Compare")).to_be_enabled()
+
+
+def test_what_a_term_means_stands_beside_it(page: Page, noticed: Noticed) -> None:
+    page.goto("./")
+    asked = page.get_by_role("button", name="What is this?").nth(2)
+    asked.click()
+    shown = page.locator(".meaning:popover-open")
+    expect(shown).to_be_visible()
+    button, meaning = asked.bounding_box(), shown.bounding_box()
+    assert button is not None
+    assert meaning is not None
+    assert 0 <= meaning["y"] - (button["y"] + button["height"]) < 30
+    assert meaning["x"] <= button["x"] + button["width"] <= meaning["x"] + meaning["width"] + 30
+
+
+def test_an_address_that_is_no_page_says_so(page: Page, noticed: Noticed) -> None:
+    page.goto("./#/nowhere")
+    expect(page.get_by_text("There is no page nowhere here.")).to_be_visible()
+
+
+def test_the_interface_is_documented_without_another_host(page: Page, noticed: Noticed) -> None:
+    page.goto("./docs")
+    expect(page.get_by_text("Train, with steps as given")).to_be_visible(timeout=20_000)
+
+
 def test_a_refusal_stands_beside_its_field(page: Page, noticed: Noticed) -> None:
     page.goto("./")
     page.get_by_label("Model", exact=True).fill("nobody/knows-this")
     expect(page.locator("#wrong-model")).to_contain_text("ACCRUE_MODELS_DIR")
     page.get_by_label("Model", exact=True).fill("accrue/tiny-gpt2")
-    expect(page.get_by_text(re.compile("^It fits"))).to_be_visible()
+    expect(prediction(page).get_by_text(re.compile("^It fits"))).to_be_visible()
     expect(page.locator("#wrong-model")).to_be_empty()
     plan(page, Sequence_length="abc")
     expect(page.locator("#wrong-length")).to_contain_text("integer")
@@ -214,7 +270,7 @@ def test_every_page_is_accessible_and_fits(
     }
     for name, (address, shown) in pages.items():
         page.goto(f"./#/{address}")
-        expect(page.get_by_text(shown).first).to_be_visible(timeout=20_000)
+        expect(page.get_by_text(shown).filter(visible=True).first).to_be_visible(timeout=20_000)
         page.wait_for_timeout(800)  # for charts
         found = Axe().run(page).response["violations"]
         serious = [

@@ -1,12 +1,14 @@
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.planning.architectures import named
 from app.planning.devices import GIB
-from app.planning.estimate import ByFormula, largest_micro_batch
-from app.planning.memory import step_memory
+from app.planning.estimate import ByFormula, Estimate, compared, largest_micro_batch
+from app.planning.memory import Memory, step_memory
 from app.schemas.profile import Recipe
 from app.schemas.spec import LoraSpec
 
@@ -31,6 +33,37 @@ def test_weights_gradients_and_adam_states_are_sixteen_bytes_a_parameter_in_fp32
     memory = step_memory(GPT2, changed(precision="fp32"), 1, 2)
     total = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert total == 16 * GPT2.parameters
+
+
+@pytest.mark.parametrize("off", [0.5, 1.0, 3.0])
+def test_what_is_reckoned_otherwise_is_compared_by_what_changes(off: float) -> None:
+    known = ByPoint(off)
+
+    def estimates(recipe: Recipe, sequence: int) -> Estimate:
+        return known if recipe == BF16 else ByFormula(GPT2, recipe, sequence)
+
+    beside = compared(estimates, GPT2, BF16, 512)
+    assert beside(BF16, 512) is known
+    plain = step_memory(GPT2, BF16, 4, 512).peak_process_bytes
+    for fields in ({"gradient_checkpointing": True}, {"optimizer": "sgd"}, {"precision": "fp32"}):
+        recipe = changed(**fields)
+        estimate = beside(recipe, 512)
+        formula = step_memory(GPT2, recipe, 4, 512).peak_process_bytes
+        own = estimate.memory(4).peak_process_bytes / known.memory(4).peak_process_bytes
+        assert own == pytest.approx(formula / plain, rel=1e-6)
+        assert estimate.source == "formula"
+
+
+@dataclass
+class ByPoint:
+    """As a simulation that finds so many times what the formula does."""
+
+    off: float
+    source: Literal["simulated"] = "simulated"
+    expected_error: float | None = None
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        return step_memory(GPT2, BF16, rows, 512).scaled(self.off)
 
 
 def test_each_saving_saves() -> None:

@@ -1,7 +1,8 @@
 import pytest
 
 from app.planning.devices import GIB, Device
-from app.planning.plan import CPU_TOKENS, precision_for
+from app.planning.plan import precision_for
+from app.planning.speeds import CPU_TOKENS
 from app.schemas.spec import AskedSplit, FixedCount, FixedSize, TokenBudget
 from tests.specs import make_spec, plan_by_formula
 

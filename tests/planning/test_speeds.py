@@ -10,7 +10,7 @@ from app.planning.devices import GIB, Device
 from app.planning.estimate import ByFormula, ByMeasurement, Point, by_formula
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
-from app.planning.speeds import Speeds
+from app.planning.speeds import CPU_TOKENS, Speeds, useful_tokens
 from app.schemas.profile import Recipe
 from app.schemas.run import AS_FAST, leanest
 from app.schemas.spec import TokenBudget
@@ -34,7 +34,22 @@ def test_throughput_that_grows_no_more_ends_the_micro_batch() -> None:
     assert MEASURED.useful(10**6) == 512
     assert MEASURED.useful(400) == 256  # memory allows no more
     assert MEASURED.useful(100) == 100  # nothing so small was measured
-    assert Speeds(((256, 900.0),)).useful(4096) == 4096  # one size says nothing of others
+
+
+@pytest.mark.parametrize("measured", [None, Speeds(((20, 900.0),))])  # one size says nothing of others
+def test_where_nothing_is_known_memory_decides_and_on_a_cpu_experience(measured: Speeds | None) -> None:
+    assert useful_tokens(measured, "cuda", 4096) == 4096
+    assert useful_tokens(measured, "cpu", 4096) == CPU_TOKENS
+    assert useful_tokens(measured, "cpu", 100) == 100
+    assert useful_tokens(MEASURED, "cpu", 10**6) == 512
+
+
+def test_a_sweep_that_was_fastest_at_its_end_says_nothing_of_larger_ones() -> None:
+    growing = Speeds(((208, 1000.0), (416, 1400.0), (832, 1790.0)))
+    assert not growing.saw_the_end
+    assert MEASURED.saw_the_end
+    assert useful_tokens(growing, "cuda", 10**6) == 10**6
+    assert useful_tokens(growing, "cpu", 10**6) == 832
 
 
 def test_rates_lie_between_those_measured() -> None:

@@ -406,6 +406,11 @@ def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
         "effective batch", "precision", "predicted memory",
     }  # fmt: skip
     assert "effective batch 16" in event["message"]
+    first = json.loads(run.metrics.read_text().splitlines()[0])
+    (saved,) = of_kind(run, "checkpoint")  # which is the last step's, and told of once
+    assert saved["data"]["step"] == 2
+    told = event["data"]["banner"]["accumulation steps"]
+    assert told == f"about {first['gradient_accumulation_steps']}"
 
 
 def test_weighted_lines_count_as_they_weigh(tmp_path: Path) -> None:

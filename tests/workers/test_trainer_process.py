@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from app.errors import BadSetting
 from app.planning.devices import Device
 from tests.runs import lay_order, until
-from workers.trainer_process import TrainerProcess
+from workers.trainer_process import TrainerProcess, check_network_can_be_kept_away
 
 LAST_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -46,3 +47,42 @@ def test_whoever_has_a_dead_trainer_s_process_id_is_left_alone(tmp_path: Path) -
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        check_network_can_be_kept_away()
+    except BadSetting as error:
+        pytest.skip(str(error))
+    run = lay_order(tmp_path / "run")
+    shown = tmp_path / "devices"
+    python = tmp_path / "python"  # instead of a trainer: what network it would have
+    python.write_text(f"#!/bin/sh\ncat /proc/net/dev > {shown}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    seen = []
+    for network in (True, False):
+        trainer = TrainerProcess(run, Device("cpu", "CPU", 2**30, "cpu"), 60, network=network)
+        until(lambda trainer=trainer: trainer.status() is not None, 10)
+        trainer.close()
+        assert trainer.status() == 0, run.log.read_text()
+        _, _, *devices = shown.read_text().splitlines()
+        seen.append([(line.split(":")[0].strip(), int(line.split()[1])) for line in devices])
+    with_network, without = seen
+    assert without == [("lo", 0)]  # which is down, and has received nothing
+    assert with_network != without
+
+
+def test_where_the_network_cannot_be_kept_away_the_worker_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unshare = tmp_path / "unshare"
+    unshare.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
+    unshare.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(BadSetting, match="Operation not permitted"):
+        check_network_can_be_kept_away()
+    unshare.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadSetting, match="util-linux"):
+        check_network_can_be_kept_away()

@@ -1,4 +1,4 @@
-"""`python -m workers.profiling`: answers requests for profiles, warm, until it is told to stop."""
+"""`python -m workers.profiling`: answers requests for profiles and previews, warm, until told to stop."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ from app.logs import configure
 from app.planning.catalogue import TINY_GPT2
 from app.schemas.profile import Recipe
 from app.settings import get_settings
+from workers.profiling import previews
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
 from workers.profiling.side_by_side import side_by_side
@@ -45,11 +46,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     for device in ("cuda", "cpu"):  # what is imported and compiled on first use
+        previews.answer_one(database, settings)  # for whoever waits already
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
     while not stopped:
         try:
-            if not answer_one(database):
+            if not previews.answer_one(database, settings) and not answer_one(database):
                 time.sleep(_LOOKED_AT_EVERY)
         except OperationalError as error:
             log.warning("the database did not answer", error=str(error.orig))

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -173,9 +173,7 @@ def _write(
     targets: list[int] = []
     weights: list[float] = []
     tokeniser = Tokeniser(tokenizer)
-    examples = read_examples(spec, source)
-    if taken is not None:
-        examples = itertools.compress(examples, taken)
+    examples = read_examples(spec, source, taken)
     with pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer:
         while chunk := list(itertools.islice(examples, _CHUNK)):
             if stop():
@@ -206,16 +204,24 @@ def _record(rows: list[tuple[list[int], list[bool]]]) -> pa.RecordBatch:
     return pa.record_batch(arrays, schema=_SCHEMA)
 
 
-def read_examples(spec: DataSpec, source: Path) -> Iterator[tuple[int, Example]]:
+def read_examples(
+    spec: DataSpec, source: Path, taken: Iterable[object] | None = None
+) -> Iterator[tuple[int, Example]]:
     """The examples of a JSONL file with their line numbers, from 1; blank lines are passed over.
+
+    Args:
+        taken: for each example whether it is read; null: all are.
 
     Raises:
         CannotTrain: a line that is no example of the format.
     """
     with source.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+        examples: Iterable[tuple[int, bytes]] = (
+            (number, line) for number, line in enumerate(lines, start=1) if line.strip()
+        )
+        if taken is not None:
+            examples = itertools.compress(examples, taken)
+        for number, line in examples:
             try:
                 yield number, parse_line(line, spec.format)[1]
             except BadLine as error:

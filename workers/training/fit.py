@@ -208,7 +208,8 @@ def finish(training: Training) -> Outcome:
         training.reporter.event("noise_scale", message, **noise.model_dump())
     completions.after(training)
     fail_point("trainer.saving")
-    files = models.save(training.model, tokenizer_of(order), training.run.model, order.spec.method)
+    tokenizer = models.load_tokenizer(order.spec.model, order.model_path)  # as it was before it was used
+    files = models.save(training.model, tokenizer, training.run.model, order.spec.method)
     fail_point("trainer.saved")
     training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
     training.close()
@@ -233,17 +234,15 @@ def save_checkpoint(training: Training) -> Path:
         training.state.loss_scale_good_windows = training.loss_scale.good_windows
     training.reporter.sync()
     path = checkpoint.save(training.run.checkpoints, training.state, training.model, training.optimizer)
-    training.reporter.event(
-        "checkpoint", f"Checkpoint at step {training.state.step}.", step=training.state.step, name=path.name
-    )
+    if path.name != training.saved:
+        training.saved = path.name
+        training.reporter.event(
+            "checkpoint",
+            f"Checkpoint at step {training.state.step}.",
+            step=training.state.step,
+            name=path.name,
+        )
     return path
-
-
-def tokenizer_of(order: Order) -> object:
-    """The base model's tokenizer, to lie beside the trained weights."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(order.model_path, trust_remote_code=False)
 
 
 def _profiled(training: Training, window: Indices, denominator: float) -> Trained:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from app.schemas.architecture import ModelReference
 from app.schemas.spec import LoraSpec, MethodSpec, Order, Plan, RunPrecision, Spec
 from workers.run_directory import sync
 from workers.training.faults import CannotTrain
@@ -27,6 +28,24 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16"
 _COMPILED_SHAPES = 64
 
 
+def load_tokenizer(model: ModelReference, path: str) -> Any:
+    """A model's tokenizer; the built-in model is made where it is not there yet.
+
+    Args:
+        path: a folder, or a name on the hub.
+
+    Raises:
+        OSError, ValueError, ImportError: there is none, or it needs code of its own.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if model.source == "built_in":
+        ensure_tiny_gpt2(Path(path))
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
 def load(order: Order) -> tuple[Any, Any, list[str]]:
     """The model in training mode, its tokenizer, and what was done otherwise than asked.
 
@@ -36,14 +55,8 @@ def load(order: Order) -> tuple[Any, Any, list[str]]:
         CannotTrain: files that are missing, cannot be fetched, or hold no causal language model; a package
             that is not installed.
     """
-    from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    if order.spec.model.source == "built_in":
-        ensure_tiny_gpt2(Path(order.model_path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(order.model_path, trust_remote_code=False)
+        tokenizer = load_tokenizer(order.spec.model, order.model_path)
         try:
             model, notes = _read(order, order.spec.attention), []
         except ValueError as error:
@@ -298,6 +311,7 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    (partial / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
     for path in (*partial.iterdir(), partial):
         sync(path)
     shutil.rmtree(target, ignore_errors=True)

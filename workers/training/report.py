@@ -9,7 +9,7 @@ import torch
 from app.schemas.run import LogLine, NoiseScale
 from app.schemas.spec import TokenBudget
 from workers.training import memory
-from workers.training.accumulate import Trained
+from workers.training.accumulate import Trained, cut
 from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
 from workers.training.start import Indices, Training
@@ -47,9 +47,9 @@ def _banner(training: Training) -> dict[str, str]:
     spec, plan, steps = training.order.spec, training.order.plan, training.steps_total
     device = plan.devices[0]
     name = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
-    cut = training.cut
+    by = training.cut
     epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.samples), 2)
-    size = f"{cut.tokens} tokens" if isinstance(cut, TokenBudget) else f"{device.micro_batch_size} samples"
+    size = f"{by.tokens} tokens" if isinstance(by, TokenBudget) else f"{device.micro_batch_size} samples"
     return {
         "epochs": f"{epochs:g}",
         "steps": str(steps),
@@ -57,11 +57,18 @@ def _banner(training: Training) -> dict[str, str]:
         "learning rate": f"{spec.optimizer.learning_rate:g}, {spec.schedule.name}",
         "device": name,
         "micro-batch": f"at most {size}",
-        "accumulation steps": f"about {device.accumulation_steps}",
+        "accumulation steps": f"about {_micro_batches(training)}",
         "effective batch": str(spec.effective_batch_size),
         "precision": plan.precision,
         "predicted memory": f"{device.predicted_peak_bytes / 2**30:.2f} GiB",
     }
+
+
+def _micro_batches(training: Training) -> int:
+    """Those of the next window: by the plan samples are of full length, and few are."""
+    if training.finished:
+        return training.order.plan.accumulation_steps
+    return len(cut(training, training.next_window(), training.cut))
 
 
 def log_line(

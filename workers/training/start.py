@@ -62,6 +62,8 @@ class Training:
     form: Form
     state: TrainingState
     loader: ThreadPoolExecutor
+    saved: str | None = None
+    """The checkpoint that was told of last."""
     _order_of_epoch: tuple[int, Indices] = field(default=(-1, np.empty(0, np.int64)))
 
     def fetch(self, samples: list[int]) -> MicroBatch:

@@ -15,6 +15,11 @@ function plotly() {
   return loading;
 }
 
+/** Begins to load the library, for a page that is going to draw. */
+export function warm() {
+  plotly().catch(() => {}); // whoever draws hears of it
+}
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 function layout({ x, y, format, shapes }) {
@@ -53,7 +58,11 @@ export function chart(title, axes, meaning = null) {
     const library = await plotly();
     await library.react(plot, traces.map(styled), layout({ ...axes, shapes }), { displayModeBar: false, responsive: true });
   }
-  document.addEventListener("theme", () => drawn && element.isConnected && draw(drawn.traces, { summary: said.textContent, shapes: drawn.shapes }));
+  document.addEventListener("theme", function again() {
+    if (!drawn) return;
+    if (element.isConnected) draw(drawn.traces, { summary: said.textContent, shapes: drawn.shapes });
+    else document.removeEventListener("theme", again); // its page was left
+  });
   return { element, draw };
 }
 

@@ -22,12 +22,16 @@ async function show() {
   const page = PAGES[name] ?? plan;
   for (const link of document.querySelectorAll("nav a")) {
     const own = link.hash.slice(2);
-    const here = own === name || (own === "jobs" && name === "job") || (own === "plan" && page === plan);
+    const here = own === name || (own === "jobs" && name === "job") || (own === "plan" && !name);
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   document.title = `${page.TITLE} · Accrue`;
   fill(main);
+  if (name && !PAGES[name]) {
+    main.append(problem(new Refused(404, { detail: `There is no page ${name} here.` }), false));
+    return;
+  }
   try {
     await page.show(main, { id, chosen: new URLSearchParams(search), signal });
   } catch (error) {
@@ -35,11 +39,11 @@ async function show() {
   }
 }
 
-function problem(error) {
+function problem(error, again = true) {
   const told = error instanceof Refused ? error.message : "The service cannot be reached. Is it running?";
   if (!(error instanceof Refused)) console.warn(error);
   return h("section", { class: "panel problem", role: "alert" }, h("h2", {}, "That did not work"), h("p", {}, told),
-    h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")));
+    again && h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")));
 }
 
 const themes = { light: "Light", dark: "Dark" };

@@ -1,7 +1,7 @@
 /** Several jobs over the samples that each has seen, and how much noisier one is than another. */
 
 import { get } from "../api.js";
-import { chart, PALETTE } from "../charts.js";
+import { chart, PALETTE, warm } from "../charts.js";
 import { fill, h, table } from "../dom.js";
 import { fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
@@ -13,8 +13,9 @@ const COLUMNS = ["Job", "Batch", "Steps", "Last loss of all", "Noise", "Noise to
 const MOST = 10;
 
 export async function show(main, { chosen, signal }) {
+  warm();
   const { data } = await get("gradient-accumulation/training?limit=100", signal);
-  const trained = data.filter((job) => job.progress.step > 0);
+  const trained = data.filter((job) => job.progress.step > 1);
   const ids = (chosen.get("ids") ?? "").split(",").filter(Boolean);
   const result = h("div", {});
   const curve = chart("Loss", { x: "samples seen", y: "nats per token, moving average" }, help("loss"));

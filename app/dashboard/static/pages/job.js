@@ -1,7 +1,7 @@
 /** One job: how far it is, what was measured, what happened, what came of it. */
 
 import { download, follow, get, poll } from "../api.js";
-import { chart, level } from "../charts.js";
+import { chart, level, warm } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
 import { bytes, duration, fixed, moment, number, percent } from "../format.js";
 import { help } from "../terms.js";
@@ -24,6 +24,7 @@ export async function show(main, { id, signal }) {
   const outcome = h("section", { class: "panel", "aria-label": "Outcome", hidden: true });
   const events = h("ol", { class: "events", reversed: true, tabindex: "0", "aria-label": "Events, newest first" });
   const charts = makeCharts();
+  warm();
 
   const first = await get(path, signal); // whether it is there at all
   const measured = h("section", { class: "panel", "aria-label": "Charts", hidden: true }, h("div", { class: "charts" }, Object.values(charts).map((each) => each.element)));
@@ -88,8 +89,8 @@ async function draw(charts, lines, job) {
     charts.rate.draw([trace("learning_rate", "learning rate", { colour: "second" })], { summary: `Learning rate ${span("learning_rate", 6)}.` }),
     charts.norm.draw([trace("grad_norm", "norm", { colour: "third", width: 1 })], { summary: `Gradient norm ${span("grad_norm", 3)}.` }),
     charts.throughput.draw([trace("tokens_per_second", "tokens/s", { colour: "fourth", width: 1 })], { summary: `Tokens a second ${span("tokens_per_second", 0)}.` }),
-    charts.memory.draw([trace("peak_gb", "peak so far"), { x: [x[0], x.at(-1)], y: Array(2).fill(device.predicted_peak_bytes / GIB), name: "predicted", colour: "second", dash: "dash" }],
-      { summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted ${bytes(device.predicted_peak_bytes)}.`, shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [] }),
+    charts.memory.draw([trace("peak_gb", "peak so far"), { x: [x[0], x.at(-1)], y: Array(2).fill(device.predicted_peak_bytes / GIB), name: "predicted at full length", colour: "second", dash: "dash" }],
+      { summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted at full length ${bytes(device.predicted_peak_bytes)}.`, shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [] }),
     noisy.length && charts.noise.draw([{ x: noisy.map((line) => line.step), y: noisy.map((line) => line.noise_scale), name: "noise scale", colour: "ok" }], { summary: "Noise scale as measured." }),
   ]);
 }
@@ -121,7 +122,7 @@ function makeState() {
     bar.max = total ?? 1;
     if (total || ENDED.includes(job.status)) bar.value = total ? progress.step : 1;
     const shown = {
-      batch: `${number(plan.effective_batch_size)} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`,
+      batch: split(job),
       loss: fixed(progress.loss_ema), speed: number(progress.tokens_per_second),
       memory: `${bytes(progress.memory_peak_bytes)} of ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`,
       samples: number(progress.samples_seen), device: `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`,
@@ -130,6 +131,14 @@ function makeState() {
     for (const [name, text] of Object.entries(shown)) values[name].textContent = text;
   }
   return { element: h("div", {}, verdict, error, bar, list), show };
+}
+
+/** As planned for samples of full length; from the first step on as it is, which for shorter ones is fewer. */
+function split({ plan, progress }) {
+  const whole = number(plan.effective_batch_size);
+  if (!progress.step) return `${whole} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`;
+  const each = Math.round((10 * progress.micro_step) / progress.step) / 10;
+  return `${whole} in ${number(each)} micro-batch${each === 1 ? "" : "es"}`;
 }
 
 const fact = (name, value, term) => h("div", {}, h("dt", {}, name, term && help(term)), h("dd", {}, value));

@@ -28,10 +28,17 @@ export async function show(main, { chosen, signal }) {
   const label = h("input", { id: "label", type: "text", value: chosen.get("user_id") ?? "", autocomplete: "off" });
   status.id = "status";
   const list = liveTable("Newest first", COLUMNS, "No job yet: plan one, and press start. With a key you see the jobs made with it.");
-  const ticked = new Set();
-  const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/compare?ids=${[...ticked].join(",")}`; } }, "Compare");
+  const ticked = new Set((chosen.get("ticked") ?? "").split(",").filter(Boolean));
+  const compare = h("button", { type: "button", disabled: ticked.size < 2, onclick: compareTicked }, "Compare");
   const older = h("button", { type: "button", hidden: true }, "Older");
   const newest = h("button", { type: "button", hidden: true, onclick: () => go({ after: "" }) }, "Newest");
+
+  /** Whoever comes back finds them ticked. */
+  function compareTicked() {
+    const ids = [...ticked].join(",");
+    history.replaceState(null, "", `#/jobs${query({ ...Object.fromEntries(chosen), ticked: ids })}`);
+    location.hash = `#/compare?ids=${ids}`;
+  }
 
   function go(changes) {
     const next = { status: status.value, user_id: label.value.trim(), after: chosen.get("after") ?? "", ...changes };
@@ -68,7 +75,7 @@ export async function show(main, { chosen, signal }) {
     const state = `${job.status} ${job.requested} ${waits(job)} ${job.error?.message}`;
     const plain = (text) => [text, () => text];
     return [
-      ["", () => h("input", { type: "checkbox", "aria-label": `Compare ${job.id}`, checked: ticked.has(job.id), onchange: (event) => tick(event, job.id) })],
+      [`${job.progress.step > 1}`, () => job.progress.step > 1 && h("input", { type: "checkbox", "aria-label": `Compare ${job.id}`, checked: ticked.has(job.id), onchange: (event) => tick(event, job.id) })],
       ["", () => h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`)],
       plain(job.model_name),
       [state, () => [badge(job), job.waiting && h("div", { class: "muted" }, waits(job)), job.error && h("div", { class: "is-bad" }, job.error.message)]],
@@ -84,7 +91,7 @@ export async function show(main, { chosen, signal }) {
 }
 
 /** A job that only measures makes no model, and ends before its last step. */
-const steps = ({ progress, result }) => (result?.tuning && !result.model_path ? "measured" : progress.steps_total ? `${number(progress.step)} / ${number(progress.steps_total)}` : number(progress.step));
+const steps = ({ progress, tune }) => (tune === "only" ? "measures" : progress.steps_total ? `${number(progress.step)} / ${number(progress.steps_total)}` : number(progress.step));
 
 function took(job) {
   if (job.finished_at) return `took ${duration(job.finished_at - job.started_at)}`;

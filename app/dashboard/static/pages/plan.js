@@ -5,6 +5,7 @@ import { chart, level } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
 import { bytes, duration, number, percent } from "../format.js";
 import { field, select } from "../terms.js";
+import { showData } from "./data.js";
 
 export const TITLE = "Plan";
 
@@ -22,8 +23,10 @@ export async function show(main, { chosen, signal }) {
   const inputs = makeInputs(chosen);
   const values = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.type === "checkbox" ? (input.checked ? "true" : "") : input.value.trim()]));
   const effective = h("output", { class: "effective", for: "field-target field-micro field-steps field-count" });
+  const briefly = h("p", { class: "briefly", "aria-live": "polite" }); // beside the form, where the prediction is far below
   const result = h("section", { class: "panel", "aria-label": "Prediction", "aria-live": "off" }, h("p", { class: "muted" }, "…"));
   const starting = h("div", { role: "status" });
+  const data = h("section", { class: "panel", "aria-label": "Data", "aria-live": "polite", hidden: true });
   const form = h("form", { onsubmit: (event) => event.preventDefault() });
   const speed = chart("Memory against speed", { x: "samples a second, as measured on such a device", y: "GiB at the peak" });
 
@@ -35,8 +38,12 @@ export async function show(main, { chosen, signal }) {
     try {
       await pause(wait, own);
       const shown = values();
-      showAnswer(result, await ask(shown, 0, own), shown, apply, speed);
-      showAnswer(result, await ask(shown, SIMULATED_WITHIN, own), shown, apply, speed);
+      for (const within of [0, SIMULATED_WITHIN]) {
+        const answer = await ask(shown, within, own);
+        showAnswer(result, answer, shown, apply, speed);
+        briefly.textContent = verdict(answer);
+        briefly.className = `briefly ${answer.fits ? "is-ok" : "is-bad"}`;
+      }
     } catch (error) {
       if (own.aborted) return;
       if (!(error instanceof Refused)) throw error;
@@ -54,6 +61,7 @@ export async function show(main, { chosen, signal }) {
     for (const name of ["micro", "steps"]) inputs[name].closest(".field").hidden = shown.batch === "target";
     const batch = effectiveBatch(shown);
     effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: say whole numbers above zero";
+    briefly.textContent = "";
     clearRefusals(form);
     predict(wait).catch((error) => { if (!signal.aborted) fill(result, h("p", {}, error.message)); });
   }
@@ -85,7 +93,7 @@ export async function show(main, { chosen, signal }) {
       field("target", "Effective batch", inputs.target, "effective"),
       field("micro", "Batch size", inputs.micro, "micro"),
       field("steps", "Accumulation steps", inputs.steps, "steps")),
-    effective,
+    effective, briefly,
     h("fieldset", { class: "fields" }, h("legend", {}, "Training"),
       wide(field("file", "Data", inputs.file)), wide(files.upload),
       field("epochs", "Epochs", inputs.epochs, "epochs"),
@@ -93,7 +101,8 @@ export async function show(main, { chosen, signal }) {
       field("validation", "Held back", inputs.validation, "validation")),
     h("p", { class: "actions" },
       h("button", { type: "button", class: "primary", id: "start", onclick: (event) => begin(event.target, false) }, "Start"),
-      h("button", { type: "button", onclick: (event) => begin(event.target, true) }, "Check only")),
+      h("button", { type: "button", onclick: (event) => begin(event.target, true) }, "Check only"),
+      h("button", { type: "button", onclick: (event) => lookAtData(event.target) }, "Look at the data")),
     starting);
   form.addEventListener("input", () => changed());
 
@@ -116,10 +125,28 @@ export async function show(main, { chosen, signal }) {
     }
   }
 
+  async function lookAtData(button) {
+    clearRefusals(form);
+    const { file, model, length } = values();
+    if (!file) return mark("file", "Choose a file, or bring one.");
+    button.disabled = true;
+    data.hidden = false;
+    fill(data, h("p", { class: "muted" }, "A worker reads it …"));
+    try {
+      showData(data, await get(`${ROOT}/datasets/${file}/preview${query({ model_name: model, max_length: length })}`, signal));
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      fill(data, h("p", { class: "is-bad", role: "alert" }, error.message));
+    } finally {
+      button.disabled = false;
+      data.scrollIntoView({ block: "nearest" });
+    }
+  }
+
   main.append(h("h1", {}, "Plan a job"),
     h("div", { class: "columns" },
       h("div", {}, h("section", { class: "panel", "aria-label": "What to train" }, form), savedPlans(() => different(values()), load)),
-      h("div", {}, result, h("section", { class: "panel", id: "speed", hidden: true }, speed.element))));
+      h("div", {}, result, data, h("section", { class: "panel", id: "speed", hidden: true }, speed.element))));
   changed(0);
   await Promise.all([fillModels(form, signal), files.load(signal, chosen.get("file"))]);
 }
@@ -232,14 +259,18 @@ function isComplete(values) {
 
 const SOURCES = { formula: "by formula", simulated: "by a simulation of this very step", measured: "by measurements of this very step" };
 
+function verdict(answer) {
+  const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
+  if (!answer.fits) return "It does not fit";
+  return `It fits: ${steps === 1 ? `all ${size} at once` : `${number(steps)} micro-batches of ${size}`}`;
+}
+
 function showAnswer(result, answer, values, apply, speed) {
   const limit = Math.min(...answer.devices.map((device) => device.memory_limit_bytes));
   const memory = answer.memory;
   const error = answer.expected_error === null ? "" : `, which was ${percent(answer.expected_error)} off so far`;
-  const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
-  const split = steps === 1 ? `all ${size} at once` : `${number(steps)} micro-batches of ${size}`;
   fill(result,
-    h("p", { class: `verdict ${answer.fits ? "is-ok" : "is-bad"}` }, answer.fits ? `It fits: ${split}` : "It does not fit"),
+    h("p", { class: `verdict ${answer.fits ? "is-ok" : "is-bad"}` }, verdict(answer)),
     h("p", {}, answer.explanation),
     memoryBar(memory, limit),
     h("dl", { class: "facts" },
@@ -285,8 +316,9 @@ function showSpeed(answer, limit, speed) {
   const ways = [{ ...answer, change: "as planned", peak_process_bytes: answer.memory.peak_process_bytes }, ...answer.alternatives].filter((way) => way.predicted_samples_per_second !== null);
   document.getElementById("speed").hidden = ways.length < 2;
   if (ways.length < 2) return;
-  const points = { x: ways.map((way) => way.predicted_samples_per_second), y: ways.map((way) => way.peak_process_bytes / 2 ** 30), text: ways.map((way) => way.change), mode: "markers+text", name: "", hover: "%{text}: %{y:.2f} GiB, %{x:.3g}/s<extra></extra>" };
-  speed.draw([points], { summary: `${ways.length} ways, from ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`, shapes: [level(limit / 2 ** 30, "bad")] });
+  const points = { x: ways.map((way) => way.predicted_samples_per_second), y: ways.map((way) => way.peak_process_bytes / 2 ** 30), text: ways.map((way) => way.change), mode: "markers", name: "", hover: "%{text}: %{y:.2f} GiB, %{x:.3g}/s<extra></extra>" };
+  const own = { x: [points.x[0]], y: [points.y[0]], text: ["as planned"], mode: "markers+text", name: "", colour: "second", hover: points.hover };
+  speed.draw([points, own], { summary: `${ways.length} ways, from ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`, shapes: [level(limit / 2 ** 30, "bad")] });
 }
 
 const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
@@ -340,7 +372,7 @@ function fileChoice(chooser) {
       told.textContent = error.message;
     }
   }
-  const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl,.json,.txt", onchange: bring });
+  const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: bring });
   return { load, upload: h("div", { class: "field" }, h("label", { for: "field-upload" }, "Bring JSON lines (text, prompt/completion or messages)"), picker, told) };
 }
 

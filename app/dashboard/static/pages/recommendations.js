@@ -21,7 +21,7 @@ export async function show(main, { chosen, signal }) {
     const asked = { training_id: job.value.trim(), model_name: job.value.trim() ? "" : model.value.trim(), target_batch_size: batch.value.trim(), optimizer: optimizer.value };
     history.replaceState(null, "", `#/recommendations${query(asked)}`);
     try {
-      showAll(result, await get(`gradient-accumulation/performance/recommendations${query(asked)}`, signal));
+      showAll(result, await get(`gradient-accumulation/performance/recommendations${query(asked)}`, signal), asked.optimizer);
     } catch (error) {
       if (!signal.aborted) fill(result, h("p", { class: "is-bad", role: "alert" }, error.message));
     }
@@ -37,17 +37,18 @@ export async function show(main, { chosen, signal }) {
   fill(models, data.map((each) => h("option", { value: each.id })));
 }
 
-function showAll(result, answer) {
+function showAll(result, answer, optimizer) {
   const what = answer.model_name ?? answer.model_size ?? "this model";
   fill(result, h("h2", {}, `${what}: ${number(answer.parameters)} parameters`),
     answer.advice.map((sentence) => h("p", {}, sentence)),
     table("Each with where it is from", [{ title: "Choose" }, { title: "Value" }, { title: "Why" }, { title: "Evidence" }, { title: "Confidence" }],
-      NAMES.map((name) => [name.replaceAll("_", " "), h("strong", {}, shown(answer[name])), answer[name].why, answer[name].evidence, answer[name].confidence])),
+      NAMES.map((name) => [name.replaceAll("_", " "), h("strong", {}, shown(answer[name], name)), answer[name].why, answer[name].evidence, answer[name].confidence])),
     h("p", { class: "muted" }, "What evidence means ", help("evidence")),
-    answer.model_name && h("p", { class: "actions" }, h("a", { href: `#/plan${query({ model: answer.model_name, target: answer.effective_batch_size.value, rate: answer.learning_rate.value })}` }, "Plan it so")));
+    answer.model_name && h("p", { class: "actions" }, h("a", { href: `#/plan${query({ model: answer.model_name, target: answer.effective_batch_size.value, rate: answer.learning_rate.value, optimizer })}` }, "Plan it so")));
 }
 
-function shown({ value, range }) {
+function shown({ value, range }, name) {
+  if (name === "precision" && value === "no") return "fp32";
   const own = typeof value === "number" ? number(value) : value === null ? "off" : String(value);
   return range ? `${own} (${range.map(number).join(" to ")})` : own;
 }

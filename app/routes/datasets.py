@@ -1,0 +1,43 @@
+"""Data sets as the trainer will see them."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+
+from app import base_models, files, previews
+from app.routes.dependencies import CurrentDatabase, CurrentSettings
+from app.schemas.preview import DatasetPreview, PreviewOrder
+from app.schemas.spec import DataSpec, Overlength
+from app.schemas.training import ModelName
+from app.submission import max_length_for
+
+router = APIRouter(prefix="/datasets", tags=["training"])
+
+_PATIENCE_SECONDS = 50.0
+
+
+@router.get("/{file_id}/preview", summary="A file as the trainer will see it, token by token")
+def preview(
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    file_id: Annotated[str, Path(max_length=100, description="file-…")],
+    model_name: Annotated[ModelName, Query(description="Whose tokenizer reads it")],
+    max_length: Annotated[int | None, Query(ge=2, description="Tokens; default: as for a job")] = None,
+    overlength: Annotated[Overlength, Query(description="What becomes of longer examples")] = "truncate",
+    limit: Annotated[int, Query(ge=1, le=20, description="Samples to show")] = 3,
+) -> DatasetPreview:
+    """A worker reads it with the model's tokenizer; of a large file, a thousand examples spread evenly."""
+    with database.glancing() as connection:
+        known_as, digest, form, examples = files.glance(connection, database.owner, file_id, field="file_id")
+    model, _ = base_models.find_for_training(model_name, settings)
+    data = DataSpec(
+        file_id=known_as,
+        sha256=digest,
+        format=form,
+        examples=examples,
+        max_length=max_length_for(max_length, model, field="max_length"),
+        overlength=overlength,
+        packing=False,
+        validation=None,
+    )
+    return previews.ask(database, PreviewOrder(model=model, data=data, shown=limit), _PATIENCE_SECONDS)

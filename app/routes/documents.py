@@ -1,0 +1,38 @@
+"""`/docs`: the OpenAPI document to read and to try, from files of this machine's own."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.staticfiles import StaticFiles
+
+_FOLDER = Path(str(files("fastapi_offline").joinpath("static")))
+_POLICY = (
+    "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing from elsewhere; the page's own script is within it."""
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/docs")
+async def page(request: Request) -> Response:
+    root = request.scope.get("root_path", "")
+    shown = get_swagger_ui_html(
+        title=f"{request.app.title} · API",
+        openapi_url=f"{root}{request.app.openapi_url}",
+        swagger_js_url=f"{root}/docs/static/swagger-ui-bundle.js",
+        swagger_css_url=f"{root}/docs/static/swagger-ui.css",
+        swagger_favicon_url=f"{root}/dashboard/icon.svg",
+        swagger_ui_parameters={"tryItOutEnabled": True, "filter": True},
+    )
+    shown.headers["Content-Security-Policy"] = _POLICY
+    return shown
+
+
+def install(app: FastAPI) -> None:
+    """Adds the page and what it is made of."""
+    app.include_router(router)
+    app.mount("/docs/static", StaticFiles(directory=_FOLDER), name="docs")

@@ -1,0 +1,119 @@
+"""Previews on their way from the service to a worker's profiler and back."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import select
+
+from app import files, previews
+from app.database import Database, database_now
+from app.errors import Conflict, Unavailable, Unprocessable
+from app.models import PreviewRequest, Worker
+from app.schemas.architecture import ModelReference
+from app.schemas.preview import DatasetPreview, PreviewOrder
+from app.schemas.spec import DataSpec
+from app.settings import Settings
+from tests.runs import until
+from tests.specs import make_spec
+from workers.profiling import previews as profiler
+
+
+@pytest.fixture
+def order(database: Database, settings: Settings) -> PreviewOrder:
+    settings.make_directories()
+    path = settings.files_dir / "file-1"
+    path.write_text(json.dumps({"text": "a secret"}) + "\n")
+    checked = files.check(path, settings, field="file")
+    with database.writing() as session:
+        files.add(session, "file-1", checked, filename="f.jsonl", purpose="fine-tune")
+    data = DataSpec(
+        file_id="file-1", sha256=checked.sha256, format="text", examples=1, max_length=64,
+        overlength="truncate", packing=False, validation=None,
+    )  # fmt: skip
+    return PreviewOrder(model=make_spec().model, data=data, shown=1)
+
+
+def worker(database: Database) -> None:
+    with database.writing() as session:
+        now = session.scalar(select(database_now()))
+        session.add(
+            Worker(id="worker-1", hostname="h", started_at=now, heartbeat_at=now, devices=[], running=[])
+        )
+
+
+def asked(database: Database, settings: Settings, order: PreviewOrder) -> DatasetPreview:
+    """What the service hears, which waits in a thread while this one is the profiler."""
+    with ThreadPoolExecutor(1) as service:
+        heard = service.submit(previews.ask, database, order, 30.0)
+        until(lambda: heard.done() or profiler.answer_one(database, settings), 30)
+        return heard.result(30)
+
+
+def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
+    database: Database, settings: Settings, order: PreviewOrder
+) -> None:
+    worker(database)
+    assert not profiler.answer_one(database, settings)
+    seen = asked(database, settings, order)
+    assert "".join(seen.samples[0].tokens) == "a secret<|endoftext|>"
+    assert seen.lengths.examples == 1
+    with database.reading() as session:
+        assert session.scalars(select(PreviewRequest)).all() == []
+
+
+def test_with_no_worker_nobody_waits(database: Database, order: PreviewOrder) -> None:
+    with pytest.raises(Conflict, match="accrue worker"):
+        previews.ask(database, order, 30.0)
+
+
+def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
+    database: Database, order: PreviewOrder
+) -> None:
+    worker(database)
+    with pytest.raises(Unavailable, match="ask again"):
+        previews.ask(database, order, 0.1)
+    with database.reading() as session:
+        assert not previews.waiting(session)
+
+
+def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
+    database: Database, settings: Settings, order: PreviewOrder
+) -> None:
+    worker(database)
+    chat = order.model_copy(update={"data": order.data.model_copy(update={"format": "messages"})})
+    with pytest.raises(Unprocessable, match="line 1 of the data"):
+        asked(database, settings, chat)
+    local = ModelReference(name="none", source="local", architecture=order.model.architecture)
+    with pytest.raises(Unprocessable, match="tokenizer of none could not be loaded") as refused:
+        asked(database, settings, order.model_copy(update={"model": local}))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_template_without_an_end_is_ended(
+    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(order: PreviewOrder, settings: Settings) -> DatasetPreview:
+        while True:
+            pass
+
+    worker(database)
+    monkeypatch.setattr(profiler, "_look", endless)
+    monkeypatch.setattr(profiler, "_SECONDS", 0.2)
+    with pytest.raises(Unprocessable, match="took longer"):
+        asked(database, settings, order)
+
+
+def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: PreviewOrder) -> None:
+    worker(database)
+    with database.writing() as session:
+        session.add(
+            PreviewRequest(
+                id="preview-0", created_at=0.0, file_id="file-1", order=order.model_dump(mode="json"),
+                answer={"of": "one who has gone"},
+            )
+        )  # fmt: skip
+    with pytest.raises(Unavailable):
+        previews.ask(database, order, 0.0)
+    with database.reading() as session:
+        assert session.get(PreviewRequest, "preview-0") is None

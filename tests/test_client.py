@@ -1,0 +1,45 @@
+"""The command's way to the service, and what it says where there is none."""
+
+from typing import Any
+
+import pytest
+
+from app import terminal
+from app.client import Client, ServiceError
+
+
+def test_an_address_is_taken_as_the_openai_client_has_it() -> None:
+    for url in ("http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1"):
+        with Client(url) as client:
+            assert str(client._http.base_url).rstrip("/") == "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("url", ["banana", "127.0.0.1:8000", ""])
+def test_what_is_no_address_is_named(url: str) -> None:
+    with pytest.raises(ServiceError, match="ACCRUE_URL"):
+        Client(url)
+
+
+def test_whoever_stops_watching_hears_that_the_job_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Service(Client):
+        def __init__(self) -> None:
+            pass
+
+        def get(self, path: str, **kw: Any) -> Any:
+            progress = {
+                "step": 1,
+                "steps_total": 9,
+                "loss": 2.0,
+                "tokens_per_second": None,
+                "eta_seconds": None,
+            }
+            return {"status": "running", "waiting": None, "progress": progress}
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal.time, "sleep", interrupted)
+    assert terminal.follow(Service(), "ftjob-1") == 130
+    assert "accrue cancel ftjob-1" in capsys.readouterr().out

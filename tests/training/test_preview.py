@@ -1,0 +1,111 @@
+"""What a preview shows is what the trainer reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.schemas.architecture import BUILT_IN_MODEL, ModelReference
+from app.schemas.preview import DatasetPreview, PreviewOrder
+from tests.specs import make_spec
+from tests.training.test_data import of, spec
+from workers.training.data import Samples, prepare
+from workers.training.faults import CannotTrain
+from workers.training.preview import MOST_EXAMPLES, preview
+from workers.training.tiny_gpt2 import make_tokenizer
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "Wie heißt du?"},
+        {"role": "assistant", "content": "Größe 🙂 1"},
+        {"role": "user", "content": "Und?"},
+        {"role": "assistant", "content": "Nein.", "weight": 0},
+    ]
+}
+
+
+def model() -> ModelReference:
+    found = make_spec().model
+    assert found.name == BUILT_IN_MODEL
+    return found
+
+
+def seen(
+    tmp_path: Path, lines: list[dict[str, Any]], form: str, shown: int = 3, **changes: Any
+) -> DatasetPreview:
+    source = tmp_path / "data.jsonl"
+    source.write_text("\n\n".join(json.dumps(line) for line in lines))
+    data = of(source, spec(form, examples=len(lines), **changes))
+    return preview(PreviewOrder(model=model(), data=data, shown=shown), source, make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("form", "line"),
+    [
+        ("text", {"text": "Äpfel und 🍐"}),
+        ("prompt_completion", {"prompt": "eins", "completion": " zwei ü"}),
+        ("messages", CHAT),
+    ],
+)
+@pytest.mark.parametrize("overlength", ["truncate", "split"])
+def test_samples_are_those_of_the_trainer(
+    tmp_path: Path, form: str, line: dict[str, Any], overlength: str
+) -> None:
+    tokenizer = make_tokenizer()
+    looked = seen(tmp_path, [line] * 2, form, shown=20, max_length=40, overlength=overlength)
+    source = tmp_path / "data.jsonl"
+    prepare(
+        of(source, spec(form, examples=2, max_length=40, overlength=overlength)),
+        source,
+        tokenizer,
+        tmp_path / "p",
+    )
+    samples = Samples(tmp_path / "p")
+    assert len(looked.samples) == len(samples)
+    for number, sample in enumerate(looked.samples):
+        tokens, counts = samples.read(number)
+        assert (list(sample.token_ids), list(sample.counts)) == (tokens.tolist(), counts.tolist())
+        assert sample.target_tokens == samples.targets[number]
+        assert len(sample.tokens) == len(tokens)
+        whole = tokenizer.decode(tokens)
+        assert whole.rstrip("\N{REPLACEMENT CHARACTER}") == "".join(sample.tokens)
+    assert {sample.line for sample in looked.samples} == {1, 3}
+
+
+def test_of_a_large_file_a_thousand_examples_are_looked_at_evenly(tmp_path: Path) -> None:
+    lines = [{"text": "x" * (10 if number < 2000 else 110)} for number in range(3 * MOST_EXAMPLES)]
+    looked = seen(tmp_path, lines, "text", max_length=64)
+    lengths = looked.lengths
+    assert lengths.examples == MOST_EXAMPLES
+    assert (lengths.shortest, lengths.longest, lengths.median) == (11, 111, 11.0)
+    assert lengths.over_max_length == pytest.approx(MOST_EXAMPLES / 3, abs=1)
+    assert sum(each.examples for each in lengths.histogram) == MOST_EXAMPLES
+    assert all(each.below - each.at_least == 10 for each in lengths.histogram)
+    assert (lengths.histogram[0].at_least, lengths.histogram[-1].below) == (10, 120)
+    assert lengths.histogram[0].examples == MOST_EXAMPLES - lengths.over_max_length
+    assert [sample.line for sample in looked.samples] == [1, 3, 5]
+
+
+def test_what_would_be_refused_is_counted_and_not_shown(tmp_path: Path) -> None:
+    lines = [{"text": "x" * 100}, {"text": "short"}]
+    looked = seen(tmp_path, lines, "text", max_length=20, overlength="error")
+    assert [sample.line for sample in looked.samples] == [3]
+    assert (looked.lengths.over_max_length, looked.lengths.without_targets) == (1, 1)
+
+
+def test_prompts_that_fill_a_sample_are_told(tmp_path: Path) -> None:
+    lines = [{"prompt": "p" * 50, "completion": "c"}, {"prompt": "p", "completion": "c" * 10}]
+    lengths = seen(tmp_path, lines, "prompt_completion", max_length=20).lengths
+    assert lengths.without_targets == 1
+    assert lengths.target_share == pytest.approx(11 / (20 + 12))
+
+
+def test_it_fails_as_the_trainer_would(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text(json.dumps(CHAT))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    order = PreviewOrder(model=model(), data=of(source, spec("messages")), shown=1)
+    with pytest.raises(CannotTrain, match="no chat template"):
+        preview(order, source, tokenizer)

@@ -1,0 +1,127 @@
+"""A data set as the trainer will see it: the first samples token by token, and how long all of them are."""
+
+from collections.abc import Iterator
+from itertools import chain, compress, islice
+from math import ceil, log10
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.schemas.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewOrder
+from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
+from workers.training.faults import CannotTrain
+
+MOST_EXAMPLES = 1000
+"""Of a larger file as many are looked at, spread evenly."""
+
+_BINS = 20
+_CHUNK = 100
+
+
+def preview(order: PreviewOrder, source: Path, tokenizer: Any) -> DatasetPreview:
+    """Reads some of a file as `workers.training.data.prepare` reads all of it.
+
+    Raises:
+        CannotTrain: the trainer could not read it either.
+    """
+    data = order.data
+    tokeniser = Tokeniser(tokenizer)
+    samples: list[PreviewedSample] = []
+    whole: list[int] = []
+    kept: list[int] = []
+    targets: list[int] = []
+    for place, (number, tokens, counts) in _rows(order, source, tokeniser):
+        try:
+            rows = fit_length(data, number, tokens, counts, Prepared())
+        except CannotTrain:
+            rows = []  # too long, and refused: counted below
+        if place < order.shown:
+            samples += [_sample(number, *row, tokenizer) for row in rows]
+        if place % _every(data.examples) == 0:
+            whole.append(len(tokens))
+            kept.append(sum(len(own) for own, _ in rows))
+            targets.append(sum(sum(own[1:]) for _, own in rows))
+    return DatasetPreview(
+        file_id=data.file_id,
+        model_name=order.model.name,
+        format=data.format,
+        examples=data.examples,
+        max_length=data.max_length,
+        overlength=data.overlength,
+        samples=tuple(samples[: order.shown]),
+        lengths=_lengths(np.array(whole), np.array(kept), np.array(targets), data.max_length),
+    )
+
+
+def _rows(
+    order: PreviewOrder, source: Path, tokeniser: Tokeniser
+) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
+    """The place in the file of each example that is looked at; its line, its tokens, and which count."""
+    every, places = _every(order.data.examples), range(order.data.examples)
+    taken = [place < order.shown or place % every == 0 for place in places]
+    examples = read_examples(order.data, source, taken)
+    chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
+    rows = chain.from_iterable(map(tokeniser.rows, chunks))
+    return zip(compress(places, taken), rows, strict=True)
+
+
+def _every(examples: int) -> int:
+    return max(1, ceil(examples / MOST_EXAMPLES))
+
+
+def _sample(line: int, tokens: list[int], counts: list[bool], tokenizer: Any) -> PreviewedSample:
+    return PreviewedSample(
+        line=line,
+        tokens=_texts(tokens, tokenizer),
+        token_ids=tuple(tokens),
+        counts=tuple(counts),
+        target_tokens=sum(counts[1:]),
+    )
+
+
+def _texts(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
+    """Each token's share of the text: what is there with it and was not before it.
+
+    Decoded alone, part of a character is nothing, and some tokenizers drop the space before a word.
+    """
+    texts: list[str] = []
+    start, told = 0, 0
+    for end in range(1, len(tokens) + 1):
+        before = tokenizer.decode(tokens[start:told])
+        text = tokenizer.decode(tokens[start:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of the character is still to come
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        start, told = told, end
+    return tuple(texts)
+
+
+def _lengths(whole: Any, kept: Any, targets: Any, max_length: int) -> Lengths:
+    return Lengths(
+        examples=len(whole),
+        shortest=int(whole.min()),
+        median=float(np.median(whole)),
+        mean=float(whole.mean()),
+        longest=int(whole.max()),
+        over_max_length=int((whole > max_length).sum()),
+        without_targets=int((targets == 0).sum()),
+        target_share=float(targets.sum() / max(1, kept.sum())),
+        histogram=_histogram(whole),
+    )
+
+
+def _histogram(lengths: Any) -> tuple[LengthBin, ...]:
+    """In steps of 1, 2 or 5 times a power of ten, at most twenty; from the first to the last that has any."""
+    width = _round_up((int(lengths.max()) + 1) / _BINS)
+    counted = np.bincount(lengths // width)
+    return tuple(
+        LengthBin(at_least=place * width, below=(place + 1) * width, examples=int(counted[place]))
+        for place in range(int(lengths.min()) // width, len(counted))
+    )
+
+
+def _round_up(width: float) -> int:
+    power = int(10 ** int(log10(max(1.0, width))))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= width)
