@@ -19,6 +19,7 @@ setup: $(STAMP) ## Make .venv, which holds the accrue command
 
 # torch goes first and by its exact version, so that pip takes the build that this machine is given.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): torch and the rest, about 2 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -98,8 +98,9 @@ def _sqlite_version(version: tuple[int, int, int]) -> Finding:
         return Finding("SQLite", "ok", told)
     return Finding(
         "SQLite", "warning",
-        f"{told} has the WAL-reset bug: rarely, a write at the moment of a checkpoint by another process is "
-        "lost. Use a Python with SQLite 3.51.3 or newer, or PostgreSQL, and take backups (accrue backup)",
+        f"{told} works, but has the WAL-reset bug, so rare that it was overlooked for years: a write at the "
+        "moment of another process' checkpoint may be lost. Where that matters, a Python with SQLite 3.51.3 "
+        "or newer, or PostgreSQL; backups in any case (accrue backup)",
     )  # fmt: skip
 
 

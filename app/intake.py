@@ -274,8 +274,13 @@ def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settin
     """The devices that the job is reckoned for: those named, or the first of those there are."""
     there = gpus.for_planning(settings.declared_devices, foresight.gpus())
     if gpu_ids is None:
-        return [there[min(number, len(there) - 1)] for number in range(count)]
+        return first_devices(count, there)
     return select_devices(gpu_ids, there)
+
+
+def first_devices(count: int, there: list[Device]) -> list[Device]:
+    """The first of those there are; where more are wanted, they are taken to be like the last."""
+    return [there[min(number, len(there) - 1)] for number in range(count)]
 
 
 def select_devices(gpu_ids: list[int], there: list[Device]) -> list[Device]:

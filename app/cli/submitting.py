@@ -145,6 +145,9 @@ def plan(
     gpu: Annotated[
         list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
     ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(min=1, help="So many of the service's devices; otherwise all of them")
+    ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
     method: Annotated[str, typer.Option(help="full, lora or qlora")] = "full",
     optimizer: Annotated[
@@ -164,6 +167,7 @@ def plan(
     body = {
         "model_name": model,
         "target_effective_batch_size": batch,
+        "num_gpus": num_gpus,
         "gpus": gpu or None,
         "max_length": max_length,
         "method": method,

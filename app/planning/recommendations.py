@@ -78,7 +78,8 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         "accumulation_steps": _predicted(
             situation,
             steps,
-            f"{batch} samples over {situation.devices} device(s) in micro-batches of {micro}",
+            f"{batch} samples over {situation.devices} device{'s' * (situation.devices > 1)} in micro-batches "
+            f"of {micro}",
             "high",
         ),
         "learning_rate": recommended_rate(situation.architecture.parameters, situation.optimizer, batch),

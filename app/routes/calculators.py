@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from app import base_models, gpus, measurements, profiles, workers_seen
 from app.database import Database
 from app.errors import Unprocessable
-from app.intake import select_devices
+from app.intake import first_devices, select_devices
 from app.planning import learning_rate
 from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
@@ -56,6 +56,7 @@ def get_batch_size(
     model_name: str,
     target_batch_size: Annotated[int | None, Query()] = None,
     micro_batch_size: Annotated[int | None, Query()] = None,
+    num_gpus: Annotated[int | None, Query()] = None,
     gpu_ids: Annotated[list[int] | None, Query()] = None,
     declared: Annotated[list[str] | None, Query(alias="gpus")] = None,
     max_length: Annotated[int | None, Query()] = None,
@@ -71,6 +72,7 @@ def get_batch_size(
         "model_name": model_name,
         "target_batch_size": target_batch_size,
         "micro_batch_size": micro_batch_size,
+        "num_gpus": num_gpus,
         "gpu_ids": gpu_ids,
         "gpus": declared,
         "max_length": max_length,
@@ -218,7 +220,7 @@ def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAns
             available_bytes=int(available_gb * GIB),
             limits=limits,
             optimizer_states=OPTIMIZER_STATES[asked.optimizer],
-            devices=len(asked.gpu_ids or asked.gpus or [0]),
+            devices=asked.num_gpus or len(asked.gpu_ids or asked.gpus or [0]),
             target=asked.target_effective_batch_size,
         )
     )
@@ -227,7 +229,8 @@ def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAns
 def _devices(
     asked: BatchSizeRequest, settings: Settings, database: Database
 ) -> tuple[list[Device], list[str]]:
-    """The devices that were named, or all there are; with the warning that this deserves."""
+    """The devices that were named, or as many as were asked for of those there are, or all of them; with the
+    warning that this deserves."""
     if asked.gpus is not None:
         try:
             return parse_declared(asked.gpus), []
@@ -237,9 +240,15 @@ def _devices(
         there = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
     if asked.gpu_ids is not None:
         return select_devices(asked.gpu_ids, there), []
+    wanted = first_devices(asked.num_gpus, there) if asked.num_gpus else there
+    warnings = []
     if there[0].kind == "cpu":
-        return there, [
+        warnings.append(
             "no GPU is here and none is declared, so this is for the CPU and this machine's memory: say "
             'gpus: ["24GB"], or set ACCRUE_GPUS=24GB'
-        ]
-    return there, []
+        )
+    elif len(wanted) > len(there):
+        warnings.append(
+            f"there are {len(there)} devices, not {len(wanted)}: the others are taken to be like the last"
+        )
+    return wanted, warnings

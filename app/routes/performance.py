@@ -9,10 +9,11 @@ from sqlalchemy.orm import Session
 
 from app import base_models, gpus, jobs, measurements, profiles, stats, workers_seen
 from app.errors import Unprocessable
+from app.intake import first_devices
 from app.models import Job
 from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
-from app.planning.devices import common_name
+from app.planning.devices import Device, common_name
 from app.planning.estimate import MOST_ROWS, largest_micro_batch
 from app.planning.plan import precision_for
 from app.planning.recommendations import SIZES, MeasuredNoise, ModelKind, Situation, recommend
@@ -24,7 +25,6 @@ from app.schemas.run import NoiseScale
 from app.schemas.spec import OptimizerName
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
 from app.schemas.training import ModelName
-from app.settings import Settings
 from app.submission import DEFAULT_MAX_LENGTH, memory_limits
 
 router = APIRouter(prefix="/performance", tags=["performance"])
@@ -53,6 +53,7 @@ def recommendations(
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
     optimizer: Annotated[OptimizerName, Query()] = "adamw",
+    num_gpus: Annotated[int, Query(ge=1, le=1024, description="Of a job")] = 1,
     kind: Annotated[ModelKind, Query(description="What the rule for clipping is for")] = "transformer",
 ) -> Recommendations:
     """For a model, for a size of model, or for a job from its own figures."""
@@ -71,7 +72,9 @@ def recommendations(
         noise = _newest_noise(session, model_name)
     else:
         architecture = _of_size(model_size or "small")
-    situation = _situation(session, architecture, target_batch_size, optimizer, settings)
+    there = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
+    devices = first_devices(num_gpus, there)
+    situation = _situation(session, architecture, target_batch_size, optimizer, devices)
     return Recommendations(
         model_name=model_name,
         model_size=model_size,
@@ -102,9 +105,8 @@ def _situation(
     architecture: Architecture,
     target: int | None,
     optimizer: OptimizerName,
-    settings: Settings,
+    devices: list[Device],
 ) -> Situation:
-    devices = gpus.for_planning(settings.declared_devices, workers_seen.gpus(session))
     recipe = Recipe(precision=precision_for("auto", devices[0]), optimizer=optimizer, device=devices[0].kind)
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     budget = limits.budget(min(device.memory_bytes for device in devices))

@@ -33,6 +33,9 @@ class BatchSizeRequest(Request):
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
         description="Predict for this many samples at a time; null: the most that fit and are of use",
     )
+    num_gpus: int | None = Field(
+        None, ge=1, le=1024, description="So many of those there are or declared; null: all of them"
+    )
     gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
     gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(
         None, min_length=1, max_length=1024, description='Declared devices: "24GB", "A100-80GB"'
@@ -60,6 +63,9 @@ class BatchSizeRequest(Request):
             raise ValueError("give model_name or raw figures, not both")
         if self.gpu_ids is not None and self.gpus is not None:
             raise ValueError("give gpu_ids or gpus, not both")
+        named = self.gpu_ids or self.gpus
+        if named is not None and self.num_gpus not in (None, len(named)):
+            raise ValueError(f"num_gpus is {self.num_gpus}, but {len(named)} are named")
         if self.model_name is None and self.micro_batch_size is not None:
             raise ValueError("micro_batch_size needs model_name: from raw figures it is what fits")
         return self

@@ -261,7 +261,7 @@ def test_every_page_is_accessible_and_fits(
     page = context.new_page()
     noticed.watch(page)
     pages = {
-        "plan": ("plan", "It fits"),
+        "plan": ("plan?model=meta-llama%2FLlama-3.1-8B&method=lora&checkpointing=true&gpus=24GB", "It fits"),
         "jobs": ("jobs", "took"),
         "job": (f"job/{trained[1]}", "What came of it"),
         "compare": (f"compare?ids={','.join(trained)}", "× "),

@@ -80,6 +80,9 @@ def test_performance(client: TestClient) -> None:
     assert recommended["effective_batch_size"]["value"] == 64
     assert recommended["parameters"] == 760_000_000
     assert recommended["learning_rate"]["evidence"] == "literature"
+    four = client.get(f"{ROOT}/performance/recommendations?{query}&num_gpus=4").json()
+    assert recommended["micro_batch_size"]["value"] * recommended["accumulation_steps"]["value"] >= 64
+    assert four["micro_batch_size"]["value"] * four["accumulation_steps"]["value"] == 16
     by_name = client.get(f"{ROOT}/performance/recommendations?model_name=gpt2").json()
     assert by_name["effective_batch_size"]["range"] == [32.0, 64.0]
     assert client.get(f"{ROOT}/performance/recommendations?model_size=huge").status_code == 422

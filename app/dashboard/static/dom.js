@@ -23,22 +23,28 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
-/** A table; cells are texts or nodes, `number` columns are set to the right. */
+/**
+ * A table; cells are texts or nodes, `number` columns are set to the right. On a narrow page its rows are
+ * stacked, each cell below its title; the roles say that it still is a table.
+ */
 export function table(caption, columns, rows, empty = "Nothing here yet.") {
   if (!rows.length) return h("p", { class: "muted" }, empty);
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", {},
+    h("table", { role: "table" },
       h("caption", {}, caption),
-      h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.number ? "number" : null }, column.title)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) => h("td", { class: columns[place].number ? "number" : null }, cell)))))));
+      h("thead", { role: "rowgroup" }, tableRow(columns.map((column) => h("th", { role: "columnheader", scope: "col", class: column.number ? "number" : null }, column.title)))),
+      h("tbody", { role: "rowgroup" }, rows.map((row) => tableRow(row.map((content, place) => cell(columns[place], content)))))));
 }
+
+const tableRow = (cells) => h("tr", { role: "row" }, cells);
+const cell = (column, content) => h("td", { role: "cell", class: column.number ? "number" : null, "data-title": column.title || null }, content);
 
 /**
  * A table whose rows come and go by their keys; a cell is made anew only where its content changed, so that
  * nothing goes away beneath a finger.
  */
 export function liveTable(caption, columns, empty) {
-  const body = h("tbody", {});
+  const body = h("tbody", { role: "rowgroup" });
   const nothing = h("p", { class: "muted" }, empty);
   const region = table(caption, columns, [[]], "");
   region.querySelector("tbody").replaceWith(body);
@@ -50,13 +56,13 @@ export function liveTable(caption, columns, empty) {
     region.hidden = !content.length;
     for (const [key, row] of rows) if (!content.some(([own]) => own === key)) { row.element.remove(); rows.delete(key); }
     content.forEach(([key, cells], place) => {
-      if (!rows.has(key)) rows.set(key, { element: h("tr", {}, columns.map((column) => h("td", { class: column.number ? "number" : null }))), told: [] });
+      if (!rows.has(key)) rows.set(key, { element: tableRow(columns.map((column) => cell(column))), told: [] });
       const { element, told } = rows.get(key);
       if (body.children[place] !== element) body.insertBefore(element, body.children[place] ?? null);
-      cells.forEach(([depends, make], cell) => {
-        if (told[cell] === depends) return;
-        told[cell] = depends;
-        fill(element.children[cell], make());
+      cells.forEach(([depends, make], at) => {
+        if (told[at] === depends) return;
+        told[at] = depends;
+        fill(element.children[at], make());
       });
     });
   }

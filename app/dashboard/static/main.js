@@ -26,7 +26,7 @@ async function show() {
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = `${page.TITLE} · Accrue`;
+  document.title = name && !PAGES[name] ? "No such page · Accrue" : `${page.TITLE} · Accrue`;
   fill(main);
   if (name && !PAGES[name]) {
     main.append(problem(new Refused(404, { detail: `There is no page ${name} here.` }), false));

@@ -17,7 +17,7 @@ const DEFAULTS = { model: "accrue/tiny-gpt2", batch: "target", target: "32", mic
 const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
 
 /** The form's names of the fields that the service speaks of. */
-const OWN_NAMES = { model_name: "model", gpus: "gpus", max_length: "length", target_effective_batch_size: "target", micro_batch_size: "micro", accumulation_steps: "steps", learning_rate: "rate", file_id: "file", validation_split: "validation", gradient_checkpointing: "checkpointing" };
+const OWN_NAMES = { model_name: "model", gpus: "gpus", num_gpus: "count", max_length: "length", target_effective_batch_size: "target", micro_batch_size: "micro", accumulation_steps: "steps", learning_rate: "rate", file_id: "file", validation_split: "validation", gradient_checkpointing: "checkpointing" };
 
 export async function show(main, { chosen, signal }) {
   const inputs = makeInputs(chosen);
@@ -196,6 +196,7 @@ function ask(values, wait, signal) {
     model_name: values.model,
     target_effective_batch_size: effectiveBatch(values) ?? asNumber(values.batch === "target" ? values.target : values.steps),
     micro_batch_size: values.batch === "split" ? asNumber(values.micro) : undefined,
+    num_gpus: count,
     gpus: values.gpus ? Array(count).fill(values.gpus) : undefined,
     max_length: asNumber(values.length),
     method: values.method,
@@ -302,7 +303,7 @@ const IN_THE_FORM = {
   optimizer: (value) => ({ optimizer: value }),
   max_length: (value) => ({ length: value }),
   mixed_precision: (value) => ({ precision: value }),
-  devices: (value, other, values) => (values.gpus ? { count: value } : null),
+  devices: (value) => ({ count: value }),
 };
 
 /** A button for a change such as `method: lora, gradient_checkpointing: true`. */
