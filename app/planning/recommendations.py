@@ -78,8 +78,8 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         "accumulation_steps": _predicted(
             situation,
             steps,
-            f"{batch} samples over {situation.devices} device{'s' * (situation.devices > 1)} in micro-batches "
-            f"of {micro}",
+            f"{batch} samples over {situation.devices} device{'s' * (situation.devices > 1)} in "
+            f"micro-batches of {micro}",
             "high",
         ),
         "learning_rate": recommended_rate(situation.architecture.parameters, situation.optimizer, batch),
