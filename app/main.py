@@ -9,19 +9,17 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.gzip import GZipMiddleware
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES
 
-from app import __version__, openapi, problems
+from app import __version__
 from app.database import Database
 from app.errors import BadSetting
-from app.event_stream import EventStream
 from app.exposition import Exposition
-from app.foresight import Kept
 from app.glance import Glances
-from app.group_commit import GroupCommit
-from app.latency import LatencyGauge
-from app.middleware import NATIVE, EveryRequest
+from app.http import openapi, problems
+from app.http.event_stream import EventStream
+from app.http.latency import LatencyGauge
+from app.http.middleware import NATIVE, EveryRequest
+from app.http.problems import Problem
 from app.migrations import migrate
-from app.problems import Problem
-from app.retention import Retention
 from app.routes import (
     accumulation,
     calculators,
@@ -50,6 +48,9 @@ from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
+from app.submitting.foresight import Kept
+from app.submitting.group_commit import GroupCommit
+from app.upkeep.retention import Retention
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer

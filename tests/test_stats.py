@@ -5,12 +5,12 @@ from datetime import UTC, datetime
 import pytest
 from sqlalchemy import insert, update
 
-from app import series as module
 from app import stats, totals
 from app.database import Database
 from app.models import Job, StepMetric
+from app.results import series as module
+from app.results.series import each_step, last_step, series
 from app.schemas.run import LogLine
-from app.series import each_step, last_step, series
 from tests.submissions import submitted
 from tests.workers.test_ingest import line
 

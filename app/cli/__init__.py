@@ -9,7 +9,7 @@ from rich.console import Console
 
 from app import __version__
 from app.cli import jobs, keys, service, stock, submitting
-from app.client import ServiceError
+from app.cli.client import ServiceError
 from app.errors import AccrueError
 
 app = typer.Typer(
@@ -58,6 +58,6 @@ def demo(
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
 ) -> None:
     """Train a small model end to end, over HTTP, on the documentation of this Python."""
-    from app.demo import run
+    from app.cli.demo import run
 
     sys.exit(run(folder, steps))

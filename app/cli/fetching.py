@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from app.client import Client, ServiceError
+from app.cli.client import Client, ServiceError
+from app.cli.terminal import console
 from app.errors import InvalidRequest
-from app.terminal import console
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

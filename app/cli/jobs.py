@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from app.cli.client import Client
 from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, NewestModel, Url, given
-from app.client import Client
 from app.errors import NotFound
 
 commands = typer.Typer()
@@ -19,7 +19,7 @@ ROOT = "/gradient-accumulation/training"
 @commands.command()
 def watch(job_id: NewestJob = "", url: Url = DEFAULT_URL) -> None:
     """Follow a job: step, loss, tokens per second, time left. Exit status 0 if it succeeds."""
-    from app.terminal import follow
+    from app.cli.terminal import follow
 
     with Client(url) as client:
         sys.exit(follow(client, job_id or _newest(client)))
@@ -34,7 +34,7 @@ def jobs(
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    from app.terminal import show_jobs
+    from app.cli.terminal import show_jobs
 
     with Client(url) as client:
         page = client.get(ROOT, params=given({"limit": limit, "status": status, "user_id": user}))

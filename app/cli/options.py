@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.client import Client, ServiceError
+from app.cli.client import Client, ServiceError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _COMPLETION_SECONDS = 1.0

@@ -80,9 +80,9 @@ def doctor(as_json: AsJson = False) -> None:
     """Look at this installation, and say what to do about what is wrong. Exit status 1 if anything is."""
     from dataclasses import asdict
 
-    from app.doctor import examine
+    from app.cli.terminal import show_findings
     from app.settings import get_settings
-    from app.terminal import show_findings
+    from app.upkeep.doctor import examine
 
     found = list(examine(get_settings()))
     if as_json:
@@ -99,8 +99,8 @@ def backup(
     runs: Annotated[bool, typer.Option("--runs", help="Checkpoints and models too")] = False,
 ) -> None:
     """Copy database and files into a folder, while service and workers run (SQLite)."""
-    from app.backup import take
     from app.settings import get_settings
+    from app.upkeep.backup import take
 
     taken = take(get_settings(), folder, runs=runs)
     without = "" if runs else "; without checkpoints and models, which --runs would take along"
@@ -117,8 +117,8 @@ def restore(
     What ran when it was taken goes on from its last checkpoint, if it was taken with --runs, else from its
     beginning.
     """
-    from app.backup import restore as run
     from app.settings import get_settings
+    from app.upkeep.backup import restore as run
 
     restored = run(get_settings(), folder)
     typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files: accrue up")

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from app.cli.client import Client
 from app.cli.options import DEFAULT_URL, AsJson, Url
-from app.client import Client
 
 commands = typer.Typer()
 models = typer.Typer(invoke_without_command=True)

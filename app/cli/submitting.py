@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from app.cli.client import Client, ServiceError
 from app.cli.options import DEFAULT_URL, AsJson, Url, given
-from app.client import Client, ServiceError
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
@@ -52,7 +52,7 @@ def submit(
 
     A file that does not end in .jsonl is one text, split into samples of max_length tokens.
     """
-    from app.terminal import follow, show_plan
+    from app.cli.terminal import follow, show_plan
 
     training = {"epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate}
     more = {"accumulation_steps": steps, "dry_run": dry_run, "tune": "first" if tune else None}
@@ -83,7 +83,7 @@ def tune(
     It is a job as any other: it waits for a free device. What it finds is what later plans for this model,
     method and length on such a device go by.
     """
-    from app.terminal import show_tuning, wait_for
+    from app.cli.terminal import show_tuning, wait_for
 
     with Client(url) as client:
         job = _submit(client, file, model, batch, max_length, {}, {"tune": "only"}, settings)
@@ -162,7 +162,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model fits, and in which micro-batches and steps."""
-    from app.terminal import show_batch_size
+    from app.cli.terminal import show_batch_size
 
     body = {
         "model_name": model,

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from app.terminal import WIDE, console, gb
+from app.cli.terminal import WIDE, console, gb
 
 _BAR = 40
 """Characters of the longest bar."""

@@ -14,7 +14,7 @@ from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, Limit, 
 from app.routes.pages import page
 from app.schemas.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
 from app.schemas.wire import Page
-from app.submission import resolve_batch
+from app.submitting.submission import resolve_batch
 
 router = APIRouter(tags=["configurations"])
 

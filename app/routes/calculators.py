@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from app import base_models, gpus, measurements, profiles, workers_seen
 from app.database import Database
 from app.errors import Unprocessable
-from app.intake import first_devices, select_devices
 from app.planning import learning_rate
 from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
@@ -32,7 +31,8 @@ from app.schemas.calculators import (
 from app.schemas.profile import Recipe
 from app.schemas.spec import MemoryLimits, OptimizerName
 from app.settings import Settings
-from app.submission import DEFAULT_MAX_LENGTH, memory_limits, method_spec
+from app.submitting.intake import first_devices, select_devices
+from app.submitting.submission import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 
 router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
 

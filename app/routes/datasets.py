@@ -4,12 +4,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
-from app import base_models, files, previews
+from app import base_models
+from app.data import files, previews
 from app.routes.dependencies import CurrentDatabase, CurrentSettings
 from app.schemas.preview import DatasetPreview, PreviewOrder
 from app.schemas.spec import DataSpec, Overlength
 from app.schemas.training import ModelName
-from app.submission import max_length_for
+from app.submitting.submission import max_length_for
 
 router = APIRouter(prefix="/datasets", tags=["training"])
 

@@ -13,8 +13,6 @@ from sqlalchemy.orm import Session
 
 from app.database import Database
 from app.errors import Forbidden
-from app.foresight import Foresight
-from app.idempotency import Once
 from app.ownership import seen_by
 from app.routes.parameters import check_names
 from app.security.authentication import Authenticate
@@ -22,6 +20,8 @@ from app.security.keys import Caller
 from app.security.rates import Rates
 from app.security.scopes import Scope
 from app.settings import Settings
+from app.submitting.foresight import Foresight
+from app.submitting.idempotency import Once
 
 CALCULATORS = "calculators"
 
@@ -32,7 +32,7 @@ async def _settings(request: Request) -> Settings:
 
 
 async def _caller(request: Request) -> Caller:
-    """Who asks, and that they may. The document says so in `app/openapi.py`: a security scheme of FastAPI's
+    """Who asks, and that they may. `app/http/openapi.py` says so in the document: a scheme of FastAPI's own
     is a dependency more for every request, and would find the key where it is looked for again.
 
     Raises:

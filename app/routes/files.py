@@ -7,17 +7,17 @@ from fastapi.responses import FileResponse, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app import files
+from app.data import files
 from app.errors import Conflict, NotFound
 from app.models import File, Job
-from app.retention import delete_file
+from app.results.series import series
+from app.results.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
 from app.routes.metrics import csv_answer, csv_of
 from app.routes.pages import page
 from app.schemas.files import FileAnswer, FileDeleted
 from app.schemas.wire import Page
-from app.series import series
-from app.trained_models import RESULT_FILE, job_of_result_file, result_file_of
+from app.upkeep.retention import delete_file
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
 

@@ -7,9 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import Connection, select
 
-from app import checkpoints, glance, intake, jobs, openai_requests
-from app.checkpoints import Checkpoint
+from app import glance, jobs
 from app.models import Job, JobEvent
+from app.results import checkpoints
+from app.results.checkpoints import Checkpoint
+from app.results.trained_models import name_of, result_file_of
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
@@ -38,7 +40,7 @@ from app.schemas.openai import (
 from app.schemas.spec import Spec
 from app.schemas.training import DEFAULT_LEARNING_RATE
 from app.schemas.wire import Page
-from app.trained_models import name_of, result_file_of
+from app.submitting import intake, openai_requests
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"])
 

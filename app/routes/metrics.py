@@ -10,15 +10,16 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 from sqlalchemy.orm import Session
 
-from app import glance, jobs, run_files
+from app import glance, jobs
 from app.errors import Conflict, NotFound
+from app.results import run_files
+from app.results.run_files import model_dir, tar_of, tar_size
+from app.results.series import each_step, last_step, series
 from app.routes.dependencies import CurrentDatabase, CurrentSettings, Reading
 from app.routes.training import JobId
-from app.run_files import model_dir, tar_of, tar_size
 from app.schemas.run import LogLine
 from app.schemas.statistics import CompletionsAnswer, Metrics
 from app.schemas.training import ENDED
-from app.series import each_step, last_step, series
 
 router = APIRouter(prefix="/training", tags=["training"])
 

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from app import base_models, trained_models
+from app import base_models
 from app.models import Job
+from app.results import trained_models
 from app.routes.dependencies import CurrentSettings, Reading
 from app.schemas.openai import ModelAnswer, ModelDeleted, ModelList
 

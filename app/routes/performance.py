@@ -9,7 +9,6 @@ from sqlalchemy.orm import Session
 
 from app import base_models, gpus, jobs, measurements, profiles, stats, workers_seen
 from app.errors import Unprocessable
-from app.intake import first_devices
 from app.models import Job
 from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
@@ -25,7 +24,8 @@ from app.schemas.run import NoiseScale
 from app.schemas.spec import OptimizerName
 from app.schemas.statistics import PerformanceMetrics, Recommendations, Statistics
 from app.schemas.training import ModelName
-from app.submission import DEFAULT_MAX_LENGTH, memory_limits
+from app.submitting.intake import first_devices
+from app.submitting.submission import DEFAULT_MAX_LENGTH, memory_limits
 
 router = APIRouter(prefix="/performance", tags=["performance"])
 

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import StringConstraints
 
-from app import charts, configurations, jobs, stats, totals
-from app.compare import MOST_POINTS, compare
+from app import configurations, jobs, stats, totals
+from app.results import charts
+from app.results.compare import MOST_POINTS, compare
 from app.routes.dependencies import CurrentDatabase, Reading
 from app.schemas.statistics import Comparison, ConfigurationStatistics, JobStatistics, Totals
 

@@ -7,13 +7,13 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
-from app import intake
 from app.database import Database
 from app.fail_points import fail_point
-from app.group_commit import GroupCommit
-from app.idempotency import Once
-from app.intake import Checked
 from app.models import Job
+from app.submitting import intake
+from app.submitting.group_commit import GroupCommit
+from app.submitting.idempotency import Once
+from app.submitting.intake import Checked
 
 
 async def submitted(

@@ -12,12 +12,10 @@ from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, String, cast, select
 from sqlalchemy.orm import Session
 
-from app import glance, intake, jobs
-from app.event_stream import EventStream
-from app.idempotency import Once
+from app import glance, jobs
+from app.http.event_stream import EventStream
 from app.models import Job, JobEvent
 from app.outlook import Outlook
-from app.retention import delete_job
 from app.routes.dependencies import (
     After,
     CurrentDatabase,
@@ -35,6 +33,9 @@ from app.routes.submitting import as_json, submitted
 from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
 from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
+from app.submitting import intake
+from app.submitting.idempotency import Once
+from app.upkeep.retention import delete_job
 
 router = APIRouter(prefix="/training", tags=["training"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app import demo_data
+from app.cli import demo_data
 from app.schemas.spec import AskedSplit, Cut, Order, Spec
 from tests.specs import cpu_plan, make_optimizer, make_schedule, make_spec
 from workers.run_directory import RunDirectory

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import select
 
-from app import files, previews
+from app.data import files, previews
 from app.database import Database, database_now
 from app.errors import Conflict, Unavailable, Unprocessable
 from app.models import PreviewRequest, Worker

@@ -7,7 +7,8 @@ from types import FrameType
 
 import structlog
 
-from app import base_models, previews
+from app import base_models
+from app.data import previews
 from app.database import Database
 from app.schemas.preview import DatasetPreview, PreviewOrder
 from app.settings import Settings

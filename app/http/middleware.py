@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import Forbidden, TooLarge
 from app.exposition import Exposition
+from app.http.latency import LatencyGauge
+from app.http.problems import problem_response, unexpected
 from app.ids import request_id
-from app.latency import LatencyGauge
-from app.problems import problem_response, unexpected
 from app.security.audit import AuditLog, Deed
 from app.security.authentication import bearer
 from app.security.keys import Caller, is_well_formed

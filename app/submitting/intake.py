@@ -7,20 +7,12 @@ from pathlib import Path
 from fastapi import Response
 from sqlalchemy.orm import Session
 
-from app import (
-    base_models,
-    configurations,
-    datasets,
-    files,
-    gpus,
-    jobs,
-)
+from app import base_models, configurations, gpus, jobs
 from app.base_models import BaseModel
+from app.data import datasets, files
 from app.database import Database, Transaction
 from app.errors import Conflict, QuotaExceeded, Unprocessable
 from app.fail_points import fail_point
-from app.foresight import Foresight
-from app.idempotency import Answer, Once
 from app.jobs import Submission
 from app.models import Job
 from app.planning.devices import Device
@@ -31,7 +23,9 @@ from app.schemas.spec import Plan, Spec
 from app.schemas.training import DatasetConfig, TrainingRequest
 from app.settings import Settings
 from app.stats import Speed
-from app.submission import Data, freeze
+from app.submitting.foresight import Foresight
+from app.submitting.idempotency import Answer, Once
+from app.submitting.submission import Data, freeze
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 

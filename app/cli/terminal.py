@@ -9,11 +9,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column, Table
 from rich.text import Text
 
-from app.client import Client
+from app.cli.client import Client
 from app.planning.devices import GIB, MIB
 
 if TYPE_CHECKING:
-    from app.doctor import Finding
+    from app.upkeep.doctor import Finding
 
 console = Console()
 

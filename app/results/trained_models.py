@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from app.errors import Conflict, NotFound
 from app.models import Job
-from app.run_files import model_dir
+from app.results.run_files import model_dir
 from app.settings import Settings
 
 _ORGANISATION = "accrue"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.complaints import complaints
+from app.http.complaints import complaints
 from app.schemas.training import TrainingRequest
 
 REQUEST: dict[str, Any] = {"model_name": "gpt2", "dataset_config": {"texts": ["a"]}}

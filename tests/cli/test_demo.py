@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app import demo_data
-from app.charts import loss_curve
+from app.cli import demo_data
+from app.results.charts import loss_curve
 
 
 @pytest.fixture(scope="module")

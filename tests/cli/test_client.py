@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from app import terminal
-from app.client import Client, ServiceError
+from app.cli import terminal
+from app.cli.client import Client, ServiceError
 
 
 def test_an_address_is_taken_as_the_openai_client_has_it() -> None:

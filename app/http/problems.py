@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError, OperationalError
 from starlette.exceptions import HTTPException
 
-from app.complaints import FieldProblem, complaints
 from app.disk import is_full
 from app.errors import (
     AccrueError,
@@ -23,6 +22,7 @@ from app.errors import (
     Unauthorized,
     Unavailable,
 )
+from app.http.complaints import FieldProblem, complaints
 
 OPENAI = "OpenAI"
 """How the tags of the OpenAI-compatible routes begin."""

@@ -7,11 +7,12 @@ import structlog
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import files, jobs
+from app import jobs
+from app.data import files
 from app.database import Database, database_now
 from app.errors import AccrueError
 from app.models import File, Job
-from app.run_files import remove_run
+from app.results.run_files import remove_run
 from app.schemas.training import ENDED
 from app.settings import Settings
 

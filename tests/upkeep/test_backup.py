@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from app import backup, doctor, jobs
+from app import jobs
 from app.database import Database
 from app.errors import InvalidRequest
 from app.models import Job
 from app.settings import Settings
+from app.upkeep import backup, doctor
 from tests.submissions import submitted
 
 pytestmark = pytest.mark.sqlite

@@ -6,7 +6,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.models import Job, JobEvent, StepMetric
-from app.run_files import checkpoint_names
+from app.results.run_files import checkpoint_names
 from app.settings import Settings
 
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from app.charts import comparison
-from app.compare import compare
 from app.database import Database
 from app.errors import Conflict
 from app.models import StepMetric
+from app.results.charts import comparison
+from app.results.compare import compare
 from tests.submissions import submitted
 from tests.workers.test_ingest import line
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app import intake
 from app.errors import AccrueError, Unprocessable
-from app.foresight import Foresight
-from app.intake import Checked
 from app.planning.recommendations import recommended_rate
 from app.schemas.openai import FineTuningRequest, Hyperparameters
 from app.schemas.training import DEFAULT_LEARNING_RATE, TrainingRequest
 from app.settings import Settings
+from app.submitting import intake
+from app.submitting.foresight import Foresight
+from app.submitting.intake import Checked
 
 _THEIR_FIELDS = {
     "model_name": "model",

@@ -11,8 +11,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from app.database import Database
 from app.errors import Conflict
-from app.group_commit import GroupCommit
 from app.models import Configuration
+from app.submitting.group_commit import GroupCommit
 
 
 def kept(name: str, content: str = "") -> Callable[[None, Database], str]:

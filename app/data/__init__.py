@@ -1,0 +1,1 @@
+"""Training files and data sets."""

@@ -1,0 +1,1 @@
+"""What surrounds every request: headers, limits, errors and how long answers took."""

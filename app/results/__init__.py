@@ -1,0 +1,1 @@
+"""What a job leaves behind, and what is made of it."""
