@@ -55,7 +55,7 @@ class File(Owned, Base):
     """A training file; its content lies in the data folder under its id."""
 
     __tablename__ = "files"
-    __table_args__ = (Index(None, "owner", "id"),)
+    __table_args__ = (Index(None, "owner", "id"), Index(None, "sha256"))
 
     id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]

@@ -1,4 +1,4 @@
-"""Training files: streamed to disk, checked line by line, kept under their ids."""
+"""Training files: streamed to disk, checked line by line, kept under their ids; equal ones take room once."""
 
 import hashlib
 import json
@@ -34,12 +34,11 @@ class Checked:
 
 
 @contextmanager
-def incoming(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """A new file's id and path; if the block raises, nothing of it stays."""
-    file_id = new_id("file")
-    path = settings.files_dir / file_id
+def incoming(settings: Settings) -> Iterator[Path]:
+    """Where a new file is to lie, by its id; if the block raises, nothing of it stays."""
+    path = settings.files_dir / new_id("file")
     try:
-        yield file_id, path
+        yield path
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -109,11 +108,12 @@ def check(path: Path, settings: Settings, field: str) -> Checked:
 
 
 def add(
-    session: Session, file_id: str, checked: Checked, *, filename: str, purpose: str, inline: bool = False
+    session: Session, path: Path, checked: Checked, *, filename: str, purpose: str, inline: bool = False
 ) -> File:
-    """Records a stored file."""
+    """Records a stored file, whose name on the disk is its id."""
+    _keep_once(session, path, checked)
     file = File(
-        id=file_id,
+        id=path.name,
         created_at=session.scalar(select(database_now())),
         filename=filename,
         purpose=purpose,
@@ -126,6 +126,23 @@ def add(
     session.add(file)
     session.flush()
     return file
+
+
+def _keep_once(session: Session, path: Path, checked: Checked) -> None:
+    """Where the same content lies under another id, whosever that is, both names come to stand for the one:
+    it is there until the last of them is deleted."""
+    table = File.__table__
+    equal = session.scalar(select(table.c.id).where(table.c.sha256 == checked.sha256).limit(1))
+    if equal is None:
+        return
+    link = path.with_name(f"{path.name}.link")
+    try:
+        link.hardlink_to(path.with_name(equal))
+        link.replace(path)
+    except OSError:  # it was deleted just now, or this file system has no links: then it is there twice
+        link.unlink(missing_ok=True)
+        return
+    _sync(path.parent)
 
 
 def get(session: Session, file_id: str, field: str | None = None) -> File:
@@ -186,6 +203,10 @@ def _make_durable(file: BinaryIO, folder: Path) -> None:
     """Returns once content and name are on the disk: the row that names the file must not outlive it."""
     file.flush()
     os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

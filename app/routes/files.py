@@ -36,11 +36,11 @@ def upload(
 ) -> FileAnswer | Response:
     """JSONL of chats, prompts with completions, or texts; every line is checked."""
     name = (file.filename or "upload.jsonl")[-200:]
-    with files.incoming(settings) as (file_id, path):
+    with files.incoming(settings) as path:
         checked = files.store_upload(file.file, path, settings)
         made = once.with_content(f"{name} {checked.sha256}").make(
             database,
-            lambda session: answer(files.add(session, file_id, checked, filename=name, purpose=purpose)),
+            lambda session: answer(files.add(session, path, checked, filename=name, purpose=purpose)),
         )
         if isinstance(made, Response):  # the same file as before, under the id that it has
             path.unlink()

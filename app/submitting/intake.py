@@ -115,15 +115,15 @@ def store(
     status: int = 200,
 ) -> Answer | Response:
     """The job and the data that it brings, once; gives the answer made of it."""
-    with files.incoming(settings) as (file_id, path):
+    with files.incoming(settings) as path:
         stored = _store_brought(checked, path, settings)
 
         def create(session: Session) -> Answer:
             submission = checked.submission
             if stored is not None:
                 name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
-                files.add(session, file_id, stored, filename=name, purpose="fine-tune", inline=True)
-                data = submission.spec.data.model_copy(update={"file_id": file_id, "sha256": stored.sha256})
+                files.add(session, path, stored, filename=name, purpose="fine-tune", inline=True)
+                data = submission.spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
                 submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
             _check_quota(session, settings)
             job = jobs.submit(session, submission)

@@ -26,7 +26,7 @@ def order(database: Database, settings: Settings) -> PreviewOrder:
     path.write_text(json.dumps({"text": "a secret"}) + "\n")
     checked = files.check(path, settings, field="file")
     with database.writing() as session:
-        files.add(session, "file-1", checked, filename="f.jsonl", purpose="fine-tune")
+        files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune")
     data = DataSpec(
         file_id="file-1", sha256=checked.sha256, format="text", examples=1, max_length=64,
         overlength="truncate", packing=False, validation=None,

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -45,6 +46,33 @@ def test_a_bad_file_is_refused_with_the_line_and_leaves_nothing(
     assert answer.json()["error"]["param"] == "file"
     assert list(settings.files_dir.iterdir()) == []
     assert client.get("/v1/files").json()["data"] == []
+
+
+def test_equal_files_take_room_once_and_stay_until_the_last_is_deleted(
+    client: TestClient, settings: Settings
+) -> None:
+    first, second, other = (upload(client, content).json()["id"] for content in (GOOD, GOOD, GOOD * 2))
+    paths = [settings.files_dir / file_id for file_id in (first, second, other)]
+    assert first != second
+    assert [path.stat().st_nlink for path in paths] == [2, 2, 1]
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
+    assert client.delete(f"/v1/files/{first}").json()["deleted"] is True
+    assert client.get(f"/v1/files/{second}/content").content == GOOD
+    assert {path.name for path in settings.files_dir.iterdir()} == {second, other}
+
+
+def test_where_there_are_no_links_equal_files_are_stored_twice(
+    client: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    for _ in range(2):
+        assert upload(client, GOOD).status_code == 200
+    assert [(path.stat().st_nlink, path.read_bytes()) for path in settings.files_dir.iterdir()] == [
+        (1, GOOD)
+    ] * 2
 
 
 def test_a_file_that_is_too_large_or_has_too_long_a_line(client: TestClient, settings: Settings) -> None:
