@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -159,13 +160,23 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     where = (
         "in ACCRUE_MODELS_DIR" if settings.models_dir else "on this machine (ACCRUE_MODELS_DIR is not set)"
     )
-    near = get_close_matches(name, [*catalogue.CATALOGUE, *known(settings)], n=1)
-    meant = f"Did you mean {near[0]}? " if near else ""
+    near = _near(name, [*known(settings), *catalogue.CATALOGUE])
+    meant = f"Did you mean {near}? " if near else ""
     return Unprocessable(
         f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
-        f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}.",
+        f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}. For "
+        f"planning alone {len(catalogue.CATALOGUE)} more are known: GET /gradient-accumulation/models, or "
+        "accrue models.",
         field="model_name",
     )
+
+
+def _near(name: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant; the part behind the slash is enough."""
+    whole = {each.lower(): each for each in names}
+    parts = {each.rpartition("/")[2]: each for each in reversed(whole)}
+    near = get_close_matches(name.lower(), [*whole, *parts], n=1)
+    return whole[parts.get(near[0], near[0])] if near else None
 
 
 def _parse(name: str, content: bytes) -> dict[str, Any]:

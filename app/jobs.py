@@ -408,7 +408,9 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     """
     job = session.get(Job, job_id, with_for_update=lock or None)
     if job is None:
-        raise NotFound(f"No job has the id {job_id}.")
+        raise NotFound(
+            f"No job has the id {job_id}: GET /gradient-accumulation/training, or accrue jobs, lists them."
+        )
     return job
 
 

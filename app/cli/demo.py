@@ -50,10 +50,14 @@ def run(folder: Path, steps: int) -> int:
         job = _submit(client, data, steps)
         console.print(f"job {job['id']}")
         show_plan(job)
-        status = follow(client, job["id"])
+        console.print("Training takes two to five minutes on a laptop's processor.")
+        status = follow(client, job["id"], stays=False)
         if status == 0:
             status = _report(client, job["id"], folder, entropy)
-    console.print(f"The demo took {time.monotonic() - began:.0f} s. Next: make serve, and open its address.")
+    console.print(
+        f"The demo took {time.monotonic() - began:.0f} s, and its service has ended. Its job with all of its "
+        f"curves: ACCRUE_DATA_DIR={folder / 'data'} make serve; for data of your own: make serve."
+    )
     return status
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-def fetch_model(client: Client, path: str, folder: Path) -> list[str]:
+def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
     """Unpacks a model; gives the names of its files.
 
     Raises:
@@ -25,13 +25,18 @@ def fetch_model(client: Client, path: str, folder: Path) -> list[str]:
         ServiceError: there is no such model, or it did not arrive whole; then the folder is not there.
     """
     if folder.exists():
-        raise InvalidRequest(f"{folder} is there already: name a folder that is not")
+        raise InvalidRequest(
+            f"{folder} is there already: accrue download {job_id} FOLDER, with one that is not"
+        )
     unfinished = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
-        with client.stream(path) as answer, Progress(*columns, console=console) as bar:
+        with (
+            client.stream(f"/gradient-accumulation/training/{job_id}/model") as answer,
+            Progress(*columns, console=console) as bar,
+        ):
             task = bar.add_task(folder.name, total=int(answer.headers.get("content-length", 0)) or None)
             arriving = _Arriving(answer.iter_bytes(), lambda size: bar.advance(task, size))
             names = _unpack(BufferedReader(arriving), unfinished)

@@ -69,6 +69,14 @@ def retry(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 
 @commands.command()
+def delete(job_id: Job, url: Url = DEFAULT_URL) -> None:
+    """Delete a job that has ended, with its model, checkpoints and figures."""
+    with Client(url) as client:
+        client.delete(f"{ROOT}/{job_id}")
+    typer.echo(f"{job_id} is deleted")
+
+
+@commands.command()
 def logs(
     job_id: NewestJob = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it happens, to the end")] = False,
@@ -148,7 +156,7 @@ def download(
     with Client(url) as client:
         job_id = job_id or _with_model(client)
         target = folder or Path(job_id)
-        files = fetch_model(client, f"{ROOT}/{job_id}/model", target)
+        files = fetch_model(client, job_id, target)
     typer.echo(f"{target}: {', '.join(sorted(files))}")
 
 
@@ -158,8 +166,8 @@ def _act(job_id: str, what: str, url: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(job, indent=2))
     else:
-        asked = f", to {job['requested']}" if job["requested"] else ""
-        typer.echo(f"{job['id']} is {job['status']}{asked}")
+        soon = {"cancel": " and will be cancelled", "pause": " and will be paused"}
+        typer.echo(f"{job['id']} is {job['status']}{soon.get(job['requested'], '')}")
 
 
 def _events(client: Client, job_id: str) -> list[dict[str, Any]]:

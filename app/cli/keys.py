@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.errors import NotFound
 from app.security.scopes import SCOPES, Scope
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def make(
     """
     from app.security.keys import create
 
-    with _database() as database, database.writing() as session:
+    with _database(making=True) as database, database.writing() as session:
         row, key = create(session, name, _scopes(scope or ["read", "write"]), _seconds(expires))
         told = {**_told(row), "key": key}
     typer.echo(json.dumps(told, indent=2) if as_json else key)
     typer.echo(
-        "Shown this once. From now on every call needs a key. This one sees what is made with it; what was "
-        "made before, or with others, only a key with --scope admin sees. For the command: export "
-        "ACCRUE_API_KEY=…",
+        "Shown this once. From now on every call needs a key, even when all are revoked. This one sees what "
+        "is made with it; what was made before, or with others, only a key with --scope admin sees. For the "
+        "command: export ACCRUE_API_KEY=…",
         err=True,
     )
 
@@ -56,6 +57,7 @@ def show(as_json: AsJson = False) -> None:
     """List the keys, newest first."""
     from sqlalchemy import select
 
+    from app.cli.tables import show_keys
     from app.models import Key
 
     with _database() as database, database.reading() as session:
@@ -63,31 +65,37 @@ def show(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(told, indent=2))
         return
-    for each in told:
-        ended = "revoked" if each["revoked_at"] else f"until {each['expires_at'] or 'revoked'}"
-        used = f"last used {each['last_used_at']}" if each["last_used_at"] else "never used"
-        typer.echo(f"{each['id']}  {each['name']}  {','.join(each['scopes'])}  {ended}  {used}")
-    if not told:
-        typer.echo("No key was made: the service is open to this machine alone.")
+    show_keys(told)
 
 
 @commands.command("revoke")
 def end(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")]) -> None:
     """Revoke a key: a second later it opens nothing any more."""
-    from app.security.keys import revoke
+    from app.security.keys import any_valid, revoke
 
     with _database() as database, database.writing() as session:
         row = revoke(session, key_id)
         typer.echo(f"{row.id} ({row.name}) is revoked.")
+        if not any_valid(session):
+            typer.echo(
+                "No key is left that opens the service, and without one nobody comes in: accrue keys create "
+                "NAME --scope admin",
+                err=True,
+            )
 
 
 @contextmanager
-def _database() -> Iterator["Database"]:
+def _database(*, making: bool = False) -> Iterator["Database"]:
     from app.database import Database
     from app.migrations import migrate
     from app.settings import get_settings
 
     settings = get_settings()
+    if not making and not settings.data_dir.is_dir():
+        raise NotFound(
+            f"there is no data folder {settings.data_dir.absolute()}: run this where the service was "
+            "started, or set ACCRUE_DATA_DIR"
+        )
     settings.make_directories()
     migrate(settings.url)
     typer.echo(f"Of the service whose data folder is {settings.data_dir.absolute()}:", err=True)

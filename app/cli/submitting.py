@@ -37,8 +37,17 @@ def submit(
     steps: Annotated[int | None, typer.Option(help="Accumulation steps; left out, they are planned")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
-    learning_rate: Annotated[float, typer.Option("--lr", min=0, max=100, help="Peak learning rate")] = 5e-5,
+    learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate")] = 5e-5,
     max_length: MaxLength = None,
+    method: Annotated[
+        str | None, typer.Option(help="full, lora or qlora; --set training_config.method.lora.r=32 for more")
+    ] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing", help="Gradient checkpointing", show_default=False)
+    ] = None,
+    held_back: Annotated[
+        float | None, typer.Option("--validation-split", help="Share of the samples to evaluate on, as 0.1")
+    ] = None,
     settings: Settings = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Measure micro-batches first, and take the leanest of the fastest")
@@ -54,10 +63,14 @@ def submit(
     """
     from app.cli.terminal import follow, show_plan
 
-    training = {"epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate}
+    dataset = {"max_length": max_length, "validation_split": held_back}
+    training = {
+        "epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate, "method": method,
+        "gradient_checkpointing": checkpointing,
+    }  # fmt: skip
     more = {"accumulation_steps": steps, "dry_run": dry_run, "tune": "first" if tune else None}
     with Client(url) as client:
-        job = _submit(client, file, model, batch, max_length, training, more, settings)
+        job = _submit(client, file, model, batch, dataset, training, more, settings)
         if as_json:
             typer.echo(json.dumps(job, indent=2))
         else:
@@ -86,7 +99,8 @@ def tune(
     from app.cli.terminal import show_tuning, wait_for
 
     with Client(url) as client:
-        job = _submit(client, file, model, batch, max_length, {}, {"tune": "only"}, settings)
+        dataset = {"max_length": max_length}
+        job = _submit(client, file, model, batch, dataset, {}, {"tune": "only"}, settings)
         job = wait_for(client, job["id"], "measuring", quiet=as_json)
     if as_json:
         typer.echo(json.dumps(job["result"] and job["result"]["tuning"], indent=2))
@@ -191,18 +205,18 @@ def _submit(
     file: Path,
     model: str,
     batch: int | None,
-    max_length: int | None,
+    dataset: dict[str, Any],
     training: dict[str, Any],
     more: dict[str, Any],
     settings: list[str] | None,
 ) -> Any:
     """Uploads the file and asks for a job on it; gives the service's answer."""
-    dataset: dict[str, Any] = {"max_length": max_length}
     uploaded = None
     if file.suffix.lower() == ".jsonl":
-        uploaded = dataset["file_id"] = client.upload(file)["id"]
+        uploaded = client.upload(file)["id"]
+        dataset = {**dataset, "file_id": uploaded}
     else:
-        dataset |= {"texts": [_text(file)], "overlength": "split"}
+        dataset = {**dataset, "texts": [_text(file)], "overlength": "split"}
     body = {
         "model_name": model,
         "dataset_config": given(dataset),

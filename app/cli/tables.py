@@ -109,6 +109,22 @@ def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]
         console.print(f"trained: {model['id']}, from {model['parent']} by {model['job']}", soft_wrap=True)
 
 
+def show_keys(keys: list[dict[str, Any]]) -> None:
+    """Times are UTC."""
+    table = Table(Column("key", no_wrap=True), "name", "scopes", "ends", "last used", box=None)
+    for key in keys:
+        ends = "revoked" if key["revoked_at"] else _minute(key["expires_at"]) or "never"
+        table.add_row(
+            key["id"], key["name"], ", ".join(key["scopes"]), ends, _minute(key["last_used_at"]) or "-"
+        )
+    console.print(table if keys else "No key was made: the service is open to this machine alone.")
+
+
+def _minute(time: str | None) -> str | None:
+    """Of an ISO 8601 time."""
+    return time and time[:16].replace("T", " ")
+
+
 def show_files(files: list[dict[str, Any]]) -> None:
     table = Table(Column("file", no_wrap=True), "name", "size", "purpose", "status", box=None)
     for file in files:

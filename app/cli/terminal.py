@@ -23,33 +23,64 @@ WIDE = 120
 """Columns of a terminal that has room for everything."""
 
 _POLL_SECONDS = 0.5
+_POLLS_BETWEEN_WARNINGS = 4
+_POLLS_BETWEEN_LINES = 40
 _INTERRUPTED = 130
 """As shells have it: 128 and SIGINT."""
 
 _ENDED = ("succeeded", "failed", "cancelled")
 
 
-def follow(client: Client, job_id: str) -> int:
-    """Shows a job's progress until it has ended; gives the exit status, 0 if it succeeded."""
+def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
+    """Shows a job's progress until it has ended; gives the exit status, 0 if it succeeded.
+
+    Args:
+        stays: the service will be there afterwards.
+    """
     path = f"/gradient-accumulation/training/{job_id}"
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[steps]}"),
         TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[speed]} tokens/s"),
         TimeElapsedColumn(), TextColumn("ETA {task.fields[eta]}"),
     )  # fmt: skip
-    job = client.get(path)
+    job, warned = client.get(path), _Warned(client, path)
     try:
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(job_id, total=None, steps="", loss="-", speed="-", eta="-")
             _show_progress(bar, task, job)
+            polls = 0
             while job["status"] not in _ENDED:
                 time.sleep(_POLL_SECONDS)
-                job = client.get(path)
+                job, polls = client.get(path), polls + 1
                 _show_progress(bar, task, job)
+                if polls % _POLLS_BETWEEN_WARNINGS == 0:
+                    warned.show()
+                if polls % _POLLS_BETWEEN_LINES == 0 and not console.is_terminal:  # there the bar moves
+                    bar.print(_line(job), highlight=False)
+            warned.show()
     except KeyboardInterrupt:
         console.print(f"The job goes on: accrue watch {job_id}, or accrue cancel {job_id}")
         return _INTERRUPTED
+    if job["status"] == "succeeded":
+        stats = client.get(f"/gradient-accumulation/stats/{job_id}")["stats"]
+        _show_end(job, stats["tokens_per_second"])
+        if stays and job["links"]["model"]:
+            console.print("accrue download fetches the model; accrue sample shows what it makes of prompts")
+        return 0
     return _show_end(job)
+
+
+class _Warned:
+    """Shows each of a job's warnings once."""
+
+    def __init__(self, client: Client, path: str) -> None:
+        self._client, self._path, self._shown = client, path, set[str]()
+
+    def show(self) -> None:
+        for event in reversed(self._client.get(f"{self._path}/events", params={"limit": 50})["data"]):
+            if event["level"] == "warning" and event["id"] not in self._shown:
+                console.print(f"warning: {event['message']}", style="yellow", markup=False, highlight=False)
+            self._shown.add(event["id"])
 
 
 def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) -> dict[str, Any]:
@@ -70,19 +101,22 @@ def show_tuning(job: dict[str, Any]) -> int:
     if job["status"] != "succeeded":
         return _show_end(job)
     tuning = job["result"]["tuning"]
-    table = Table("tokens a micro-batch", "micro-batches", "samples/s", "tokens/s", "peak", "", box=None)
+    table = Table("tokens", "micro-batches", "samples/s", "tokens/s", "peak", "", box=None)
     for tried in tuning["tried"]:
         table.add_row(
             f"{tried['token_budget']:,}", str(tried["micro_batches"]),
-            f"{tried['samples_per_second']:.3g}", f"{tried['tokens_per_second']:,.0f}",
+            _speed(tried["samples_per_second"]), f"{tried['tokens_per_second']:,.0f}",
             gb(tried["peak_bytes"]),
-            "leanest of the fastest" if tried["token_budget"] == tuning["token_budget"] else "",
+            "chosen" if tried["token_budget"] == tuning["token_budget"] else "",
         )  # fmt: skip
     console.print(
         f"{job['model_name']} on {job['device']}, {tuning['samples']} samples, {job['plan']['precision']}"
     )
     console.print(table)
-    console.print("Later plans for this model, method and length on such a device go by this.")
+    console.print(
+        "Chosen is the leanest of the fastest. Later plans for this model, method and length on such a "
+        "device go by this."
+    )
     return 0
 
 
@@ -91,14 +125,16 @@ def show_plan(job: dict[str, Any]) -> None:
     plan = job["plan"]
     total = plan["steps_total"]
     steps = "as many steps as the text gives" if total is None else f"{total:,} step{'s' * (total != 1)}"
+    most = plan["micro_batches"]
     cut = {
-        "token_budget": "micro-batches of at most {tokens} tokens",
+        "token_budget": f"1 to {most} micro-batches of at most {{tokens:,}} tokens" if most > 1
+        else "a micro-batch of at most {tokens:,} tokens",
         "count": "{micro_batches} micro-batches",
-        "size": "micro-batches of at most {samples} samples",
-    }[plan["cut"]["rule"]].format(**plan["cut"])
+        "size": f"{most} micro-batch{'es' * (most > 1)} of at most {{samples}} samples",
+    }[plan["cut"]["rule"]].format(**plan["cut"])  # fmt: skip
     console.print(
-        f"plan ({_BY[plan['source']]}): effective batch {job['effective_batch_size']} in {cut}, no more than "
-        f"{plan['micro_batches']} a step; {steps}; {plan['precision']} on {plan['device']}",
+        f"plan ({_BY[plan['source']]}): effective batch {job['effective_batch_size']} in {cut}; {steps}; "
+        f"learning rate {job['learning_rate']:.3g}; {plan['precision']} on {plan['device']}",
         highlight=False,
     )
     for warning in plan["warnings"]:
@@ -118,20 +154,28 @@ def show_findings(found: list["Finding"]) -> None:
 def show_jobs(jobs: list[dict[str, Any]]) -> None:
     """A table of jobs; what a narrow terminal has no room for is left out."""
     wide = console.width >= WIDE
-    columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch"]
-    table = Table(*columns, *(["model", "created"] if wide else []), box=None)
+    columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch", "method"]
+    table = Table(*columns, *(["held back", "model", "created"] if wide else []), box=None)
     for job in jobs:
         progress = job["progress"]
         state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
         state += ", only measures" if job["tune"] == "only" else ""
-        more = [job["model_name"], time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"]))]
+        more = [
+            _number(job["result"] and job["result"]["eval_loss"]), job["model_name"],
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"])),
+        ]  # fmt: skip
         table.add_row(
             job["id"], state, f"{progress['step']}/{progress['steps_total'] or '?'}",
-            _number(progress["loss"]), str(job["effective_batch_size"]), *(more if wide else []),
+            _number(progress["loss"]), str(job["effective_batch_size"]), _method(job),
+            *(more if wide else []),
         )  # fmt: skip
     console.print(
         table if jobs else "No jobs yet: accrue submit FILE. With a key you see those made with it."
     )
+    for job in jobs:
+        if job["error"]:
+            told = f"{job['id']}: {job['error']['message']}"
+            console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_batch_size(answer: dict[str, Any]) -> None:
@@ -160,7 +204,8 @@ def show_batch_size(answer: dict[str, Any]) -> None:
                 "yes" if other["fits"] else "no",
                 str(other["micro_batch_size"]),
                 str(other["accumulation_steps"]),
-                gb(other["peak_process_bytes"]),
+                ("~" if other["source"] == "formula" != answer["source"] else "")
+                + gb(other["peak_process_bytes"]),
                 _speed(other["predicted_samples_per_second"]),
             )
         console.print(others)
@@ -183,13 +228,22 @@ def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
     )
 
 
-def _show_end(job: dict[str, Any]) -> int:
+def _line(job: dict[str, Any]) -> str:
+    progress = job["progress"]
+    return (
+        f"{job['status']}: step {progress['step']}/{progress['steps_total'] or '?'}, loss "
+        f"{_number(progress['loss'])}, ETA {_duration(progress['eta_seconds'])}"
+    )
+
+
+def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> int:
     if job["status"] == "succeeded":
         result = job["result"]
         console.print(
-            f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}, "
-            f"{result['trained_tokens']:,} tokens; "
-            + ("accrue download fetches the model" if result["model_path"] else "measured, no model"),
+            f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}"
+            + (f", {_number(result['eval_loss'])} on held-back samples" if result["eval_loss"] else "")
+            + f"; {result['trained_tokens']:,} tokens learned from"
+            + (f", {tokens_per_second:,.0f} input tokens/s on average" if tokens_per_second else ""),
             highlight=False,
         )
         return 0
@@ -210,7 +264,7 @@ def gb(size: int) -> str:
 
 
 def _speed(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3g}"
+    return "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _number(value: float | None) -> str:
@@ -222,3 +276,9 @@ def _duration(seconds: float | None) -> str:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _method(job: dict[str, Any]) -> str:
+    """Its name, of one that was given with arguments too."""
+    method = job["training_config"].get("method") or "full"
+    return method if isinstance(method, str) else str(next(iter(method)))

@@ -10,12 +10,18 @@ from pydantic import AliasChoices, BaseModel
 _MEMBER = re.compile(r"^(int|str|bool|float|[A-Z]\w*|.*[\[-].*)$")
 """A part of an error's path that is a member of a union, and nothing that the client wrote."""
 
-_PLAINLY = {
-    "model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json",
-    "string_pattern_mismatch": "has a form that is not allowed: letters, digits, dots, hyphens and "
-    "underscores, a slash only between owner and name",
-}
+_PLAINLY = {"model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json"}
 """What to say instead of pydantic's own words, by its type of error."""
+
+_FORMS = {
+    "file_id": "no file has such an id: file-…, as POST /v1/files answers and GET /v1/files lists them",
+    "model": "has a form that is not allowed: letters, digits, dots, hyphens and underscores, a slash only "
+    "between owner and name. A model that was trained here is trained further from its folder below "
+    "ACCRUE_MODELS_DIR",
+}
+_OF_A_FORM = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
+              "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
+"""What a text is that has not the form of one, by its field."""
 
 _KNOWN_ELSEWHERE_AS = {
     "lr": "learning_rate",
@@ -113,6 +119,8 @@ def _of_one(error: Mapping[str, Any], asked: type[BaseModel] | None) -> FieldPro
 
 def _plainly(error: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "string_pattern_mismatch":
+        return _FORMS.get(_OF_A_FORM.get(_path(error)[-1], ""), f"has a form that is not allowed: {message}")
     return _PLAINLY.get(error["type"], message[:1].lower() + message[1:])
 
 

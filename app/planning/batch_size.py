@@ -7,7 +7,7 @@ from math import floor
 from app.planning.devices import GIB, Device
 from app.planning.estimate import MOST_ROWS, Estimate, Estimates, Source, compared, largest_micro_batch
 from app.planning.memory import Memory
-from app.planning.remedies import changes
+from app.planning.remedies import Change, changes
 from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
 from app.planning.split import split_over
 from app.schemas.architecture import Architecture
@@ -108,6 +108,17 @@ def answer(
     )
 
 
+def advised(answered: BatchSizeAnswer, question: Question) -> Change | None:
+    """The least change that fits, where nothing fits as it is and that change is known by formula alone."""
+    if answered.fits:
+        return None
+    least = next((other for other in answered.alternatives if other.fits), None)
+    if least is None or least.source != "formula":
+        return None
+    others = changes(question.recipe, question.sequence)
+    return next((change for change in others if change.told == least.change), None)
+
+
 def answer_raw(question: RawQuestion) -> BatchSizeAnswer:
     """The same from raw figures: weights, their gradients and states, and so much for each sample."""
     fixed = int(question.weights_bytes * (2 + question.optimizer_states))
@@ -204,8 +215,9 @@ def _alternatives(
     for change in changes(question.recipe, question.sequence):
         other = replace(question, recipe=change.recipe, sequence=change.sequence)
         found.append(_alternative(change.told, other, estimates, speeds))
-    more = replace(question, devices=[*question.devices, *question.devices])
-    found.append(_alternative(f"devices: {len(more.devices)}", more, estimates, speeds))
+    if question.recipe.device == "cuda":
+        more = replace(question, devices=[*question.devices, *question.devices])
+        found.append(_alternative(f"devices: {len(more.devices)}", more, estimates, speeds))
     return sorted(found, key=lambda alternative: not alternative.fits)
 
 
@@ -222,6 +234,7 @@ def _alternative(told: str, question: Question, estimates: Estimates, speeds: Sp
         micro_batch_size=micro,
         accumulation_steps=steps,
         peak_process_bytes=estimate.memory(micro, accumulating=steps > 1).peak_process_bytes,
+        source=estimate.source,
         predicted_samples_per_second=_rate(measured, micro, question),
     )
 
@@ -261,7 +274,8 @@ def _explain(
         rows = max(max(own, default=1) for own in split)
         least = next((alternative for alternative in alternatives if alternative.fits), None)
         remedy = (
-            f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB)."
+            f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB"
+            f"{', by formula' * (least.source == 'formula' != source)})."
             if least
             else "None of the alternatives below fits either: take a larger GPU or a smaller model."
         )

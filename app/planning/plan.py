@@ -24,6 +24,10 @@ from app.schemas.spec import (
     TokenBudget,
 )
 
+_BUDGET_STEP = 64
+"""Token budgets are multiples of it: the largest micro-batch that a sweep measured is a little smaller than
+the budget that it was cut by."""
+
 _WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
 
 
@@ -35,8 +39,10 @@ class Capacity:
     limit_bytes: int
     most: int
     """The largest micro-batch predicted to fit; at least 1."""
+    tokens: int
+    """The token budget worth using: beyond it throughput no longer grows."""
     largest: int
-    """The largest worth using: beyond it throughput no longer grows."""
+    """The same in rows; at least 1."""
     fits: bool
     """Whether even one row is predicted to fit."""
 
@@ -142,10 +148,12 @@ def _remedies(spec: Spec, recipe: Recipe, estimates: Estimates) -> tuple[Remedy,
 def _capacity(spec: Spec, estimate: Estimate, device: Device, measured: Speeds | None) -> Capacity:
     limit, length = spec.memory.budget(device.memory_bytes), spec.data.max_length
     fitting = largest_micro_batch(estimate, limit)
-    useful = most = max(1, fitting)
+    most = max(1, fitting)
+    tokens = most * length
     if _planned_freely(spec):
-        useful = useful_tokens(measured, device.kind, most * length) // length
-    return Capacity(device, limit, most, max(1, min(most, useful)), fitting > 0)
+        useful = useful_tokens(measured, device.kind, tokens)
+        tokens = min(tokens, ceil(useful / _BUDGET_STEP) * _BUDGET_STEP)
+    return Capacity(device, limit, most, tokens, max(1, tokens // length), fitting > 0)
 
 
 def _planned_freely(spec: Spec) -> bool:
@@ -157,7 +165,7 @@ def _cut(spec: Spec, capacities: Sequence[Capacity]) -> tuple[Cut, list[list[int
     split, batch, devices = spec.split, spec.effective_batch_size, len(capacities)
     largest = [capacity.largest for capacity in capacities]
     if _planned_freely(spec):
-        budget = min(largest) * spec.data.max_length
+        budget = min(capacity.tokens for capacity in capacities)
         return TokenBudget(tokens=budget), split_over(batch, largest), []
     count = min(batch, (split.accumulation_steps or 1) * split.devices)
     asked = split.micro_batch_size or ceil(batch / count)
@@ -191,6 +199,13 @@ def samples_of(spec: Spec, steps_total: int | None) -> int | None:
     if spec.epochs is not None:
         return (spec.data.examples - spec.data.held_out()) * spec.epochs
     return steps_total * spec.effective_batch_size
+
+
+def unsupported(device: Literal["cpu", "cuda"], *, quantised: bool, optimizer: str) -> list[str]:
+    """What a device cannot do of what is asked."""
+    wanted = [name for name, is_wanted in (("qlora", quantised), ("adamw_8bit", optimizer == "adamw_8bit"))
+              if is_wanted and device == "cpu"]  # fmt: skip
+    return [f"{name} needs an NVIDIA GPU, and no worker here has one: the job would fail" for name in wanted]
 
 
 def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -> float | None:
@@ -227,6 +242,9 @@ def _warnings(spec: Spec, capacities: Sequence[Capacity], steps_total: int | Non
             f"accumulation_scheduler {spec.ramp.name} follows what is measured: the steps of a run by epochs "
             "are an upper bound, and another plan may ramp otherwise"
         )
+    warnings += unsupported(
+        capacities[0].device.kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
+    )
     if spec.split.devices > len(capacities):
         warnings.append(
             f"the trainer uses one device: the effective batch reckoned for {spec.split.devices} is kept by "

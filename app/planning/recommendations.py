@@ -150,8 +150,9 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
-            why=f"a sweep on such a device found larger ones no faster, up to the {situation.micro_batch} "
-            "that are predicted to fit: more accumulation steps of this size cost no throughput",
+            why="a sweep on such a device found more samples of full length at once no faster, up to the "
+            f"{situation.micro_batch} that are predicted to fit: more accumulation steps of this size cost "
+            "no throughput. Shorter samples share a micro-batch where the split is left to the planner",
             evidence="measured",
             confidence="high",
         )

@@ -1,5 +1,6 @@
 """The calculators: nothing is stored, nothing is queued."""
 
+import time
 from math import ceil
 from typing import Annotated, Literal
 
@@ -10,11 +11,11 @@ from app import base_models, gpus, measurements, profiles, workers_seen
 from app.database import Database
 from app.errors import Unprocessable
 from app.planning import learning_rate
-from app.planning.batch_size import Question, RawQuestion, answer, answer_raw
+from app.planning.batch_size import Question, RawQuestion, advised, answer, answer_raw
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.learning_rate import Rule
 from app.planning.memory import OPTIMIZER_STATES
-from app.planning.plan import precision_for
+from app.planning.plan import precision_for, unsupported
 from app.planning.split import split_over
 from app.profiles import Wanted
 from app.routes.dependencies import CurrentDatabase, CurrentSettings
@@ -33,6 +34,9 @@ from app.schemas.spec import MemoryLimits, OptimizerName
 from app.settings import Settings
 from app.submitting.intake import first_devices, select_devices
 from app.submitting.submission import DEFAULT_MAX_LENGTH, memory_limits, method_spec
+
+_ADVICE_CHECKED = 4
+"""Changes that would make a step fit, simulated one after the other while there is time."""
 
 router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
 
@@ -170,18 +174,34 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
     base = base_models.find_for_planning(asked.model_name, settings)
     devices, warnings = _devices(asked, settings, database)
     recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
-    wanted = Wanted(asked.model_name, base.architecture, base.config, recipe, sequence)
-    told = profiles.ask_and_wait(database, wanted, asked.wait_seconds)
+    quantised, until = recipe.quantised, time.monotonic() + asked.wait_seconds
+    warnings += unsupported(recipe.device, quantised=quantised, optimizer=asked.optimizer)
+
+    def profiled(recipe: Recipe, sequence: int) -> list[str]:
+        wanted = Wanted(asked.model_name or "", base.architecture, base.config, recipe, sequence)
+        return profiles.ask_and_wait(database, wanted, max(0.0, until - time.monotonic()))
+
+    told = profiled(recipe, sequence)
     with database.reading() as session:
-        limits = memory_limits(
-            asked.max_memory_usage, asked.memory_safety_margin, measurements.margin(session, recipe.device)
-        )
-        question = Question(
-            asked.model_name, base.architecture, recipe, sequence, limits, devices,
-            asked.target_effective_batch_size, asked.micro_batch_size,
-        )  # fmt: skip
-        on = (session, base.architecture, common_name(devices))
-        return answer(question, profiles.estimates(*on), [*warnings, *told], profiles.speeds(*on))
+        margin = measurements.margin(session, recipe.device)
+    question = Question(
+        asked.model_name, base.architecture, recipe, sequence,
+        memory_limits(asked.max_memory_usage, asked.memory_safety_margin, margin), devices,
+        asked.target_effective_batch_size, asked.micro_batch_size,
+    )  # fmt: skip
+
+    def answered() -> BatchSizeAnswer:
+        with database.reading() as session:
+            on = (session, base.architecture, common_name(devices))
+            return answer(question, profiles.estimates(*on), [*warnings, *told], profiles.speeds(*on))
+
+    found = answered()
+    for _ in range(_ADVICE_CHECKED):
+        change = advised(found, question)
+        if told or change is None or profiled(change.recipe, change.sequence):
+            break
+        found = answered()
+    return found
 
 
 def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:

@@ -119,6 +119,7 @@ class Alternative(Answer):
     micro_batch_size: int
     accumulation_steps: int
     peak_process_bytes: int
+    source: Literal["formula", "simulated", "measured"]
     predicted_samples_per_second: float | None = Field(
         None, description="Of full length, forward and backward; null: nobody measured it on such a device"
     )

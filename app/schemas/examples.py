@@ -101,7 +101,11 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"not valid JSON ({str(error)[:120]})") from None
+        told = str(error)[:120]
+        raise BadLine(
+            f'not valid JSON ({told}): a line is an object such as {{"text": "…"}}, or {{"prompt": "…", '
+            '"completion": "…"}'
+        ) from None
     if not isinstance(value, dict):
         raise BadLine(f"expected a JSON object, found {type(value).__name__}")
     name = expected if expected and _KEYS[expected] <= value.keys() else format_of(value)

@@ -305,6 +305,7 @@ class JobAnswer(Answer):
     waiting: Waiting | None
     tune: Tune | None = Field(None, description="Micro-batches are measured first, or only")
     links: Links
+    learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
     effective_batch_size: int
     accumulation_steps: int
     actual_batch_size_per_gpu: int
@@ -319,6 +320,7 @@ class DryRunAnswer(Answer):
     training_config: dict[str, Any]
     dataset: DatasetAnswer
     plan: Plan
+    learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
     effective_batch_size: int
     accumulation_steps: int
     actual_batch_size_per_gpu: int

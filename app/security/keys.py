@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.database import Database, database_now
@@ -92,6 +92,15 @@ def any_made(session: Session) -> bool:
     return session.scalar(select(Key.id).limit(1)) is not None
 
 
+def any_valid(session: Session) -> bool:
+    """Whether a key opens the service."""
+    return session.scalar(select(Key.id).where(_valid()).limit(1)) is not None
+
+
+def _valid() -> ColumnElement[bool]:
+    return and_(Key.revoked_at.is_(None), or_(Key.expires_at.is_(None), Key.expires_at > database_now()))
+
+
 class Keyring:
     """Which keys open this service, looked up at most once a second each."""
 
@@ -124,13 +133,7 @@ class Keyring:
         """Who asks with that key; null: it opens nothing (any more)."""
         digest = _digest(key)
         with self._database.reading() as session:
-            row = session.scalars(
-                select(Key).where(
-                    Key.digest == digest,
-                    Key.revoked_at.is_(None),
-                    or_(Key.expires_at.is_(None), Key.expires_at > database_now()),
-                )
-            ).one_or_none()
+            row = session.scalars(select(Key).where(Key.digest == digest, _valid())).one_or_none()
         caller = None
         if row is not None and hmac.compare_digest(row.digest, digest):
             caller = Caller(row.id, frozenset(row.scopes))

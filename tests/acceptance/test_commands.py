@@ -103,7 +103,7 @@ def test_what_is_refused_leaves_no_file(shared: Accrue, data: Path) -> None:
 
 def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None:
     asked = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
-    job_id = run(shared, *asked, "--set", "dataset_config.validation_split=0.2").split()[0]
+    job_id = run(shared, *asked, "--validation-split", "0.2").split()[0]
     told = [json.loads(line) for line in run(shared, "logs", job_id, "--follow", "--json").splitlines()]
     (completed, *_) = json.loads(run(shared, "sample", job_id, "--json"))["data"]
     assert "All work" in completed["prompt"] + completed["expected"]
@@ -114,6 +114,26 @@ def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None
     assert len({event["id"] for event in told}) == len(told)
 
 
+def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
+    asked = (
+        "submit",
+        str(data),
+        "--max-steps",
+        "3",
+        "--max-length",
+        "8",
+        "--method",
+        "lora",
+        "--checkpointing",
+    )
+    told = run(shared, *asked, "--watch")
+    assert "learning rate 5e-05" in told
+    assert told.count("cut to max_length 8") == 1
+    assert "tokens learned from" in told
+    assert "accrue download fetches the model" in told
+    assert "lora" in run(shared, "jobs", "--limit", "1")
+
+
 def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data: Path) -> None:
     asked = ("submit", str(data), "--max-steps", "3", "--max-length", "32", "--set", "auto_start=false")
     job_id = run(shared, *asked).split()[0]
@@ -121,12 +141,13 @@ def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data:
     shared.ended(job_id)
     job_id = run(shared, *asked, "--set", "priority=-5").split()[0]
     assert "is cancelled" in run(shared, "cancel", job_id)
+    assert "cancelled" in run(shared, "pause", job_id, status=1)
     again = json.loads(run(shared, "retry", job_id, "--json"))["id"]
     if shared.job(again)["status"] == "queued":
         run(shared, "pause", again)
     until(lambda: shared.job(again)["status"] not in ("queued", "running"), 60)
-    refused = run(shared, "pause", job_id, status=1)
-    assert "cancelled" in refused
+    assert "is deleted" in run(shared, "delete", job_id)
+    assert job_id not in run(shared, "jobs", "--limit", "100")
 
 
 def test_jobs_are_compared(shared: Accrue, data: Path, tmp_path: Path) -> None:
@@ -191,7 +212,11 @@ def test_keys(accrue: Accrue) -> None:
     assert "A key is needed" in run(accrue, "jobs", status=1)
     listed = json.loads(run(accrue, "keys", "list", "--json"))
     assert "alice" in run(accrue, "keys", "list")
-    run(accrue, "keys", "revoke", listed[0]["id"])
+    revoked = accrue.command("keys", "revoke", listed[0]["id"])
+    assert "No key is left that opens the service" in revoked.stderr
+    accrue.env["ACCRUE_DATA_DIR"] = str(accrue.data / "elsewhere")
+    assert "there is no data folder" in run(accrue, "keys", "list", status=1)
+    assert not (accrue.data / "elsewhere").exists()
 
 
 def test_what_goes_wrong_is_one_line_with_the_remedy(shared: Accrue, data: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from tests.acceptance.conftest import TRAINING, Accrue
 from tests.runs import until
@@ -28,6 +29,9 @@ def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue,
     assert full["fits"] is False
     assert len(full["alternatives"]) >= 4
     assert "The least change that fits" in full["explanation"]
+    taken = accrue.post(CALCULATE, {**llama, **advised(full)})
+    assert (taken["fits"], taken["source"]) == (True, "simulated")
+    assert f"({taken['memory']['peak_process_bytes'] / 2**30:.2f} GiB)" in full["explanation"]
     adapters = {"method": "lora", "gradient_checkpointing": True, "mixed_precision": "bf16"}
     lora = accrue.post(CALCULATE, {**llama, **adapters})
     assert lora["source"] == "simulated"
@@ -50,6 +54,17 @@ def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue,
     look_at(accrue, asked)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(30) == 0
+
+
+def advised(answer: dict[str, Any]) -> dict[str, Any]:
+    """The least change that fits, as fields of a request."""
+    least = next(other for other in answer["alternatives"] if other["fits"])
+    assert least["source"] == "simulated"
+    changes: dict[str, Any] = dict(each.split(": ") for each in least["change"].split(", "))
+    changes = {
+        name: value == "true" if value in ("true", "false") else value for name, value in changes.items()
+    }
+    return changes | {"micro_batch_size": least["micro_batch_size"]}
 
 
 def run(accrue: Accrue, *words: str, status: int = 0) -> str:

@@ -32,6 +32,12 @@ def of_method(method: Any) -> dict[str, Any]:
     [
         ({"target_batch": 3}, "target_batch", "did you mean target_effective_batch_size?"),
         ({"acumulation_steps": 3}, "acumulation_steps", "did you mean accumulation_steps?"),
+        ({"dataset_config": {"file_id": "nope"}}, "dataset_config.file_id", "GET /v1/files lists them"),
+        (
+            {"model_name": "ft:accrue/tiny-gpt2:accrue::1"},
+            "model_name",
+            "from its folder below ACCRUE_MODELS_DIR",
+        ),
         ({"quite_another": 3}, "quite_another", "see /docs"),
         (
             {"accumulation_steps": 3, "gradient_accumulation_steps": 3},

@@ -1,8 +1,9 @@
 import pytest
 
 from app.planning.devices import GIB, Device
-from app.planning.plan import precision_for
-from app.planning.speeds import CPU_TOKENS
+from app.planning.estimate import by_formula
+from app.planning.plan import make_plan, precision_for
+from app.planning.speeds import CPU_TOKENS, Speeds
 from app.schemas.spec import AskedSplit, FixedCount, FixedSize, TokenBudget
 from tests.specs import make_spec, plan_by_formula
 
@@ -19,6 +20,26 @@ def test_a_target_alone_is_cut_by_a_token_budget() -> None:
     plan = plan_by_formula(make_spec(), [CPU], predicted=False, threads=2)
     assert plan.cut == TokenBudget(tokens=CPU_TOKENS)
     assert plan.precision == "fp32"
+
+
+def test_a_budget_that_was_measured_holds_for_samples_longer_than_it_too() -> None:
+    spec, found = make_spec(), Speeds(((126, 900.0), (252, 1000.0), (510, 800.0)))
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 1024})})
+    plan = make_plan(
+        spec, [CPU], by_formula(spec.model.architecture), predicted=False, speeds=lambda recipe, length: found
+    )
+    assert plan.cut == TokenBudget(tokens=256)
+    assert plan.actual_batch_size_per_gpu == 1
+
+
+@pytest.mark.parametrize("device", [CPU, A100])
+def test_what_a_processor_cannot_do_is_said(device: Device) -> None:
+    spec = make_spec()
+    spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"name": "adamw_8bit"})})
+    warned = [
+        each for each in plan_by_formula(spec, [device], predicted=True).warnings if "adamw_8bit" in each
+    ]
+    assert len(warned) == (device is CPU)
 
 
 def test_given_steps_are_exactly_that_many_over_all_devices_asked_for() -> None:

@@ -29,7 +29,7 @@ async function show() {
   document.title = name && !PAGES[name] ? "No such page · Accrue" : `${page.TITLE} · Accrue`;
   fill(main);
   if (name && !PAGES[name]) {
-    main.append(problem(new Refused(404, { detail: `There is no page ${name} here.` }), false));
+    main.append(problem(new Refused(404, { detail: `There is no page ${name} here.` }), false), h("p", {}, h("a", { href: "#/plan" }, "Plan a job")));
     return;
   }
   try {

@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 const TERMS = {
   model: "The model to start from: built in, a folder of ACCRUE_MODELS_DIR, or the id of one on the hub. Start small: what works on a small one mostly works on a large one.",
   device: "Plan for a GPU that is not here: 24GB, or A100-80GB. Left empty, it is what this service has.",
-  count: "How many of these devices share a step. One is planned and trained; more are planned.",
+  count: "How many of these devices would share a step, for planning: a job trains on one today, and keeps its effective batch by accumulating more.",
   method: "full changes every weight. lora trains small matrices beside frozen weights: far less memory, nearly as good for most tasks. qlora keeps the frozen weights in 4 bits, too: needs a GPU.",
   length: "Tokens of a sample; longer ones are cut. Memory grows with it: choose the length that nine in ten of your samples have.",
   optimizer: "adamw keeps two numbers beside each weight, in 8 bits adamw_8bit. sgd without momentum and adafactor keep next to none. adamw is right unless memory is short.",
@@ -21,7 +21,8 @@ const TERMS = {
   learning_rate: "As it was used at each step: warmup, then the schedule.",
   grad_norm: "The length of the whole window's gradient before clipping. Spikes are samples that stand out; growth is a rate that is too high.",
   throughput: "Input tokens a second, without padding.",
-  memory: "The peak of the training process at each step, beside what was predicted and what may be used.",
+  memory: "The peak of the training process at each step, beside what the plan reckons with: micro-batches of samples of full length, which may be larger than those that came.",
+  prediction: "Predicted over measured peak at the largest micro-batch that really came along. Above zero: less was needed than predicted.",
   noise_scale: "The batch beyond which more samples per step hardly help: as far as the measured noise of the gradients tells. Well above your batch: a larger one would pay.",
   certificate: "Before the first step the first window's gradient was made in two different splits; this is the largest relative difference. It shows that accumulating changes nothing for this model.",
   evidence: "measured: in a run on this service; simulated: the training step without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source.",

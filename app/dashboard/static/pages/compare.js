@@ -9,7 +9,7 @@ import { badge } from "./jobs.js";
 
 export const TITLE = "Compare";
 
-const COLUMNS = ["Job", "Batch", "Steps", "Last loss of all", "Noise", "Noise to the first", "Tokens/s", "Peak GiB", "Padding"];
+const COLUMNS = ["Job", "Batch", "Steps", "Loss", "At its own end", "Noise", "Noise to the first", "Tokens/s", "Peak GiB", "Padding"];
 const MOST = 10;
 
 export async function show(main, { chosen, signal }) {
@@ -52,10 +52,10 @@ export async function show(main, { chosen, signal }) {
     const name = (job) => `…${job.training_id.slice(-6)}: batch ${job.effective_batch_size}`;
     curve.draw(jobs.map((job, place) => ({ x: seen, y: loss[job.training_id], name: name(job), colour: hue(place), dash: place < PALETTE.length ? "solid" : "dot" })),
       { summary: jobs.map((job) => `${name(job)} comes to ${fixed(loss[job.training_id].at(-1))}`).join("; ") });
-    fill(result, table("Over the samples that all of them have seen", COLUMNS.map((title, place) => ({ title, number: place > 0 })), jobs.map((job, place) => [
+    fill(result, table(`Loss after ${number(Math.round(seen.at(-1)))} samples, which all of them have seen`, COLUMNS.map((title, place) => ({ title, number: place > 0 })), jobs.map((job, place) => [
       h("span", { class: "swatch" }, h("i", { class: `of-${hue(place)}` }), h("a", { href: `#/job/${job.training_id}` }, name(job))),
       `${number(job.effective_batch_size)} in ${number(job.stats.accumulation_steps)}`,
-      number(job.steps), fixed(job.final_loss), job.loss_noise.toExponential(2),
+      number(job.steps), fixed(loss[job.training_id].at(-1)), fixed(job.final_loss), job.loss_noise.toExponential(2),
       job.noise_ratio === null ? "–" : `× ${fixed(job.noise_ratio, 2)}`,
       number(job.stats.tokens_per_second), fixed(job.stats.peak_memory_gb, 2), percent(job.stats.padding_share),
     ])), h("p", { class: "muted" }, "Noise is the variance of the loss around its trend. ", help("noise")));

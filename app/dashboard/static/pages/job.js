@@ -107,7 +107,7 @@ function makeState() {
   const error = h("p", { class: "is-bad" });
   const bar = h("progress", { "aria-label": "Steps made" });
   const facts = {
-    batch: ["Effective batch", "effective"], loss: ["Loss", "loss"], speed: ["Tokens a second", "throughput"], memory: ["Memory at the peak", "memory"],
+    batch: ["Effective batch", "effective"], loss: ["Loss, moving average", "loss"], speed: ["Tokens a second", "throughput"], memory: ["Memory at the peak", "memory"],
     samples: ["Samples seen"], device: ["Device"], begun: ["Begun"], attempt: ["Attempt"],
   };
   const values = Object.fromEntries(Object.keys(facts).map((name) => [name, h("dd", {})]));
@@ -124,7 +124,7 @@ function makeState() {
     const shown = {
       batch: split(job),
       loss: fixed(progress.loss_ema), speed: number(progress.tokens_per_second),
-      memory: `${bytes(progress.memory_peak_bytes)} of ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`,
+      memory: `${bytes(progress.memory_peak_bytes)}, at most ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`,
       samples: number(progress.samples_seen), device: `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`,
       begun: moment(job.started_at), attempt: number(job.attempt),
     };
@@ -160,7 +160,7 @@ async function showOutcome(outcome, job, signal) {
       noise && fact("Noise scale", noiseOf(noise), "noise_scale"),
       fact("Samples a second", number(stats.samples_per_second)),
       fact("Padding", percent(stats.padding_share)),
-      fact("Memory predicted", stats.prediction_error === null ? "–" : `${percent(stats.prediction_error)} off`, "memory"),
+      fact("Memory predicted", stats.prediction_error === null ? "–" : `${percent(stats.prediction_error)} off`, "prediction"),
       fact("Out of memory", `${number(stats.oom_recoveries)} times`)),
     h("p", { class: "actions" },
       result.model_path && h("button", { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) }, "Download the model"),

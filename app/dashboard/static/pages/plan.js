@@ -56,6 +56,7 @@ export async function show(main, { chosen, signal }) {
   /** Whatever is typed: the label at once, the address, and a little later the prediction. */
   function changed(wait = AFTER_TYPING) {
     const shown = values();
+    fill(starting);
     history.replaceState(null, "", `#/plan${query(different(shown))}`);
     for (const name of ["target"]) inputs[name].closest(".field").hidden = shown.batch !== "target";
     for (const name of ["micro", "steps"]) inputs[name].closest(".field").hidden = shown.batch === "target";
@@ -288,7 +289,7 @@ function showAnswer(result, answer, values, apply, speed) {
       h("code", {}, other.change),
       h("span", { class: other.fits ? "is-ok" : "is-bad" }, other.fits ? "yes" : "no"),
       `${number(other.accumulation_steps)} × ${number(other.micro_batch_size)}`,
-      bytes(other.peak_process_bytes),
+      `${other.source === "formula" && answer.source !== "formula" ? "about " : ""}${bytes(other.peak_process_bytes)}`,
       number(other.predicted_samples_per_second),
       takeIt(other, values, apply),
     ])));
@@ -303,7 +304,7 @@ const IN_THE_FORM = {
   optimizer: (value) => ({ optimizer: value }),
   max_length: (value) => ({ length: value }),
   mixed_precision: (value) => ({ precision: value }),
-  devices: (value) => ({ count: value }),
+  devices: (value, other, values) => (values.gpus ? { count: value } : null),
 };
 
 /** A button for a change such as `method: lora, gradient_checkpointing: true`. */
@@ -352,7 +353,7 @@ async function fillModels(form, signal) {
 
 /** The files that are there, and a way to bring another. */
 function fileChoice(chooser) {
-  const told = h("small", { role: "status" });
+  const told = h("small", { id: "wrong-upload", class: "wrong", role: "alert" });
   async function load(signal, chosen) {
     const { data } = await get("v1/files?limit=100", signal);
     const own = data.filter((file) => file.purpose === "fine-tune");
@@ -360,17 +361,20 @@ function fileChoice(chooser) {
     fill(chooser, h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
       own.map((file) => h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`)));
   }
+  const chosen = () => chooser.dispatchEvent(new Event("input", { bubbles: true }));
   async function bring(event) {
     const [file] = event.target.files;
     if (!file) return;
-    told.textContent = `Bringing ${file.name} …`;
+    told.textContent = "";
     try {
       const stored = await upload(file);
       await load(undefined, stored.id);
-      chooser.dispatchEvent(new Event("input", { bubbles: true }));
-      told.textContent = `${file.name} is there.`;
+      announce(`${file.name} is there.`);
+      chosen();
     } catch (error) {
-      told.textContent = error.message;
+      chooser.value = "";
+      chosen();
+      told.textContent = `${file.name} was not taken. ${error.message}`;
     }
   }
   const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: bring });
