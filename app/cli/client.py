@@ -1,5 +1,6 @@
 """The command's own way to the service: httpx, and errors as one sentence."""
 
+import hashlib
 import json
 import os
 import time
@@ -94,6 +95,14 @@ class Client:
                 if failures > _PATIENCE:
                     raise
                 time.sleep(failures)
+
+    def stored(self, file: Path) -> Any:
+        """The same file as it is there already, among the newest; null: it is not."""
+        with file.open("rb") as content:
+            sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        newest = self.get("/v1/files", params={"limit": 100, "purpose": "fine-tune"})["data"]
+        same = (each for each in newest if (each["sha256"], each["filename"]) == (sha256, file.name))
+        return next(same, None)
 
     def upload(self, file: Path) -> Any:
         with file.open("rb") as content:

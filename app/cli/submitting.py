@@ -119,7 +119,7 @@ def preview(
 ) -> None:
     """Show data as the trainer will see it: tokens, those that count for the loss, and lengths.
 
-    A file of yours is uploaded for it, and deleted again.
+    A file of yours that is not there yet is uploaded for it, and deleted again.
     """
     from app.cli.tables import show_preview
 
@@ -145,6 +145,10 @@ def _uploaded(client: Client, data: str) -> Iterator[str]:
         raise InvalidRequest(
             f"{data} is trained as one text, in samples of max_length tokens, all of which count"
         )
+    stored = client.stored(Path(data))
+    if stored is not None:
+        yield stored["id"]
+        return
     file_id: str = client.upload(Path(data))["id"]
     try:
         yield file_id
@@ -210,11 +214,14 @@ def _submit(
     more: dict[str, Any],
     settings: list[str] | None,
 ) -> Any:
-    """Uploads the file and asks for a job on it; gives the service's answer."""
+    """Uploads the file, unless it is there, and asks for a job on it; gives the service's answer."""
     uploaded = None
     if file.suffix.lower() == ".jsonl":
-        uploaded = client.upload(file)["id"]
-        dataset = {**dataset, "file_id": uploaded}
+        stored = client.stored(file)
+        if stored is None:
+            stored = client.upload(file)
+            uploaded = stored["id"]
+        dataset = {**dataset, "file_id": stored["id"]}
     else:
         dataset = {**dataset, "texts": [_text(file)], "overlength": "split"}
     body = {

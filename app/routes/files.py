@@ -94,6 +94,7 @@ def answer(row: File) -> FileAnswer:
         purpose=row.purpose,
         format=row.format,
         examples=row.examples,
+        sha256=row.sha256,
     )
 
 

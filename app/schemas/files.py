@@ -18,6 +18,7 @@ class FileAnswer(Answer):
     status: Literal["processed"] = "processed"
     format: DataFormat | None = Field(description="null: no training file")
     examples: int | None
+    sha256: str | None = Field(None, description="Of its content; null: no training file")
 
 
 class FileDeleted(Answer):

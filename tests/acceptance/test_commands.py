@@ -114,6 +114,18 @@ def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None
     assert len({event["id"] for event in told}) == len(told)
 
 
+def test_a_file_is_uploaded_once(shared: Accrue, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(json.dumps({"text": "Only once."}) + "\n")
+    asked = ("submit", str(mine), "--max-steps", "1", "--max-length", "16", "--set", "auto_start=false")
+    jobs = [shared.job(run(shared, *asked).split()[0]) for _ in range(2)]
+    (file_id,) = {job["dataset"]["file_id"] for job in jobs}
+    run(shared, "submit", str(mine), "--dry-run")
+    assert file_id in run(shared, "files")
+    mine.write_text(json.dumps({"text": "Another."}) + "\n")
+    assert shared.job(run(shared, *asked).split()[0])["dataset"]["file_id"] != file_id
+
+
 def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
     asked = (
         "submit",

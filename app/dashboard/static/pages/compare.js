@@ -5,7 +5,7 @@ import { chart, PALETTE, warm } from "../charts.js";
 import { fill, h, table } from "../dom.js";
 import { fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
-import { badge } from "./jobs.js";
+import { badge, method } from "./jobs.js";
 
 export const TITLE = "Compare";
 
@@ -21,7 +21,7 @@ export async function show(main, { chosen, signal }) {
   const curve = chart("Loss", { x: "samples seen", y: "nats per token, moving average" }, help("loss"));
   const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);
   const list = h("ul", { class: "legend" }, trained.map((job) => h("li", {}, h("label", {},
-    h("input", { type: "checkbox", value: job.id, checked: ids.includes(job.id), onchange: choose }), ` …${job.id.slice(-6)} `, badge(job), ` ${job.model_name}, batch ${number(job.effective_batch_size)}`))));
+    h("input", { type: "checkbox", value: job.id, checked: ids.includes(job.id), onchange: choose }), ` …${job.id.slice(-6)} `, badge(job), ` ${job.model_name}, ${method(job)}, batch ${number(job.effective_batch_size)}`))));
 
   function choose() {
     const ticked = [...list.querySelectorAll("input:checked")].map((input) => input.value);

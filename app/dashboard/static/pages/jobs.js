@@ -77,7 +77,7 @@ export async function show(main, { chosen, signal }) {
     return [
       [`${job.progress.step > 1}`, () => job.progress.step > 1 && h("input", { type: "checkbox", "aria-label": `Compare ${job.id}`, checked: ticked.has(job.id), onchange: (event) => tick(event, job.id) })],
       ["", () => h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`)],
-      plain(job.model_name),
+      [`${job.model_name} ${method(job)}`, () => [job.model_name, method(job) !== "full" && h("div", { class: "muted" }, method(job))]],
       [state, () => [badge(job), job.waiting && h("div", { class: "muted" }, waits(job)), job.error && h("div", { class: "is-bad" }, job.error.message)]],
       plain(number(job.effective_batch_size)),
       plain(steps(job)),
@@ -88,6 +88,11 @@ export async function show(main, { chosen, signal }) {
   }
   await look();
   poll(look, EVERY, signal);
+}
+
+/** Its name, of one that was given with arguments too. */
+export function method({ training_config: { method = "full" } }) {
+  return typeof method === "string" ? method : Object.keys(method)[0];
 }
 
 /** A job that only measures makes no model, and ends before its last step. */
