@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from sqlalchemy.orm import Session
 from app.database import Database
 from app.errors import InvalidRequest
 from app.migrations import migrate
-from app.models import File, Job
+from app.models import Job
 from app.settings import Settings
 
 _DATABASE = "accrue.db"
@@ -52,8 +53,10 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> Taken:
         _copy_database(source, partial / _DATABASE)
         database = Database(f"sqlite:///{(partial / _DATABASE).absolute()}")
         with database.reading() as session:
-            files, jobs = _copy_files(session, settings, partial), _jobs(session)
+            jobs = _jobs(session)
         database.close()
+        (partial / "files").mkdir(mode=0o700)
+        files = _copy_files(_named_files(partial / _DATABASE), settings.files_dir, partial / "files")
         if runs:
             for job_id in jobs:
                 _copy_run(settings.runs_dir / job_id, partial / "runs" / job_id)
@@ -63,8 +66,7 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> Taken:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Taken(folder, len(jobs), files, size)
+    return Taken(folder, len(jobs), files, _size(folder))
 
 
 def restore(settings: Settings, folder: Path) -> Taken:
@@ -85,21 +87,21 @@ def restore(settings: Settings, folder: Path) -> Taken:
     wrong = _what_is_wrong(folder / _DATABASE)
     if wrong is not None:
         raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")
-    missing = [file for file in _named_files(folder / _DATABASE) if not (folder / "files" / file).exists()]
+    named = _named_files(folder / _DATABASE)
+    missing = [file_id for file_id in named if not (folder / "files" / file_id).exists()]
     if missing:
         raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
     settings.make_directories()
-    for part, own in (("files", settings.files_dir), ("runs", settings.runs_dir)):
-        if (folder / part).is_dir():
-            shutil.copytree(folder / part, own, dirs_exist_ok=True)
+    files = _copy_files(named, folder / "files", settings.files_dir)
+    if (folder / "runs").is_dir():
+        shutil.copytree(folder / "runs", settings.runs_dir, dirs_exist_ok=True)
     _copy_database(folder / _DATABASE, target)
     migrate(settings.url)
     database = Database(settings.url)
     with database.reading() as session:
-        jobs, files = _jobs(session), session.scalars(select(File.id)).all()
+        jobs = _jobs(session)
     database.close()
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Taken(folder, len(jobs), len(files), size)
+    return Taken(folder, len(jobs), files, _size(folder))
 
 
 def _sqlite_file(settings: Settings) -> Path:
@@ -112,10 +114,10 @@ def _sqlite_file(settings: Settings) -> Path:
     return Path(url.database)
 
 
-def _named_files(path: Path) -> list[str]:
-    """The ids of the files that a database names."""
+def _named_files(path: Path) -> dict[str, str]:
+    """The files that a database names: their ids, and the digests of what they hold."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        return [file_id for (file_id,) in database.execute("SELECT id FROM files")]
+        return dict(database.execute("SELECT id, sha256 FROM files"))
 
 
 def _what_is_wrong(path: Path) -> str | None:
@@ -142,15 +144,27 @@ def _copy_database(source: Path, target: Path) -> None:
     os.close(descriptor)
 
 
-def _copy_files(session: Session, settings: Settings, folder: Path) -> int:
-    """The files that the copied database names; one that was deleted meanwhile is named no more by now."""
-    (folder / "files").mkdir(mode=0o700)
+def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
+    """Those that are still there, equal ones once; gives how many."""
     copied = 0
-    for file_id in session.scalars(select(File.id)):
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copy2(settings.files_dir / file_id, folder / "files" / file_id)
+    first: dict[str, Path] = {}
+    for file_id, sha256 in named.items():
+        own = target / file_id
+        own.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile, and is named no more by now
+            try:
+                own.hardlink_to(first[sha256])
+            except (KeyError, OSError):  # the first of its kind, or a file system without links
+                shutil.copy2(source / file_id, own)
+                first[sha256] = own
             copied += 1
     return copied
+
+
+def _size(folder: Path) -> int:
+    """Bytes on the disk; what has several names counts once."""
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum({each.st_ino: each.st_size for each in files}.values())
 
 
 def _jobs(session: Session) -> list[str]:

@@ -1,5 +1,6 @@
 """Backups under load, and what `accrue doctor` says."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from app import jobs
+from app.data import files
 from app.database import Database
 from app.errors import InvalidRequest
 from app.models import Job
@@ -62,6 +64,23 @@ def test_a_backup_under_load_holds_every_job_acknowledged_before_it(
         assert fence.job_id == acknowledged[0]
     assert (restored.files_dir / "file-1").exists()
     other.close()
+
+
+def test_equal_files_take_room_once_in_a_backup_and_after_it(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    for number, text in enumerate(("same", "same", "other")):
+        path = settings.files_dir / f"file-{number}"
+        path.write_text(json.dumps({"text": text}) + "\n")
+        with database.writing() as session:
+            checked = files.check(path, settings, "file")
+            files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune")
+    taken = backup.take(settings, tmp_path / "backup", runs=False)
+    restored = elsewhere(settings, tmp_path / "restored")
+    assert backup.restore(restored, taken.folder).files == taken.files == 3
+    for folder in (settings.files_dir, taken.folder / "files", restored.files_dir):
+        assert [path.stat().st_nlink for path in sorted(folder.iterdir())] == [2, 2, 1]
+    assert (restored.files_dir / "file-1").read_text() == '{"text": "same"}\n'
 
 
 def test_what_cannot_be_backed_up_or_restored_says_why(
