@@ -120,6 +120,33 @@ def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
     expect(label).to_have_text(re.compile("whole numbers"))
 
 
+def test_the_effective_batch_that_is_shown_is_the_one_that_is_trained(page: Page, data: Path) -> None:
+    page.goto("./#/plan?batch=split&micro=6&steps=7&count=3")
+    expect(page.locator("output")).to_have_text("→ Effective batch: 126")
+    page.get_by_label("Bring JSON lines").set_input_files(data)
+    expect(page.locator("#field-file")).to_have_value(re.compile("^file-"))
+    page.get_by_role("button", name="Check only").click()
+    told = page.locator("form p", has_text="This would run")
+    expect(told).to_contain_text("steps of 126 samples")
+    plan(page, Batch_size="5")
+    expect(told).to_have_count(0)  # of what is typed now nothing was checked
+
+
+def test_a_file_that_is_not_taken_leaves_none_chosen(
+    page: Page, data: Path, tmp_path: Path, noticed: Noticed
+) -> None:
+    page.goto("./")
+    chosen = page.locator("#field-file")
+    page.get_by_label("Bring JSON lines").set_input_files(data)
+    expect(chosen).to_have_value(re.compile("^file-"))
+    table = tmp_path / "table.csv"
+    table.write_text("prompt,completion\n1,2\n")
+    page.get_by_label("Bring JSON lines").set_input_files(table)
+    expect(page.get_by_role("alert").filter(has_text="table.csv was not taken")).to_contain_text("Line 1")
+    expect(chosen).to_have_value("")
+    noticed.faults.clear()  # a browser writes every answer of 400 into its console
+
+
 def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) -> None:
     page.goto("./")
     page.get_by_label("Model", exact=True).fill("meta-llama/Llama-3.1-8B")

@@ -215,6 +215,7 @@ function request(values) {
     dataset_config: { file_id: values.file, max_length: asNumber(values.length), validation_split: asNumber(values.validation) },
     training_config: { epochs: asNumber(values.epochs), learning_rate: asNumber(values.rate), method: values.method, optimizer: values.optimizer, gradient_checkpointing: values.checkpointing === "true" },
     mixed_precision: values.precision === "auto" ? true : values.precision,
+    num_gpus: whole(values.count) ?? undefined,
     ...split,
   };
 }
@@ -361,7 +362,7 @@ function fileChoice(chooser) {
     fill(chooser, h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
       own.map((file) => h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`)));
   }
-  const chosen = () => chooser.dispatchEvent(new Event("input", { bubbles: true }));
+  const tell = () => chooser.dispatchEvent(new Event("input", { bubbles: true }));
   async function bring(event) {
     const [file] = event.target.files;
     if (!file) return;
@@ -370,10 +371,10 @@ function fileChoice(chooser) {
       const stored = await upload(file);
       await load(undefined, stored.id);
       announce(`${file.name} is there.`);
-      chosen();
+      tell();
     } catch (error) {
       chooser.value = "";
-      chosen();
+      tell();
       told.textContent = `${file.name} was not taken. ${error.message}`;
     }
   }
