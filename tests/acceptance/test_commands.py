@@ -142,6 +142,7 @@ def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
     assert "learning rate 5e-05" in told
     assert told.count("cut to max_length 8") == 1
     assert "tokens learned from" in told
+    assert "deprecated" not in told
     assert "accrue download fetches the model" in told
     assert "lora" in run(shared, "jobs", "--limit", "1")
 

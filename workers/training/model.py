@@ -84,7 +84,8 @@ def load(order: Order) -> tuple[Any, Any, list[str]]:
         _check_compiler()
         torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
         backbone_of(model).compile(dynamic=False)
-    return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in warned]
+    told = [each for each in warned if issubclass(each.category, UserWarning)]  # others are for programmers
+    return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in told]
 
 
 def _read(order: Order, attention: str) -> Any:
