@@ -174,8 +174,8 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
     base = base_models.find_for_planning(asked.model_name, settings)
     devices, warnings = _devices(asked, settings, database)
     recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
-    quantised, until = recipe.quantised, time.monotonic() + asked.wait_seconds
-    warnings += unsupported(recipe.device, quantised=quantised, optimizer=asked.optimizer)
+    warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=asked.optimizer)
+    until = time.monotonic() + asked.wait_seconds
 
     def profiled(recipe: Recipe, sequence: int) -> list[str]:
         wanted = Wanted(asked.model_name or "", base.architecture, base.config, recipe, sequence)
@@ -196,9 +196,9 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
             return answer(question, profiles.estimates(*on), [*warnings, *told], profiles.speeds(*on))
 
     found = answered()
-    for _ in range(_ADVICE_CHECKED):
+    for _ in range(0 if told else _ADVICE_CHECKED):  # told: nobody simulates, or not in time
         change = advised(found, question)
-        if told or change is None or profiled(change.recipe, change.sequence):
+        if change is None or profiled(change.recipe, change.sequence):
             break
         found = answered()
     return found

@@ -55,7 +55,7 @@ class DataSpec(Frozen):
 
 
 class OptimizerSpec(Frozen):
-    """An optimizer; of the last five only its own are not null (`submission.OPTIMIZER_DEFAULTS`)."""
+    """An optimizer; of the last five only its own are not null (`arguments.OPTIMIZER_ARGUMENTS`)."""
 
     name: OptimizerName
     learning_rate: float
