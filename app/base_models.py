@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,12 +14,18 @@ from app.errors import Unprocessable
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
 from app.schemas.architecture import BUILT_IN_MODEL, Architecture, ModelReference
+from app.schemas.model_files import fingerprint_of_files
+from app.schemas.text import oversized, unstorable
+from app.schemas.training import MODEL_NAME
 from app.settings import Settings
 
 Source = Literal["built_in", "local", "hub"]
 KnownFrom = Literal["built_in", "local", "catalogue"]
 
 _HUB_TIMEOUT_SECONDS = 5.0
+"""For the whole answer."""
+_HUB_READ_SECONDS = 2.0
+_HUB_BLOCK_BYTES = 2**14
 _LARGEST_CONFIG_BYTES = 2**20
 
 
@@ -44,7 +51,22 @@ def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, Ba
     if config is None:
         source, config = "hub", _cached_config(name) or _hub_config(name, settings)
     base = _read(name, config)
-    return ModelReference(name=name, source=source, architecture=base.architecture), base
+    folder = _local_folder(name, settings) if source == "local" else None
+    return ModelReference(
+        name=name,
+        source=source,
+        architecture=base.architecture,
+        fingerprint=None if folder is None else _fingerprint(name, folder),
+    ), base
+
+
+def _fingerprint(name: str, folder: Path) -> str:
+    try:
+        return fingerprint_of_files(folder)
+    except OSError as error:
+        raise Unprocessable(
+            f"The files of the model {name} cannot be read ({error.strerror}).", field="model_name"
+        ) from None
 
 
 @cache
@@ -87,7 +109,11 @@ def known(settings: Settings) -> list[str]:
     """Names that need no hub: the built-in model and those of the models folder."""
     folder = settings.models_dir
     local = (
-        sorted(str(path.parent.relative_to(folder)) for path in _configs(folder))
+        sorted(
+            name
+            for path in _configs(folder)
+            if MODEL_NAME.fullmatch(name := str(path.parent.relative_to(folder)))
+        )
         if folder is not None and folder.is_dir()
         else []
     )
@@ -98,7 +124,7 @@ def to_plan_for(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]
     """Everything that is known without asking the hub, by name; a folder that cannot be read is left out."""
     found = {name: _of_the_catalogue(name) for name in catalogue.CATALOGUE}
     for name in known(settings):
-        with contextlib.suppress(Unprocessable):
+        with contextlib.suppress(Unprocessable, OSError):
             source: KnownFrom = "built_in" if name == BUILT_IN_MODEL else "local"
             found[name] = source, find_for_planning(name, settings).architecture
     return dict(sorted(found.items()))
@@ -115,7 +141,7 @@ def _configs(folder: Path) -> list[Path]:
 
 def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
     folder = _local_folder(name, settings)
-    return None if folder is None else _parse(name, (folder / "config.json").read_bytes())
+    return None if folder is None else _parse(name, _beginning(name, folder / "config.json"))
 
 
 def _local_folder(name: str, settings: Settings) -> Path | None:
@@ -135,7 +161,22 @@ def _cached_config(name: str) -> dict[str, Any] | None:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return _parse(name, Path(cached).read_bytes()) if isinstance(cached, str) else None
+    return _parse(name, _beginning(name, Path(cached))) if isinstance(cached, str) else None
+
+
+def _beginning(name: str, path: Path) -> bytes:
+    """A file, and not more of it than a config.json may have.
+
+    Raises:
+        Unprocessable: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(_LARGEST_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise Unprocessable(
+            f"The config.json of {name} cannot be read ({error.strerror}).", field="model_name"
+        ) from None
 
 
 def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
@@ -144,16 +185,28 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
         raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
     import httpx2 as httpx
     from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils._headers import build_hf_headers
 
+    until, content = time.monotonic() + _HUB_TIMEOUT_SECONDS, b""
     try:
-        answer = httpx.get(
-            hf_hub_url(name, "config.json"), follow_redirects=True, timeout=_HUB_TIMEOUT_SECONDS
-        )
+        with httpx.stream(
+            "GET",
+            hf_hub_url(name, "config.json"),
+            headers=build_hf_headers(),  # with the token of this machine, where it has one
+            follow_redirects=True,
+            timeout=_HUB_READ_SECONDS,
+        ) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise _unknown(name, settings, f"and the hub answers {answer.status_code}")
+            for block in answer.iter_bytes(_HUB_BLOCK_BYTES):
+                content += block
+                if len(content) > _LARGEST_CONFIG_BYTES:
+                    break  # it is refused below
+                if time.monotonic() > until:
+                    raise _unknown(name, settings, "and the hub answers too slowly")
     except httpx.HTTPError:
         raise _unknown(name, settings, "and the hub cannot be reached from here") from None
-    if answer.status_code != httpx.codes.OK:
-        raise _unknown(name, settings, f"and the hub answers {answer.status_code}")
-    return _parse(name, answer.content)
+    return _parse(name, content)
 
 
 def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
@@ -180,12 +233,19 @@ def _near(name: str, names: Iterable[str]) -> str | None:
 
 
 def _parse(name: str, content: bytes) -> dict[str, Any]:
+    if len(content) > _LARGEST_CONFIG_BYTES:
+        raise Unprocessable(
+            f"The config.json of {name} is larger than {_LARGEST_CONFIG_BYTES} bytes.", field="model_name"
+        )
     try:
-        config = json.loads(content[:_LARGEST_CONFIG_BYTES])
-    except ValueError:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
         raise Unprocessable(f"The config.json of {name} is not JSON.", field="model_name") from None
     if not isinstance(config, dict):
         raise Unprocessable(f"The config.json of {name} is no object.", field="model_name")
+    why = oversized(config) or ("has a text with a NUL character" if unstorable(config) else None)
+    if why is not None:
+        raise Unprocessable(f"The config.json of {name} {why}.", field="model_name")
     return config
 
 

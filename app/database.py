@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
@@ -23,13 +24,14 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Double
 
-from app.errors import BadSetting
+from app.errors import BadSetting, ReplacedDatabase
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
 
 _PAGES_BETWEEN_CHECKPOINTS = 4000
 """Of SQLite's log, 16 MiB: then every commit copies what it can into the database."""
 
+_UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
 
@@ -81,6 +83,7 @@ class Database:
         self._one_writes = threading.Lock()
         self._info: dict[str, Any] = {}
         self._transaction: Transaction | None = None
+        self._file = _SqliteFile(self.engine) if self.is_sqlite else None
 
     def with_info(self, **info: Any) -> "Database":
         """The same database, whose sessions carry this in their `info`."""
@@ -140,11 +143,19 @@ class Database:
         with self._turn(), self._writing.begin() as connection:
             yield Transaction(connection)
 
+    def check_in_place(self) -> None:
+        """Raises:
+        ReplacedDatabase: the SQLite file is no longer the one that was opened.
+        """
+        if self._file is not None:
+            self._file.check()
+
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """One thread after another: only those of other processes are left to contend for SQLite's lock."""
         waits = self.is_sqlite and self._one_writes.acquire(timeout=self._patience_seconds)
         try:
+            self.check_in_place()
             yield
         finally:
             if waits:
@@ -168,6 +179,67 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+class Changes:
+    """Whether the database may have changed since the last time: a look that takes microseconds, for those
+    who wait for something in it.
+
+    On PostgreSQL, which has no such counter, it may always have; there one in `_UNKNOWN_EVERY` looks says so.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._connection: sqlite3.Connection | None = None
+        self._seen: int | None = None
+        self._looks = count()
+
+    def any(self) -> bool:
+        """True the first time, too; and now and then, for what becomes due by time alone."""
+        look = next(self._looks)
+        if not self._database.is_sqlite:
+            return look % _UNKNOWN_EVERY == 0
+        if look % _EVEN_SO_EVERY == 0:
+            return True
+        if self._connection is None:
+            name = self._database.engine.url.database or ""
+            self._connection = sqlite3.connect(name, check_same_thread=False)
+        (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+        changed = bool(version != self._seen)
+        self._seen = version
+        return changed
+
+
+class _SqliteFile:
+    """The file behind an engine's connections, known by its inode.
+
+    A file that was deleted or replaced is still written to by those who have it open: what they commit is
+    nowhere to be found afterwards.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        name = engine.url.database
+        self._path = None if not name or name == ":memory:" else Path(name)
+        self._known: tuple[int, int] | None = None
+
+    def check(self) -> None:
+        """The first time it is only noted which file it is.
+
+        Raises:
+            ReplacedDatabase: it is another one, or none.
+        """
+        if self._path is None:
+            return
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            if self._known is None:  # it is about to be made
+                return
+            raise ReplacedDatabase(f"{self._path.name} was deleted") from None
+        found = (stat.st_dev, stat.st_ino)
+        self._known = self._known or found
+        if found != self._known:
+            raise ReplacedDatabase(f"{self._path.name} was replaced")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ AccrueError
 ├── TooManyRequests 429   a key asks too often, or has too much waiting
 ├── Forbidden       403   a request from elsewhere than this machine, or beyond its key's scopes
 ├── Unavailable     503   this service cannot do it now
+│   └── ReplacedDatabase  its database's file is another one by now
 └── DiskFull        507   there is no room for it
 """
 
@@ -98,6 +99,18 @@ class Unavailable(AccrueError):
     status = 503
     code = "unavailable"
     title = "Unavailable"
+
+
+class ReplacedDatabase(Unavailable):
+    """The database's file was deleted or replaced under a process that has it open."""
+
+    title = "Database replaced"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The database file {what} while the service was running: nothing is written any more. Stop "
+            "service and workers, put the database in place, and start them again."
+        )
 
 
 class DiskFull(AccrueError):

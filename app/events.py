@@ -11,6 +11,7 @@ from app.ids import new_id
 from app.models import Delivery, Job, JobEvent
 from app.prepared import Prepared
 from app.schemas.run import Level
+from app.schemas.text import storable, storable_values
 
 ANNOUNCED = ("succeeded", "failed", "cancelled", "paused")
 
@@ -58,4 +59,4 @@ def tell_of(
 ) -> None:
     """The same of a job by its id, which is in the database by now."""
     told = {"id": new_id("ftevent"), "job_id": job_id, "attempt": attempt, "level": level, "type": kind}
-    _TELL.run(session, told | {"message": message, "data": json.dumps(data or {})})
+    _TELL.run(session, told | {"message": storable(message), "data": json.dumps(storable_values(data or {}))})

@@ -42,6 +42,7 @@ from app.models import Attempt, File, Job, JobRow
 from app.prepared import Prepared
 from app.schemas.run import Failure, Level
 from app.schemas.spec import Plan, Spec
+from app.schemas.text import storable
 from app.schemas.training import ENDED, JobStatus
 
 MAX_FAILURES = 3
@@ -494,10 +495,12 @@ def _leave(
 
 def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
     session.execute(
-        update(Attempt).where(_of_attempt(fence)).values(ended_at=database_now(), outcome=outcome[:500])
+        update(Attempt)
+        .where(_of_attempt(fence))
+        .values(ended_at=database_now(), outcome=storable(outcome)[:500])
     )
     totals.keep(session, fence.job_id)
 
 
 def _error(failure: Failure) -> dict[str, Any]:
-    return {"code": failure.code, "message": failure.message}
+    return {"code": failure.code, "message": storable(failure.message)}

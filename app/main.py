@@ -50,7 +50,9 @@ from app.security.rates import Rates
 from app.settings import Settings, get_settings
 from app.submitting.foresight import Kept
 from app.submitting.group_commit import GroupCommit
+from app.upkeep.data_folder import DataFolder
 from app.upkeep.retention import Retention
+from app.waits import Waits
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
@@ -96,6 +98,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         settings.make_directories()
         migrate(settings.url)
+        data_folder.hold(app.state.database)
         log.info("service started", version=__version__, database=settings.url.split("@")[-1])
         audit.start()
         app.state.group_commit.start()
@@ -108,6 +111,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         audit.close()
         app.state.glances.close()
         app.state.database.close()
+        data_folder.release()
 
     app = FastAPI(
         title="Accrue",
@@ -119,6 +123,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         responses={"4XX": _PROBLEM, "5XX": _PROBLEM},
     )
     _add_state(app, settings, authenticate)
+    data_folder = DataFolder(settings)
     audit = AuditLog(app.state.database, settings.audit_days)
     retention = Retention(app.state.database, settings)
     webhooks = _webhooks(settings, app.state.database)
@@ -153,6 +158,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.glances = Glances(state.database)
     state.documents = Documents()
     state.kept = Kept()
+    state.waits = Waits()
     state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)

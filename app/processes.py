@@ -1,5 +1,6 @@
 """Service and worker as processes of their own, started and ended together."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -9,7 +10,11 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import IO
 
+from app import parent
 from app.errors import BadSetting
+
+_LIFELINES: dict[int, int] = {}
+"""By a process' id, the pipe that it watches: it closes with this process."""
 
 _END_SECONDS = 45.0
 """Longer than a trainer's grace for its checkpoint."""
@@ -36,13 +41,29 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts `accrue serve` or `accrue worker`, out of reach of the terminal's Ctrl-C: we pass it on.
 
+    It ends with this process, and with the thread that calls this.
+
     Args:
         env: the environment; ours if null.
         log: where its output goes; ours if null.
     """
-    return subprocess.Popen(
-        [sys.executable, "-m", "app.cli", part], env=env, stdout=log, stderr=log, start_new_session=True
-    )
+    theirs, ours = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", part],
+            env={**(os.environ if env is None else env), parent.VARIABLE: str(theirs)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[theirs],
+        )
+    except OSError:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    _LIFELINES[process.pid] = ours
+    return process
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -57,6 +78,8 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if (lifeline := _LIFELINES.pop(process.pid, None)) is not None:
+            os.close(lifeline)
 
 
 def up() -> int:
@@ -67,7 +90,10 @@ def up() -> int:
         nonlocal stopped
         stopped = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to outlive the terminal
+        ending.append(signal.SIGHUP)
+    for number in ending:
         signal.signal(number, stop)
     parts = {"service": start("serve"), "worker": start("worker")}
     ended: dict[str, int] = {}

@@ -1,12 +1,12 @@
 """Profiles of memory: looked up, asked for, made."""
 
 import hashlib
-import time
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from anyio import to_thread
 from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.orm import Session
 
@@ -23,8 +23,9 @@ from app.planning.speeds import Speeds, SpeedsOf
 from app.schemas.architecture import Architecture
 from app.schemas.profile import Profile, Recipe
 from app.schemas.spec import Spec
+from app.schemas.text import storable
+from app.waits import until_found
 
-_LOOKED_AT_EVERY = 0.02
 _CLAIM_SECONDS = 60.0
 """A request that was claimed this long ago is anybody's again."""
 
@@ -130,30 +131,41 @@ def ask(session: Session, wanted: Wanted) -> None:
     session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
 
 
-def ask_and_wait(database: Database, wanted: Wanted, seconds: float) -> list[str]:
-    """Wants a profile and waits until it is there, cannot be made, or the time is over.
-
-    With no worker to make it nobody waits. Gives what a person should know of it.
-    """
+def want(database: Database, wanted: Wanted) -> list[str] | None:
+    """Wants a profile, if it isn't there; gives what a person should know of it, as `outcome` does."""
     with database.reading() as session:
         if there(session, wanted.key):
             return []
     with database.writing() as session:
         ask(session, wanted)
-    until = time.monotonic() + seconds
     with database.reading() as session:
-        anybody = workers_seen.any_alive(session)
-    while anybody:
-        with database.reading() as session:
-            request = session.get(ProfileRequest, wanted.key)
-        if request is None:
-            return []
-        if request.error is not None:
-            return [f"this model cannot be simulated, so the figures are by formula: {request.error}"]
-        if time.monotonic() >= until:
-            return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
-        time.sleep(_LOOKED_AT_EVERY)
-    return ["the figures are by formula: no worker is here to simulate this model"]
+        if not workers_seen.any_alive(session):
+            return ["the figures are by formula: no worker is here to simulate this model"]
+    return outcome(database, wanted)
+
+
+def outcome(database: Database, wanted: Wanted) -> list[str] | None:
+    """What a person should know of a profile that was wanted; null: it is still being made."""
+    with database.reading() as session:
+        request = session.get(ProfileRequest, wanted.key)
+    if request is None:
+        return []
+    if request.error is not None:
+        return [f"this model cannot be simulated, so the figures are by formula: {request.error}"]
+    return None
+
+
+async def wait_for(database: Database, wanted: Wanted, seconds: float) -> list[str]:
+    """Wants a profile and waits until it is there, cannot be made, or the time is over; holds no thread.
+
+    With no worker to make it nobody waits. Gives what a person should know of it.
+    """
+    told = await to_thread.run_sync(want, database, wanted)
+    if told is None:
+        told = await until_found(lambda: outcome(database, wanted), seconds)
+    if told is None:
+        return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
+    return told
 
 
 def claim(session: Session) -> ProfileRequest | None:
@@ -201,7 +213,7 @@ def store(session: Session, request: ProfileRequest, profile: Profile) -> None:
 def give_up(session: Session, request: ProfileRequest, reason: str) -> None:
     """Notes that a profile cannot be made."""
     session.execute(
-        update(ProfileRequest).where(ProfileRequest.key == request.key).values(error=reason[:500])
+        update(ProfileRequest).where(ProfileRequest.key == request.key).values(error=storable(reason)[:500])
     )
 
 

@@ -1,5 +1,6 @@
 """Profiles in the database: wanted, made, found, and held against what was measured."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_newest_request_goes_first(database: Database) -> None:
 
 
 def test_with_no_worker_nobody_waits(database: Database) -> None:
-    assert "no worker" in profiles.ask_and_wait(database, wanted(), 30.0)[0]
+    assert "no worker" in asyncio.run(profiles.wait_for(database, wanted(), 30.0))[0]
 
 
 def test_what_cannot_be_made_is_said_and_not_tried_again(database: Database) -> None:
@@ -93,7 +94,7 @@ def test_what_cannot_be_made_is_said_and_not_tried_again(database: Database) -> 
         request = profiles.claim(session)
         assert request is not None
         profiles.give_up(session, request, "ValueError: no such thing")
-    assert "no such thing" in profiles.ask_and_wait(database, wanted(), 30.0)[0]
+    assert "no such thing" in asyncio.run(profiles.wait_for(database, wanted(), 30.0))[0]
     with database.reading() as session:
         assert not profiles.waiting(session)
 

@@ -5,6 +5,7 @@ import signal
 from app.database import Database
 from app.logs import configure
 from app.migrations import migrate
+from app.parent import end_with_parent
 from app.settings import get_settings
 from workers.supervisor import Supervisor
 from workers.trainer_process import check_network_can_be_kept_away
@@ -16,6 +17,7 @@ def main(*, until_empty: bool = False) -> None:
     Args:
         until_empty: ends as soon as no job waits and none runs.
     """
+    end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
     if not settings.trainer_network:

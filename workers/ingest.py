@@ -19,6 +19,7 @@ from app.jobs import Fence
 from app.models import JobEvent, StepMetric
 from app.prepared import Prepared
 from app.schemas.run import EventLine, LogLine
+from app.schemas.text import storable, storable_values
 from workers.run_directory import RunDirectory
 
 _ALL = TypeAdapter(list[LogLine])
@@ -187,8 +188,8 @@ def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> 
         created_at=event.time,
         level=event.level,
         type=event.type,
-        message=event.message,
-        data=event.data,
+        message=storable(event.message),
+        data=storable_values(event.data),
     )
     statement: Insert = insert.on_conflict_do_nothing(
         index_elements=["job_id", "line"], index_where=JobEvent.line.is_not(None)

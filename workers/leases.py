@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app import jobs, workers_seen
 from app.database import Database
+from app.errors import ReplacedDatabase
 from app.jobs import Fence, LostJob
 from app.models import Worker
 from app.planning.devices import Device
@@ -134,7 +135,7 @@ class LeaseKeeper:
         while not self._stopped.is_set():
             try:
                 self.beat(database)
-            except SQLAlchemyError as error:
+            except (SQLAlchemyError, ReplacedDatabase) as error:
                 log.warning("the database did not answer", error=str(error).splitlines()[0])
             except Exception:
                 log.exception("a round of leases failed")  # the next one may not: this thread must go on

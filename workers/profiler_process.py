@@ -52,7 +52,7 @@ class ProfilerProcess:
                 [sys.executable, "-m", "workers.profiling"],
                 stdin=subprocess.DEVNULL,
                 env={
-                    **os.environ,
+                    **{name: value for name, value in os.environ.items() if name != "HF_TOKEN"},
                     LIFELINE_VARIABLE: str(theirs),
                     "ACCRUE_DATABASE_URL": self._settings.url,
                     "CUDA_VISIBLE_DEVICES": "",

@@ -3,6 +3,8 @@
     spec.json        the order: written by the supervisor before each attempt, read by the trainer
     metrics.jsonl    a line per optimizer step          }
     events.jsonl     a line per event                   } appended by the trainer, over all attempts
+    .base/           the base model's files, as links, made safe to load (training/model_files.py)
+    base_model.json  what those files are known by, so that every attempt trains from the same
     data/            the tokenised samples              }
     checkpoints/     step-00000050/, ...                } written by the trainer
     model/           the trained model                  }
@@ -50,6 +52,10 @@ SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
 """Silence on that pipe for so long ends the trainer too: the supervisor is halted, and its lease runs out."""
 
 
+TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
+"""A pipe from which the trainer reads the hub's token once, so that it is in no environment."""
+
+
 class RunDirectoryInUse(Exception):
     """Another trainer still holds the run directory."""
 
@@ -61,6 +67,7 @@ class RunDirectory:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.base = path / ".base"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"

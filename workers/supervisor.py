@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from app import base_models, events, gpus, jobs, measurements, profiles, workers_seen
 from app.database import Database
 from app.disk import is_full
+from app.errors import ReplacedDatabase
 from app.fail_points import fail_point
 from app.ids import new_id
 from app.jobs import Fence, LostJob
@@ -339,6 +340,8 @@ class Supervisor:
             yield
         except OperationalError as error:
             log.warning("the database did not answer", error=str(error.orig))
+        except ReplacedDatabase as error:
+            log.error("nothing can be written", error=error.message)
         except LostJob:
             if running is not None:
                 self._lose(running)

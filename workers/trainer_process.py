@@ -13,11 +13,18 @@ from app import fail_points
 from app.errors import BadSetting
 from app.planning.devices import Device
 from app.schemas.run import Failure
-from workers.run_directory import DISK_FULL, LIFELINE_VARIABLE, NO_ROOM, SILENCE_VARIABLE, RunDirectory
+from workers.run_directory import (
+    DISK_FULL,
+    LIFELINE_VARIABLE,
+    NO_ROOM,
+    SILENCE_VARIABLE,
+    TOKEN_VARIABLE,
+    RunDirectory,
+)
 
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
-    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "SSL_CERT_FILE",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "SSL_CERT_FILE",
     "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", fail_points.VARIABLE,
 )  # fmt: skip
 _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
@@ -65,6 +72,7 @@ class TrainerProcess:
         command = [sys.executable, "-m", "workers.training", str(run.path)]
         theirs, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
+        token = _pipe_with(os.environ.get("HF_TOKEN", ""))
         try:
             with run.log.open("ab") as output:
                 self._process = subprocess.Popen(
@@ -72,8 +80,8 @@ class TrainerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=_environment(device, theirs, silence_seconds),
-                    pass_fds=[theirs],
+                    env={**_environment(device, theirs, silence_seconds), TOKEN_VARIABLE: str(token)},
+                    pass_fds=[theirs, token],
                     start_new_session=True,
                     cwd=Path(__file__).resolve().parent.parent,
                 )
@@ -82,6 +90,7 @@ class TrainerProcess:
             raise
         finally:
             os.close(theirs)
+            os.close(token)
         self._kill_at: float | None = None
         self._closed = False
         self._signalling = threading.Lock()
@@ -127,6 +136,14 @@ class TrainerProcess:
             if not self._closed:
                 self._closed = True
                 os.close(self._lifeline)
+
+
+def _pipe_with(secret: str) -> int:
+    """The reading end of a pipe that holds a secret: unlike an environment, it can be read only once."""
+    reading, writing = os.pipe()
+    os.write(writing, secret.encode())
+    os.close(writing)
+    return reading
 
 
 def why_it_ended(status: int) -> Failure:

@@ -35,12 +35,15 @@ def serve() -> None:
     gc.disable()  # while the modules are loaded: nothing of them is garbage
     import uvicorn
 
+    from app.http.protocol import connections_for, protocol
     from app.logs import configure
     from app.main import create_app
     from app.migrations import migrate
+    from app.parent import end_with_parent
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
 
+    end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
     app = create_app(settings)
@@ -58,6 +61,8 @@ def serve() -> None:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STREAMS_END_SECONDS,
+        http=protocol(),
+        limit_concurrency=connections_for(),
     )
 
 
@@ -119,8 +124,11 @@ def restore(
     """
     from app.settings import get_settings
     from app.upkeep.backup import restore as run
+    from app.upkeep.data_folder import held_alone
 
-    restored = run(get_settings(), folder)
+    settings = get_settings()
+    with held_alone(settings):
+        restored = run(settings, folder)
     typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files: accrue up")
 
 

@@ -21,6 +21,8 @@ from app.schemas.examples import BadLine, DataFormat, parse_line
 from app.settings import Settings
 
 _BLOCK = 2**20
+_MOST_EQUAL = 100
+"""Names of one content that are looked at: there is a limit to a file's links."""
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,24 @@ def add(
 
 
 def _keep_once(session: Session, path: Path, checked: Checked) -> None:
-    """Where the same content lies under another id, whosever that is, both names come to stand for the one:
-    it is there until the last of them is deleted."""
+    """Where the same content lies under other ids, whosever those are, all names come to stand for the new
+    file: it is there until the last of them is deleted.
+
+    The new one, since it was read just now: an older one may have been damaged since, and is mended by this.
+    """
     table = File.__table__
-    equal = session.scalar(select(table.c.id).where(table.c.sha256 == checked.sha256).limit(1))
-    if equal is None:
-        return
+    equal = session.scalars(
+        select(table.c.id).where(table.c.sha256 == checked.sha256).order_by(table.c.id).limit(_MOST_EQUAL)
+    )
     link = path.with_name(f"{path.name}.link")
-    try:
-        link.hardlink_to(path.with_name(equal))
-        link.replace(path)
-    except OSError:  # it was deleted just now, or this file system has no links: then it is there twice
-        link.unlink(missing_ok=True)
-        return
+    for file_id in equal:
+        try:
+            link.hardlink_to(path)
+            link.replace(path.with_name(file_id))
+        except OSError:  # this file system has no links, or no more of them: then it is there twice
+            link.unlink(missing_ok=True)
+            break
+        link.unlink(missing_ok=True)  # where both were one file already, replacing leaves it
     _sync(path.parent)
 
 

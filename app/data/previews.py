@@ -4,37 +4,43 @@ The service has no tokenizers, and should run none: a chat template is a program
 text, so it stays in the database only until it is read.
 """
 
-import time
-
+from anyio import CancelScope, to_thread
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from app import workers_seen
 from app.database import Database, database_now
-from app.errors import Conflict, Unavailable, Unprocessable
+from app.errors import Conflict, NotFound, Unavailable, Unprocessable
 from app.ids import new_id
 from app.models import PreviewRequest
 from app.schemas.preview import DatasetPreview, PreviewOrder
+from app.schemas.text import storable, storable_values
+from app.waits import until_found
 
-_LOOKED_AT_EVERY = 0.02
 _FORGOTTEN_AFTER = 600.0
 """Seconds after which nobody waits: the service that asked has gone."""
 
 
-def ask(database: Database, order: PreviewOrder, seconds: float) -> DatasetPreview:
-    """Has it made, and waits for it.
+async def ask(database: Database, order: PreviewOrder, seconds: float) -> DatasetPreview:
+    """Has it made, and waits for it without holding a thread.
 
     Raises:
         Unprocessable: the trainer could not read the data with that model either; the message says why.
         Conflict: no worker is here.
         Unavailable: none had time.
     """
-    request_id = _want(database, order)
+    request_id = await to_thread.run_sync(_want, database, order)
     try:
-        return _wait(database, request_id, time.monotonic() + seconds)
+        found = await until_found(lambda: _look(database, request_id), seconds)
     finally:
-        with database.writing() as session:
-            session.execute(delete(PreviewRequest).where(PreviewRequest.id == request_id))
+        with CancelScope(shield=True):  # also where whoever asked has gone
+            await to_thread.run_sync(_forget, database, request_id)
+    if found is None:
+        raise Unavailable(
+            "The worker has not come to it yet: ask again in a moment. One with ACCRUE_PROFILER=false "
+            "never does."
+        )
+    return found
 
 
 def claim(session: Session) -> PreviewRequest | None:
@@ -62,7 +68,8 @@ def waiting(session: Session) -> bool:
 
 def store(session: Session, request_id: str, made: DatasetPreview | None, error: str | None = None) -> None:
     """Gives what was found to whoever waits, or why there is nothing."""
-    values = {"answer": made.model_dump(mode="json") if made is not None else None, "error": error}
+    told = storable_values(made.model_dump(mode="json")) if made is not None else None
+    values = {"answer": told, "error": error and storable(error)}
     session.execute(update(PreviewRequest).where(PreviewRequest.id == request_id).values(values))
 
 
@@ -83,16 +90,17 @@ def _want(database: Database, order: PreviewOrder) -> str:
         return request.id
 
 
-def _wait(database: Database, request_id: str, until: float) -> DatasetPreview:
+def _look(database: Database, request_id: str) -> DatasetPreview | None:
     query = select(PreviewRequest.answer, PreviewRequest.error).where(PreviewRequest.id == request_id)
-    while time.monotonic() < until:
-        with database.reading() as session:
-            answer, error = session.execute(query).one()
-        if error is not None:
-            raise Unprocessable(f"{error}.", field="model_name")
-        if answer is not None:
-            return DatasetPreview.model_validate(answer)
-        time.sleep(_LOOKED_AT_EVERY)
-    raise Unavailable(
-        "The worker has not come to it yet: ask again in a moment. One with ACCRUE_PROFILER=false never does."
-    )
+    with database.reading() as session:
+        row = session.execute(query).one_or_none()
+    if row is None:
+        raise NotFound("The file was deleted meanwhile.")
+    if row.error is not None:
+        raise Unprocessable(f"{row.error}.", field="model_name")
+    return None if row.answer is None else DatasetPreview.model_validate(row.answer)
+
+
+def _forget(database: Database, request_id: str) -> None:
+    with database.writing() as session:
+        session.execute(delete(PreviewRequest).where(PreviewRequest.id == request_id))

@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 from pydantic import AliasChoices, BaseModel
 
+from app.schemas.wire import UNSTORABLE
+
 _MEMBER = re.compile(r"^(int|str|bool|float|[A-Z]\w*|.*[\[-].*)$")
 """A part of an error's path that is a member of a union, and nothing that the client wrote."""
 
@@ -54,6 +56,11 @@ _OTHER_KINDS = ("_type", "_parsing", "literal_error", "missing", "extra_forbidde
 """How pydantic's types of error end that say that a value is of another kind."""
 
 
+MOST_TOLD = 20
+"""Problems that one answer names: whoever mends these sends the rest again."""
+_MOST_LOOKED_AT = 200
+
+
 class FieldProblem(BaseModel):
     field: str
     message: str
@@ -67,13 +74,13 @@ def complaints(errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | Non
         asked: what the body should have been.
     """
     by_field: dict[str, list[Mapping[str, Any]]] = {}
-    for error in errors:
+    for error in errors[:_MOST_LOOKED_AT]:
         by_field.setdefault(".".join(_until_a_union(error)) or "body", []).append(error)
     found: dict[str, FieldProblem] = {}
     for field, own in by_field.items():
         problem = _of_one(own[0], asked) if len(own) == 1 else _of_a_union(field, own, asked)
         found.setdefault(problem.field, problem)
-    return list(found.values())
+    return list(found.values())[:MOST_TOLD]
 
 
 def _until_a_union(error: Mapping[str, Any]) -> list[str]:
@@ -86,7 +93,8 @@ def _until_a_union(error: Mapping[str, Any]) -> list[str]:
 
 
 def _path(error: Mapping[str, Any]) -> list[str]:
-    return [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
+    own = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
+    return [*own, *error["ctx"]["field"].split(".")] if error["type"] == UNSTORABLE else own
 
 
 def _of_a_union(

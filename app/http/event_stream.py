@@ -9,7 +9,8 @@ from sqlalchemy import Integer, String, and_, column, select, values
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.database import Database
-from app.models import JobEvent
+from app.errors import TooManyRequests
+from app.models import Job, JobEvent
 from app.schemas.training import ENDED
 
 log = structlog.get_logger("accrue.service")
@@ -20,12 +21,18 @@ _AT_ONCE = 2000
 """Events that one look brings at most; the next goes on from there."""
 
 
+MOST_FOLLOWERS = 2000
+"""Streams of one service; each holds a connection."""
+MOST_OF_A_KEY = 1000
+
+
 class _Follower:
     """Somebody who follows a job, and the last event that was put aside for them."""
 
-    def __init__(self, job_id: str, last: str) -> None:
-        self.job_id, self.last = job_id, last
-        self.waiting: asyncio.Queue[list[JobEvent]] = asyncio.Queue()
+    def __init__(self, job_id: str, last: str, key_id: str | None) -> None:
+        self.job_id, self.last, self.key_id = job_id, last, key_id
+        self.waiting: asyncio.Queue[list[JobEvent] | None] = asyncio.Queue()
+        """Null: the job is no longer there."""
 
 
 class EventStream:
@@ -36,13 +43,29 @@ class EventStream:
         self._followers: set[_Follower] = set()
         self._looking: asyncio.Task[None] | None = None
 
-    async def follow(self, job_id: str, last: str = "") -> AsyncIterator[JobEvent | None]:
-        """A job's events behind the one named, oldest first, to the one that ends it.
+    def join(self, job_id: str, last: str = "", key_id: str | None = None) -> _Follower:
+        """Somebody who will `follow`.
+
+        Raises:
+            TooManyRequests: as many follow already as one key, or this service, can have.
+        """
+        own = sum(each.key_id == key_id for each in self._followers)
+        if own >= MOST_OF_A_KEY or len(self._followers) >= MOST_FOLLOWERS:
+            raise TooManyRequests(
+                f"{own} event streams of this key are open already: close some, or poll GET "
+                "…/training/{id}/events instead.",
+                retry_after_seconds=30,
+            )
+        follower = _Follower(job_id, last, key_id)
+        self._followers.add(follower)
+        return follower
+
+    async def follow(self, follower: _Follower) -> AsyncIterator[JobEvent | None]:
+        """A job's events behind the last one known, oldest first, to the one that ends it, or to the job's
+        deletion.
 
         Yields null where nothing happened for a while, so that whoever is gone is noticed.
         """
-        follower = _Follower(job_id, last)
-        self._followers.add(follower)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_again_and_again())
         try:
@@ -52,6 +75,8 @@ class EventStream:
                 except TimeoutError:
                     yield None
                     continue
+                if events is None:
+                    return
                 for event in events:
                     yield event
                     if event.type in ENDED:
@@ -64,20 +89,25 @@ class EventStream:
         while self._followers:
             hungry = [each for each in self._followers if each.waiting.empty()]
             try:
-                found = await to_thread.run_sync(self._look, [(each.job_id, each.last) for each in hungry])
+                found, gone = await to_thread.run_sync(
+                    self._look, [(each.job_id, each.last) for each in hungry]
+                )
             except SQLAlchemyError as error:
                 log.warning("events cannot be read right now", error=str(error))
             else:
+                for number in gone:
+                    hungry[number].waiting.put_nowait(None)
                 for number, events in found.items():
                     hungry[number].last = events[-1].id
                     hungry[number].waiting.put_nowait(events)
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
 
-    def _look(self, wanted: Sequence[tuple[str, str]]) -> dict[int, list[JobEvent]]:
-        """New events by the number of the one who wants them: a job, and the last event known of it."""
+    def _look(self, wanted: Sequence[tuple[str, str]]) -> tuple[dict[int, list[JobEvent]], list[int]]:
+        """New events by the number of the one who wants them: a job, and the last event known of it; and the
+        numbers of those whose job was deleted."""
         found: dict[int, list[JobEvent]] = {}
         if not wanted:
-            return found
+            return found, []
         followed = (
             values(column("number", Integer), column("job_id", String), column("last", String))
             .data([(number, *each) for number, each in enumerate(wanted)])
@@ -92,4 +122,6 @@ class EventStream:
         with self._database.reading() as session:
             for number, event in session.execute(query):
                 found.setdefault(number, []).append(event)
-        return found
+            without = select(followed.c.number).outerjoin(Job, Job.id == followed.c.job_id)
+            gone = list(session.scalars(without.where(Job.id.is_(None))))
+        return found, gone

@@ -1,5 +1,6 @@
 """What happens to every request: an id, a size limit, the look at where it comes from, one log line."""
 
+import asyncio
 import re
 import time
 from http import HTTPStatus
@@ -8,15 +9,17 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import Forbidden, TooLarge
+from app.errors import AccrueError, Forbidden, InvalidRequest, TooLarge
 from app.exposition import Exposition
 from app.http.latency import LatencyGauge
-from app.http.problems import problem_response, unexpected
+from app.http.problems import known, problem_response, unexpected
 from app.ids import request_id
+from app.schemas.text import is_storable, storable
 from app.security.audit import AuditLog, Deed
-from app.security.authentication import bearer
+from app.security.authentication import admit, bearer
 from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
@@ -28,8 +31,16 @@ _ALSO_UNDER = "/api/v1"
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
+_UPLOADS = ("/v1/files",)
+"""The routes whose body is a file."""
+_PAGES = ("/", "/docs")
+_FOR_ANYBODY = ("/healthz", "/readyz")
+_BODY_SECONDS = 60.0
+"""In which the body of any request but an upload must have arrived."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _LONGEST_PATH = 500
+_LONGEST_LENGTH = 15
+"""Digits of a content-length that are worth reading as a number."""
 
 
 class EveryRequest:
@@ -75,9 +86,8 @@ class EveryRequest:
                 _add_headers(MutableHeaders(scope=message), identifier)
             await send(message)
 
-        limit = self._limit(headers)
         try:
-            await self._answer(scope, _limited(receive, limit), send_with_id, headers, limit)
+            await self._answer(scope, receive, send_with_id, headers)
         except Exception as error:
             log.exception("unexpected error", path=scope["path"], exc_info=error)
             if not started:
@@ -93,45 +103,68 @@ class EveryRequest:
             structlog.contextvars.clear_contextvars()
 
     def _note(self, scope: Scope, status: int, identifier: str) -> None:
-        """Into the audit log, where it belongs there."""
-        if scope["method"] in _READING and not self.settings.audit_reads:
+        """Into the audit log, where it belongs there: what changes something, and what was refused."""
+        refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        if scope["method"] in _READING and not (self.settings.audit_reads or refused):
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
         key_id = caller.key_id if caller is not None else None
         address = scope["client"][0] if scope.get("client") else "?"
-        path = scope["path"][:_LONGEST_PATH]
-        self.audit.note(Deed(time.time(), key_id, scope["method"], path, status, address, identifier))
+        path = storable(scope["path"])[:_LONGEST_PATH]
+        deed = Deed(time.time(), key_id, scope["method"], path, status, address, identifier)
+        self.audit.note(deed, is_known=caller is not None)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers, limit: int) -> None:
-        refused = None if self._is_for_others(headers) else refusal(headers, self.settings.allowed_origins)
-        length = headers.get("content-length", "0")
-        if refused is not None:
-            response = problem_response(Request(scope), 403, Forbidden.code, Forbidden.title, refused)
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        """Hands the request on, once it is known that it may come in; nothing of its body is read before."""
+        response = await self._refused(scope, headers)
+        if response is not None:
             await response(scope, receive, send)
-        elif length.isdigit() and int(length) > limit:
-            response = problem_response(
-                Request(scope),
-                TooLarge.status,
-                TooLarge.code,
-                TooLarge.title,
-                _too_large(limit),
-                param="body",
+            return
+        is_upload = self._is_upload(scope)
+        seconds = None if is_upload else _BODY_SECONDS
+        await self.app(scope, _limited(receive, self._limit(is_upload), seconds), send)
+
+    async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
+        """The answer to a request that does not come in; null: it does."""
+        request = Request(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not is_storable(scope["path"]) or b"%00" in scope["query_string"]:
+            return problem_response(
+                request, 400, InvalidRequest.code, InvalidRequest.title,
+                "The address has a NUL character: leave it out.",
+            )  # fmt: skip
+        if not self._is_for_others(headers):
+            why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
+            if why is not None:
+                return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
+        limit, length = self._limit(self._is_upload(scope)), headers.get("content-length", "0")
+        if length.isdigit() and (len(length) > _LONGEST_LENGTH or int(length) > limit):
+            return problem_response(
+                request, TooLarge.status, TooLarge.code, TooLarge.title, _too_large(limit), param="body",
                 headers={"Connection": "close"},
-            )
-            await response(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            )  # fmt: skip
+        if scope["method"] in _READING or path in _FOR_ANYBODY:
+            return None  # without a body there is nothing to be gained by asking before the route does
+        try:
+            await admit(request)
+        except AccrueError as error:
+            response = known(request, error)
+            response.headers["Connection"] = "close"
+            return response
+        return None
 
     def _is_for_others(self, headers: Headers) -> bool:
         """Who shows a key, or is bound to more than loopback, needs no name of this machine."""
         on_loopback = self.settings.host in LOOPBACK and not self.is_mounted
         return not on_loopback or is_well_formed(bearer(headers) or "")
 
-    def _limit(self, headers: Headers) -> int:
-        """Bytes of the body: a file's for an upload, a document's for everything else."""
-        if headers.get("content-type", "").startswith("multipart/form-data"):
-            return self.settings.max_file_bytes + _FORM_OVERHEAD
-        return self.settings.max_body_bytes
+    def _is_upload(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
+
+    def _limit(self, is_upload: bool) -> int:
+        """Bytes of the body: a file's for the route that takes files, a document's for every other."""
+        return self.settings.max_file_bytes + _FORM_OVERHEAD if is_upload else self.settings.max_body_bytes
 
 
 def _by_its_first_name(scope: Scope) -> None:
@@ -163,13 +196,26 @@ def _too_large(limit: int) -> str:
     )
 
 
-def _limited(receive: Receive, limit: int) -> Receive:
-    """Counts what arrives, for bodies that do not say how long they are."""
-    taken = 0
+def _limited(receive: Receive, limit: int, seconds: float | None) -> Receive:
+    """Counts what arrives, for bodies that do not say how long they are; and how long that takes.
+
+    Args:
+        seconds: for the whole body; null: as long as it takes.
+    """
+    taken, arrived = 0, False
+    until = None if seconds is None else time.monotonic() + seconds
 
     async def receive_limited() -> Message:
-        nonlocal taken
-        message = await receive()
+        nonlocal taken, arrived
+        if until is None or arrived:
+            message = await receive()
+        else:
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "The body arrives too slowly.") from None
+        arrived = not message.get("more_body", False)
         taken += len(message.get("body", b""))
         if taken > limit:
             raise HTTPException(TooLarge.status, _too_large(limit))

@@ -78,7 +78,7 @@ def problem_response(
 
 def install(app: FastAPI) -> None:
     """Maps every error that can leave a route to the one body."""
-    app.add_exception_handler(AccrueError, _known)
+    app.add_exception_handler(AccrueError, known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OperationalError, _database_away)
@@ -92,7 +92,7 @@ def _status(request: Request, status: int) -> int:
     return 400 if status == 422 and any(tag.startswith(OPENAI) for tag in tags) else status
 
 
-def _known(request: Request, error: Exception) -> JSONResponse:
+def known(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, AccrueError)
     fields = [FieldProblem(field=error.field, message=error.message)] if error.field else []
     headers = {"x-should-retry": "false"} if isinstance(error, Conflict | QuotaExceeded) else {}
@@ -110,6 +110,7 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     fields = complaints(error.errors(), _body_of(request))
     detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5])
+    detail += f"; and {len(fields) - 5} more" if len(fields) > 5 else ""
     detail = detail if detail.endswith("?") else f"{detail}."
     first = fields[0].field if fields else None
     return problem_response(

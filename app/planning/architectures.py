@@ -8,6 +8,8 @@ from typing import Any
 from app.planning.catalogue import config_of
 from app.schemas.architecture import Architecture
 
+_LONGEST_LIST = 10_000
+
 
 class UnknownArchitecture(ValueError):
     """A config.json that is not one of a causal language model this can reckon with."""
@@ -29,10 +31,37 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     reader = _READERS.get(str(family))
     if reader is None:
         raise UnknownArchitecture(f"model_type {family!r} is not one of {', '.join(sorted(_READERS))}")
+    _check_sizes(config)
     try:
-        return reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UnknownArchitecture(f"config.json of family {family}: {error!r}") from None
+        architecture = reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise UnknownArchitecture(f"config.json of family {family}: {str(error)[:100]!r}") from None
+    for name, most in _MOST.items():
+        if not 1 <= getattr(architecture, name) <= most:
+            raise UnknownArchitecture(f"config.json of family {family}: {name} must be from 1 to {most:,}")
+    return architecture
+
+
+_LARGEST_NUMBER = 2**31
+_MOST = {
+    "layers": 1_000, "hidden_size": 2**17, "heads": 4_096, "key_value_heads": 4_096, "head_dim": 2**14,
+    "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,
+    "active_experts": 4_096, "parameters": 10**14,
+}  # fmt: skip
+"""Several times the largest model that is known: what is beyond it is meant to keep somebody busy."""
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    """Raises:
+    UnknownArchitecture: a number that no size can be; it is not worked with.
+    """
+    for name, value in config.items():
+        if isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
+            if name in ("model_max_length", "max_position_embeddings", "n_positions"):
+                continue  # some say so large a number for "any length"; checked as positions below
+            raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
+        if isinstance(value, list) and len(value) > _LONGEST_LIST:
+            raise UnknownArchitecture(f"{name[:50]} of config.json has more than {_LONGEST_LIST} members")
 
 
 _NO_MATTER = (

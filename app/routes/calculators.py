@@ -1,10 +1,13 @@
 """The calculators: nothing is stored, nothing is queued."""
 
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from anyio import to_thread
+from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
 
 from app import base_models, gpus, measurements, profiles, workers_seen
@@ -34,6 +37,7 @@ from app.schemas.spec import MemoryLimits, OptimizerName
 from app.settings import Settings
 from app.submitting.intake import first_devices, select_devices
 from app.submitting.submission import DEFAULT_MAX_LENGTH, memory_limits, method_spec
+from app.waits import Waits
 
 _ADVICE_CHECKED = 4
 """Changes that would make a step fit, simulated one after the other while there is time."""
@@ -46,15 +50,16 @@ Gpus = Annotated[int, Query(ge=1, le=1024)]
 
 
 @router.post("/calculate-batch-size", summary="The micro-batch that fits, and the steps to a target")
-def calculate_batch_size(
-    asked: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
+async def calculate_batch_size(
+    request: Request, asked: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
 ) -> BatchSizeAnswer:
     """From a model by name, or from raw figures in GiB and MiB."""
-    return _batch_size(asked, settings, database)
+    return await _batch_size(request, asked, settings, database)
 
 
 @router.get("/calculate-batch-size", summary="The same, asked by query")
-def get_batch_size(
+async def get_batch_size(
+    request: Request,
     settings: CurrentSettings,
     database: CurrentDatabase,
     model_name: str,
@@ -94,7 +99,7 @@ def get_batch_size(
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "query"
         raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
-    return _batch_size(asked, settings, database)
+    return await _batch_size(request, asked, settings, database)
 
 
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")
@@ -168,20 +173,48 @@ def adjust_learning_rate(
     )
 
 
-def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database) -> BatchSizeAnswer:
+async def _batch_size(
+    request: Request, asked: BatchSizeRequest, settings: Settings, database: Database
+) -> BatchSizeAnswer:
+    """In threads, but for the waits in between."""
     if asked.model_name is None:
         return _from_figures(asked, memory_limits(asked.max_memory_usage, asked.memory_safety_margin))
+    waits: Waits = request.app.state.waits
+    key_id = request.state.caller.key_id
+    seconds = asked.wait_seconds if waits.has_place(key_id) else 0.0
+    until = time.monotonic() + seconds
+    known = await to_thread.run_sync(_known, asked, settings, database)
+
+    async def profiled(recipe: Recipe, sequence: int) -> list[str]:
+        wanted = Wanted(asked.model_name or "", known.base.architecture, known.base.config, recipe, sequence)
+        return await profiles.wait_for(database, wanted, max(0.0, until - time.monotonic()))
+
+    with waits.place(key_id) if seconds else nullcontext():
+        told = await profiled(known.question.recipe, known.question.sequence)
+        found = await to_thread.run_sync(_answered, known, told, database)
+        for _ in range(0 if told else _ADVICE_CHECKED):  # told: nobody simulates, or not in time
+            change = advised(found, known.question)
+            if change is None or await profiled(change.recipe, change.sequence):
+                break
+            found = await to_thread.run_sync(_answered, known, told, database)
+    return found
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A request with what it names looked up."""
+
+    base: base_models.BaseModel
+    question: Question
+    warnings: list[str]
+
+
+def _known(asked: BatchSizeRequest, settings: Settings, database: Database) -> _Known:
+    assert asked.model_name is not None
     base = base_models.find_for_planning(asked.model_name, settings)
     devices, warnings = _devices(asked, settings, database)
     recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
     warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=asked.optimizer)
-    until = time.monotonic() + asked.wait_seconds
-
-    def profiled(recipe: Recipe, sequence: int) -> list[str]:
-        wanted = Wanted(asked.model_name or "", base.architecture, base.config, recipe, sequence)
-        return profiles.ask_and_wait(database, wanted, max(0.0, until - time.monotonic()))
-
-    told = profiled(recipe, sequence)
     with database.reading() as session:
         margin = measurements.margin(session, recipe.device)
     question = Question(
@@ -189,19 +222,14 @@ def _batch_size(asked: BatchSizeRequest, settings: Settings, database: Database)
         memory_limits(asked.max_memory_usage, asked.memory_safety_margin, margin), devices,
         asked.target_effective_batch_size, asked.micro_batch_size,
     )  # fmt: skip
+    return _Known(base, question, warnings)
 
-    def answered() -> BatchSizeAnswer:
-        with database.reading() as session:
-            on = (session, base.architecture, common_name(devices))
-            return answer(question, profiles.estimates(*on), [*warnings, *told], profiles.speeds(*on))
 
-    found = answered()
-    for _ in range(0 if told else _ADVICE_CHECKED):  # told: nobody simulates, or not in time
-        change = advised(found, question)
-        if change is None or profiled(change.recipe, change.sequence):
-            break
-        found = answered()
-    return found
+def _answered(known: _Known, told: list[str], database: Database) -> BatchSizeAnswer:
+    question = known.question
+    with database.reading() as session:
+        on = (session, question.architecture, common_name(question.devices))
+        return answer(question, profiles.estimates(*on), [*known.warnings, *told], profiles.speeds(*on))
 
 
 def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:

@@ -2,7 +2,8 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from anyio import to_thread
+from fastapi import APIRouter, Path, Query, Request
 
 from app import base_models
 from app.data import files, previews
@@ -11,6 +12,7 @@ from app.schemas.preview import DatasetPreview, PreviewOrder
 from app.schemas.spec import DataSpec, Overlength
 from app.schemas.training import ModelName
 from app.submitting.submission import max_length_for
+from app.waits import Waits
 
 router = APIRouter(prefix="/datasets", tags=["training"])
 
@@ -18,7 +20,8 @@ _PATIENCE_SECONDS = 50.0
 
 
 @router.get("/{file_id}/preview", summary="A file as the trainer will see it, token by token")
-def preview(
+async def preview(
+    request: Request,
     database: CurrentDatabase,
     settings: CurrentSettings,
     file_id: Annotated[str, Path(max_length=100, description="file-…")],
@@ -28,17 +31,26 @@ def preview(
     limit: Annotated[int, Query(ge=1, le=20, description="Samples to show")] = 3,
 ) -> DatasetPreview:
     """A worker reads it with the model's tokenizer; of a large file, a thousand examples spread evenly."""
-    with database.glancing() as connection:
-        known_as, digest, form, examples = files.glance(connection, database.owner, file_id, field="file_id")
-    model, _ = base_models.find_for_training(model_name, settings)
-    data = DataSpec(
-        file_id=known_as,
-        sha256=digest,
-        format=form,
-        examples=examples,
-        max_length=max_length_for(max_length, model, field="max_length"),
-        overlength=overlength,
-        packing=False,
-        validation=None,
-    )
-    return previews.ask(database, PreviewOrder(model=model, data=data, shown=limit), _PATIENCE_SECONDS)
+
+    def checked() -> PreviewOrder:
+        with database.glancing() as connection:
+            known_as, digest, form, examples = files.glance(
+                connection, database.owner, file_id, field="file_id"
+            )
+        model, _ = base_models.find_for_training(model_name, settings)
+        data = DataSpec(
+            file_id=known_as,
+            sha256=digest,
+            format=form,
+            examples=examples,
+            max_length=max_length_for(max_length, model, field="max_length"),
+            overlength=overlength,
+            packing=False,
+            validation=None,
+        )
+        return PreviewOrder(model=model, data=data, shown=limit)
+
+    waits: Waits = request.app.state.waits
+    with waits.place(request.state.caller.key_id):
+        order = await to_thread.run_sync(checked)
+        return await previews.ask(database, order, _PATIENCE_SECONDS)

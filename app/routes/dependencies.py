@@ -15,9 +15,8 @@ from app.database import Database
 from app.errors import Forbidden
 from app.ownership import seen_by
 from app.routes.parameters import check_names
-from app.security.authentication import Authenticate
+from app.security.authentication import admit
 from app.security.keys import Caller
-from app.security.rates import Rates
 from app.security.scopes import Scope
 from app.settings import Settings
 from app.submitting.foresight import Foresight
@@ -38,14 +37,9 @@ async def _caller(request: Request) -> Caller:
     Raises:
         Unauthorized, Forbidden: no key that opens this service, or not for this.
     """
-    who: Authenticate = request.app.state.authenticate
-    caller = await who(request)
-    request.state.caller = caller
+    caller = await admit(request)
     if request.scope["query_string"]:
         check_names(request)
-    if caller.key_id is not None:
-        rates: Rates = request.app.state.rates
-        rates.count(caller.key_id)
     needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
     if not caller.may(needed):
         raise Forbidden(f"This key may not {needed}: make one with --scope {needed}.")

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.data import files
-from app.errors import Conflict, NotFound
+from app.errors import Conflict, NotFound, Unprocessable
 from app.models import File, Job
 from app.results.series import series
 from app.results.trained_models import RESULT_FILE, job_of_result_file, result_file_of
@@ -16,6 +16,7 @@ from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, Current
 from app.routes.metrics import csv_answer, csv_of
 from app.routes.pages import page
 from app.schemas.files import FileAnswer, FileDeleted
+from app.schemas.text import is_storable
 from app.schemas.wire import Page
 from app.upkeep.retention import delete_file
 
@@ -36,6 +37,8 @@ def upload(
 ) -> FileAnswer | Response:
     """JSONL of chats, prompts with completions, or texts; every line is checked."""
     name = (file.filename or "upload.jsonl")[-200:]
+    if not is_storable(name):
+        raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
     with files.incoming(settings) as path:
         checked = files.store_upload(file.file, path, settings)
         made = once.with_content(f"{name} {checked.sha256}").make(

@@ -3,7 +3,10 @@
 from typing import Any
 
 from fastapi import Request
-from sqlalchemy import Select
+from sqlalchemy import Select, String, literal
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
 from app.models import Job
 
@@ -17,5 +20,25 @@ def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
     """The jobs that carry every `metadata[key]=value` of the request's query."""
     for name, value in request.query_params.items():
         if is_filter(name):
-            query = query.where(Job.labels[name[9:-1]].as_string() == value)
+            query = query.where(_label(Job.labels, literal(name[9:-1])) == value)
     return query
+
+
+class _label(FunctionElement[str]):  # noqa: N801
+    """A member of a JSON object by its name, whatever characters that has: a JSON path knows no quotes."""
+
+    type = String()
+    inherit_cache = True
+
+
+@compiles(_label, "sqlite")
+def _sqlite_label(element: _label, compiler: SQLCompiler, **kw: Any) -> str:
+    column, name = element.clauses
+    own, key = compiler.process(column, **kw), compiler.process(name, **kw)
+    return f"(SELECT value FROM json_each({own}) WHERE key = {key})"
+
+
+@compiles(_label, "postgresql")
+def _postgresql_label(element: _label, compiler: SQLCompiler, **kw: Any) -> str:
+    column, name = element.clauses
+    return f"({compiler.process(column, **kw)} ->> {compiler.process(name, **kw)})"

@@ -6,11 +6,13 @@ from fastapi import APIRouter, Path
 from sqlalchemy import select
 
 from app import profiles
+from app.errors import Forbidden
 from app.models import StoredProfile
-from app.routes.dependencies import After, Limit, Reading, Writing
+from app.routes.dependencies import After, CurrentCaller, Limit, Reading, Writing
 from app.routes.pages import page
 from app.schemas.profile import Profile, Recipe
 from app.schemas.wire import Answer, Page
+from app.security.keys import Caller
 
 router = APIRouter(prefix="/profiles", tags=["profiles"])
 
@@ -30,19 +32,34 @@ class ProfileAnswer(Answer):
 
 
 @router.get("", summary="Profiles, newest first")
-def list_profiles(session: Reading, limit: Limit = 20, after: After = None) -> Page[ProfileAnswer]:
+def list_profiles(
+    session: Reading, caller: CurrentCaller, limit: Limit = 20, after: After = None
+) -> Page[ProfileAnswer]:
+    """Of all keys' models: for admins."""
+    _check(caller)
     return page(session, select(StoredProfile), StoredProfile.id, limit, after, _answer)
 
 
 @router.get("/{profile_id}", summary="A profile")
-def get(session: Reading, profile_id: ProfileId) -> ProfileAnswer:
+def get(session: Reading, caller: CurrentCaller, profile_id: ProfileId) -> ProfileAnswer:
+    """For admins."""
+    _check(caller)
     return _answer(profiles.get(session, profile_id))
 
 
 @router.delete("/{profile_id}", status_code=204, summary="Forget a profile")
-def delete(session: Writing, profile_id: ProfileId) -> None:
-    """It is made anew when it is wanted again."""
+def delete(session: Writing, caller: CurrentCaller, profile_id: ProfileId) -> None:
+    """It is made anew when it is wanted again. For admins."""
+    _check(caller)
     profiles.remove(session, profile_id)
+
+
+def _check(caller: Caller) -> None:
+    """Raises:
+    Forbidden: profiles are shared by all keys, and tell of each other's models.
+    """
+    if not caller.may("admin"):
+        raise Forbidden("Profiles are shared by everybody: they are for keys with the scope admin.")
 
 
 def _answer(stored: StoredProfile) -> ProfileAnswer:

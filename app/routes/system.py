@@ -40,6 +40,7 @@ def metrics(request: Request, caller: CurrentCaller) -> PlainTextResponse:
             responses={503: {"model": Readiness, "description": "Not ready"}})  # fmt: skip
 def readyz(database: WholeDatabase, response: Response) -> Readiness:
     """Without a worker the service is ready: jobs are taken and wait."""
+    database.check_in_place()
     migrated = current_revision(database) == newest_revision()
     with database.reading() as session:
         workers = session.scalar(

@@ -12,7 +12,8 @@ from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, String, cast, select
 from sqlalchemy.orm import Session
 
-from app import glance, jobs
+from app import glance, jobs, profiles
+from app.errors import AccrueError
 from app.http.event_stream import EventStream
 from app.models import Job, JobEvent
 from app.outlook import Outlook
@@ -33,11 +34,16 @@ from app.routes.submitting import as_json, submitted
 from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
 from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
 from app.schemas.wire import Page
+from app.security.authentication import Authenticate
 from app.submitting import intake
 from app.submitting.idempotency import Once
 from app.upkeep.retention import delete_job
+from app.waits import Waits
 
 router = APIRouter(prefix="/training", tags=["training"])
+
+_DRY_RUN_WAITS = 1.5
+"""Seconds for a simulation; a submission does not wait, since the worker plans anew."""
 
 JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
@@ -133,9 +139,16 @@ def start(session: Writing, training_id: JobId) -> JobAnswer:
     summary="Train again what failed or was cancelled",
     response_model=JobAnswer,
 )
-def retry(database: CurrentDatabase, once: CurrentOnce, training_id: JobId) -> JobAnswer | Response:
+def retry(
+    database: CurrentDatabase, settings: CurrentSettings, once: CurrentOnce, training_id: JobId
+) -> JobAnswer | Response:
     """A new job with the same spec; the old one stays as it ended."""
-    return once.make(database, lambda session: _answer(session, jobs.retry(session, training_id)), 202)
+
+    def create(session: Session) -> JobAnswer:
+        intake.check_quota(session, settings)
+        return _answer(session, jobs.retry(session, training_id))
+
+    return once.make(database, create, 202)
 
 
 @router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
@@ -173,15 +186,22 @@ def events(
     if job.status in ENDED and session.scalar(query.where(JobEvent.id > last_event_id).limit(1)) is None:
         return Response(status_code=204)  # by which a browser knows not to ask again
     stream: EventStream = request.app.state.events
+    follower = stream.join(training_id, last_event_id, request.state.caller.key_id)
     return StreamingResponse(
-        _as_sent_events(stream, training_id, last_event_id),
+        _as_sent_events(request, stream.follow(follower)),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 
 
-async def _as_sent_events(stream: EventStream, job_id: str, last: str) -> AsyncIterator[bytes]:
-    async for event in stream.follow(job_id, last):
+async def _as_sent_events(request: Request, events: AsyncIterator[JobEvent | None]) -> AsyncIterator[bytes]:
+    """Until the job ends, or the key that follows it is revoked."""
+    who: Authenticate = request.app.state.authenticate
+    async for event in events:
+        try:
+            await who(request)
+        except AccrueError:
+            return
         if event is None:
             yield format_sse_event(comment="still here")
         else:
@@ -195,6 +215,14 @@ async def _submitted(
     check = partial(intake.check, asked, foresight, settings, planned=planned)
     if asked.dry_run:
         checked = await to_thread.run_sync(check)
+        if checked.submission.plan.source == "formula":
+            waits: Waits = request.app.state.waits
+            key_id = request.state.caller.key_id
+            if not waits.has_place(key_id):
+                return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
+            with waits.place(key_id):
+                await profiles.wait_for(foresight.database, checked.wanted, _DRY_RUN_WAITS)
+            checked = await to_thread.run_sync(check)
         return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
     alone = intake.takes_a_while(asked.model_name, asked.dataset_config, settings)
     return await submitted(request, foresight.database, once, check, _answer, alone=alone, status=202)

@@ -40,3 +40,5 @@ class ModelReference(Frozen):
     name: str
     source: Literal["built_in", "local", "hub"]
     architecture: Architecture
+    fingerprint: str | None = None
+    """Of its files at submission (`model_files.fingerprint_of_files`); null: they were not at hand."""

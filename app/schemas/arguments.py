@@ -55,7 +55,11 @@ class LoraConfig(Request):
     alpha: int = Field(32, ge=1, le=10_000, description="The adapters' output is scaled by alpha / r")
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: list[str] | None = Field(
-        None, min_length=1, max_length=100, description="Ends of module names; null: every linear layer"
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=100,
+        description="Ends of module names; null: every linear layer",
     )
     merge: Flag = Field(False, description="Save the model with the adapters merged into it")
 

@@ -36,9 +36,13 @@ class BatchSizeRequest(Request):
     num_gpus: int | None = Field(
         None, ge=1, le=1024, description="So many of those there are or declared; null: all of them"
     )
-    gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
+    gpu_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=1024)
     gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(
-        None, min_length=1, max_length=1024, description='Declared devices: "24GB", "A100-80GB"'
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=1024,
+        description='Declared devices: "24GB", "A100-80GB"',
     )
     max_length: int | None = Field(None, ge=2, description="Tokens; null: the positions, at most 1024")
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')

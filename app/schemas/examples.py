@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from app.schemas.text import unstorable
+
 DataFormat = Literal["text", "prompt_completion", "messages"]
 
 
@@ -111,6 +113,8 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     name = expected if expected and _KEYS[expected] <= value.keys() else format_of(value)
     if expected and name != expected:
         raise BadLine(f"this is a {name} line, but the format is {expected}")
+    if (path := unstorable(value)) is not None:
+        raise BadLine(f"{'.'.join(path)}: has a NUL character or a lone surrogate")
     try:
         return name, SHAPES[name].model_validate(value)
     except ValidationError as error:

@@ -48,7 +48,7 @@ class FineTuningRequest(Request):
     seed: int | None = Field(None, ge=0, lt=2**31)
     suffix: Suffix | None = Field(None, description="Becomes part of the trained model's name")
     metadata: Metadata | None = None
-    integrations: Annotated[list[Any], Field(max_length=0)] | None = Field(
+    integrations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = Field(
         None, description="None here: see training_config.report_to"
     )
     accumulation: JobOptions = Field(default_factory=JobOptions)

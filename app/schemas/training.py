@@ -1,5 +1,6 @@
 """Jobs on the wire: what is submitted, and what is told of a job."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
@@ -33,10 +34,8 @@ JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cance
 DEFAULT_LEARNING_RATE = 5e-5
 ENDED: tuple[JobStatus, ...] = ("succeeded", "failed", "cancelled")
 
-ModelName = Annotated[
-    str,
-    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$", max_length=200),
-]
+MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
+ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME.pattern, max_length=200)]
 """A name or owner/name, never a path."""
 
 WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
@@ -75,7 +74,7 @@ class DatasetConfig(DatasetOptions):
     """Where the samples come from: exactly one of `texts`, `file_id` and `dataset`."""
 
     texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
-        None, description="Inline samples; they are stored as a file"
+        None, fail_fast=True, max_length=100_000, description="Inline samples; they are stored as a file"
     )
     file_id: FileId | None = Field(None, description="An uploaded JSONL file")
     dataset: ModelName | None = Field(None, description="A file of the service's dataset folder, by name")
@@ -116,6 +115,7 @@ class TrainingConfig(Request):
     )
     freeze: list[str] = Field(
         default_factory=list,
+        fail_fast=True,
         max_length=100,
         description="Patterns of parameter names, as in transformer.h.0.*",
     )
@@ -134,7 +134,7 @@ class TrainingConfig(Request):
         description="Held-back samples whose prompts are completed before and after training, to look at; "
         "none without validation data",
     )
-    report_to: list[Tracker] = Field(default_factory=list, max_length=3)
+    report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
@@ -164,7 +164,7 @@ class JobOptions(AccumulationConfig):
 
     config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
     num_gpus: int | None = Field(None, ge=1, le=1024)
-    gpu_ids: list[int] | None = Field(None, min_length=1, max_length=1024)
+    gpu_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=1024)
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")

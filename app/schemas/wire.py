@@ -1,11 +1,17 @@
 """The kinds of object that Accrue's schemas are made of."""
 
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, Strict, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.schemas.text import oversized, unstorable
 
 Flag = Annotated[bool, Strict()]
 """true or false: neither 1 nor "yes"."""
+
+UNSTORABLE = "unstorable_text"
+"""The type of pydantic's error; its context names the field within the value."""
 
 Item = TypeVar("Item")
 
@@ -16,6 +22,18 @@ class Request(BaseModel):
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_stored(cls, given: Any) -> Any:
+        """Before anything else, so that no field has to think of it; the error names the field itself."""
+        if (why := oversized(given)) is not None:
+            raise PydanticCustomError("too_large", "the request {why}", {"why": why})
+        if (path := unstorable(given)) is not None:
+            raise PydanticCustomError(
+                UNSTORABLE, "has a NUL character or a lone surrogate", {"field": ".".join(path)}
+            )
+        return given
 
 
 class Answer(BaseModel):

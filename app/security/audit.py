@@ -24,6 +24,10 @@ log = structlog.get_logger("accrue.audit")
 _BATCH = 1000
 _PAUSE_SECONDS = 0.2
 _MOST_WAITING = 100_000
+_FORGETS_EVERY_SECONDS = 3600.0
+
+STRANGERS_A_MINUTE = 100
+"""Requests without a valid key that the log keeps of a minute."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,35 @@ class AuditLog:
         self._kept_seconds = 86400 * kept_days
         self._waiting: queue.Queue[Deed | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._write_on, name="audit", daemon=True)
+        self._strangers: tuple[int, int] = (0, 0)
+        """A minute, and how many requests of strangers came in it."""
 
     def start(self) -> None:
         self._forget_old()
         self._thread.start()
 
-    def note(self, deed: Deed) -> None:
-        """Notes a request; never waits."""
+    def note(self, deed: Deed, *, is_known: bool = True) -> None:
+        """Notes a request; never waits.
+
+        Args:
+            is_known: whether it came with a valid key, or from this machine's own user. Of others only so
+                many a minute are kept, or anybody could fill the disk.
+        """
+        if not is_known and not self._has_room_for_strangers():
+            return
         try:
             self._waiting.put_nowait(deed)
         except queue.Full:
             log.error("the audit log cannot be written: an entry is lost", **asdict(deed))
+
+    def _has_room_for_strangers(self) -> bool:
+        minute, count = int(time.monotonic() // 60), 0
+        if self._strangers[0] == minute:
+            count = self._strangers[1]
+        self._strangers = (minute, count + 1)
+        if count == STRANGERS_A_MINUTE:
+            log.warning("more refused requests than the audit log keeps of a minute", kept=count)
+        return count < STRANGERS_A_MINUTE
 
     def close(self) -> None:
         """Returns once everything noted is written."""
@@ -80,16 +102,22 @@ class AuditLog:
             rows = [_row(deed) for deed in deeds if deed is not None]
             if rows:
                 self._store(rows)
+            if time.monotonic() > self._forgets_at:
+                self._forget_old()
 
     def _store(self, rows: list[dict[str, Any]]) -> None:
         try:
             with self._database.writing() as session:
                 _INSERT.run_for_each(session, rows)
         except SQLAlchemyError as error:
-            for row in rows:
-                log.error("not in the audit log", **row, error=str(error))
+            if len(rows) == 1:
+                log.error("not in the audit log", **rows[0], error=str(error))
+                return
+            for row in rows:  # one that cannot be stored must not take the others with it
+                self._store([row])
 
     def _forget_old(self) -> None:
+        self._forgets_at = time.monotonic() + _FORGETS_EVERY_SECONDS
         with self._database.writing() as session:
             old = delete(AuditEntry).where(AuditEntry.at < time.time() - self._kept_seconds)
             session.execute(old, execution_options={"synchronize_session": False})

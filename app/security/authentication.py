@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from app.errors import Unauthorized
 from app.security.keys import LOCAL, PREFIX, Caller, Keyring
+from app.security.rates import Rates
 
 Authenticate = Callable[[Request], Awaitable[Caller]]
 """Says who asks, or raises `Unauthorized`."""
@@ -20,6 +21,26 @@ def by_key(keyring: Keyring) -> Authenticate:
         return await authenticate(request, keyring)
 
     return who
+
+
+async def admit(request: Request) -> Caller:
+    """Who a request comes from, once it is known and has not come too often; asked again, the same.
+
+    Raises:
+        Unauthorized: a key is needed, and there is none that opens this service.
+        TooManyRequests: the key asks too often.
+    """
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is not None:
+        return known
+    state = request.scope["app"].state
+    who: Authenticate = state.authenticate
+    rates: Rates = state.rates
+    caller = await who(request)
+    request.state.caller = caller
+    if caller.key_id is not None:
+        await rates.count(caller.key_id)
+    return caller
 
 
 async def authenticate(request: Request, keyring: Keyring) -> Caller:

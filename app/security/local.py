@@ -25,18 +25,30 @@ def require_keys_off_loopback(host: str, database: Database) -> None:
             )
 
 
-def refusal(headers: Headers, allowed_origins: Collection[str] = ()) -> str | None:
+def refusal(headers: Headers, allowed_origins: Collection[str] = (), *, is_page: bool = False) -> str | None:
     """Why a request does not come from this machine's own user; null if it does.
 
-    A foreign Host means a name that was made to point here (DNS rebinding); a foreign Origin means a
-    page of another site.
+    A foreign Host means a name that was made to point here (DNS rebinding); a foreign Origin, or a browser's
+    word that the request is not of the same origin, means a page of another site or of another port.
+
+    Args:
+        is_page: the request is for one of the service's own pages, which a link elsewhere may lead to.
     """
-    if _host_of(f"//{headers.get('host', '')}") not in LOOPBACK:
-        return f"The Host {headers.get('host', '')!r} is not this machine: use http://127.0.0.1."
-    origin = headers.get("origin")
-    if origin is not None and origin not in allowed_origins and _host_of(origin) not in LOOPBACK:
-        return f"Requests from the origin {origin} are not allowed."
-    return None
+    for name in ("host", "origin", "sec-fetch-site"):
+        if len(headers.getlist(name)) > 1:
+            return f"The header {name} is given more than once."
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if _host_of(f"//{host}") not in LOOPBACK:
+        return f"The Host {host[:100]!r} is not this machine: use http://127.0.0.1."
+    if origin is not None:
+        own = origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        if own or origin in allowed_origins:
+            return None
+        return f"Requests from the origin {origin[:100]} are not allowed: see ACCRUE_CORS_ORIGINS."
+    site, mode = headers.get("sec-fetch-site"), headers.get("sec-fetch-mode")
+    if site in (None, "same-origin", "none") or (is_page and mode == "navigate"):
+        return None
+    return "Requests from pages of other sites are not allowed: see ACCRUE_CORS_ORIGINS."
 
 
 def _host_of(url: str) -> str | None:

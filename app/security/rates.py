@@ -1,15 +1,23 @@
 """How often a key may ask."""
 
+import asyncio
 import math
 import time
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import structlog
+
 from app.errors import TooManyRequests
 
 if TYPE_CHECKING:
     from limits import RateLimitItem
-    from limits.strategies import MovingWindowRateLimiter
+    from limits.aio.strategies import MovingWindowRateLimiter
+
+
+log = structlog.get_logger("accrue.service")
+
+_STORAGE_SECONDS = 1.0
 
 
 class Rates:
@@ -31,20 +39,29 @@ class Rates:
 
     @cached_property
     def _limiter(self) -> "MovingWindowRateLimiter":
+        from limits.aio.strategies import MovingWindowRateLimiter
         from limits.storage import storage_from_string
-        from limits.strategies import MovingWindowRateLimiter
 
-        return MovingWindowRateLimiter(storage_from_string(self._storage))
+        # The event loop must not wait for Redis: limits' own asynchronous storages.
+        return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}"))
 
-    def count(self, key_id: str) -> None:
-        """Counts a request.
+    async def count(self, key_id: str) -> None:
+        """Counts a request. Where the storage does not answer the request goes through, uncounted: a limit
+        that cannot be kept is no reason to turn everybody away.
 
         Raises:
             TooManyRequests: it is one too many; it says how long to wait.
         """
-        if not self._said or self._limiter.hit(self._limit, key_id):
+        if not self._said:
             return
-        again = self._limiter.get_window_stats(self._limit, key_id).reset_time
+        try:
+            async with asyncio.timeout(_STORAGE_SECONDS):
+                if await self._limiter.hit(self._limit, key_id):
+                    return
+                again = (await self._limiter.get_window_stats(self._limit, key_id)).reset_time
+        except Exception as error:  # of whichever client the storage has
+            log.warning("requests are not counted: the rate limit's storage fails", error=str(error)[:200])
+            return
         seconds = max(1, math.ceil(again - time.time()))
         raise TooManyRequests(
             f"More than {self._limit} with this key: wait {seconds} s.", retry_after_seconds=seconds

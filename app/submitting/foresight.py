@@ -100,11 +100,9 @@ class Foresight:
         """What `make` gives for a spec on a device, of what the caller may know."""
         return self._kept.get(("plan", self.database.owner, spec, device), make)
 
-    def want(self, wanted: Wanted, wait_seconds: float) -> None:
-        """Has a profile made, if it isn't there."""
-        self._kept.get(
-            ("wanted", wanted.key), lambda: profiles.ask_and_wait(self.database, wanted, wait_seconds)
-        )
+    def want(self, wanted: Wanted) -> None:
+        """Has a profile made, if it isn't there; nobody waits for it."""
+        self._kept.get(("wanted", wanted.key), lambda: profiles.want(self.database, wanted))
 
     def _found(self, key: Hashable, look_up: Callable[..., Value], *arguments: object) -> Value:
         def in_a_session() -> Value:

@@ -29,9 +29,6 @@ from app.submitting.submission import Data, freeze
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 
-_DRY_RUN_WAITS = 1.5
-"""Seconds for a simulation; a submission does not wait, since the worker plans anew."""
-
 
 @dataclass(frozen=True)
 class Checked:
@@ -42,6 +39,8 @@ class Checked:
     """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
     speed: Speed | None
     """What the plan's duration is from."""
+    wanted: Wanted
+    """The profile that the plan is made from, once it is there: until then it is by formula."""
 
 
 def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
@@ -89,7 +88,8 @@ def check(
         tune=asked.tune,
         measured_margin=foresight.margin(devices[0].kind),
     )
-    plan, speed = _plan(spec, base, devices[0], foresight, wait=asked.dry_run)
+    wanted = _wanted(spec, base, devices[0])
+    plan, speed = _plan(spec, wanted, devices[0], foresight)
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -103,7 +103,7 @@ def check(
         suffix=suffix,
         webhook_url=_webhook(asked, settings),
     )
-    return Checked(submission, brought, speed)
+    return Checked(submission, brought, speed, wanted)
 
 
 def store(
@@ -125,7 +125,7 @@ def store(
                 files.add(session, path, stored, filename=name, purpose="fine-tune", inline=True)
                 data = submission.spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
                 submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
-            _check_quota(session, settings)
+            check_quota(session, settings)
             job = jobs.submit(session, submission)
             made = answer(session, job)
             fail_point("service.committing")
@@ -179,7 +179,7 @@ def _webhook(asked: TrainingRequest, settings: Settings) -> str | None:
     return url
 
 
-def _check_quota(session: Session, settings: Settings) -> None:
+def check_quota(session: Session, settings: Settings) -> None:
     """Raises:
     QuotaExceeded: as many jobs wait as this key may have.
     """
@@ -203,32 +203,29 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _plan(
-    spec: Spec, base: BaseModel, device: Device, foresight: Foresight, *, wait: bool
-) -> tuple[Plan, Speed | None]:
+def _wanted(spec: Spec, base: BaseModel, device: Device) -> Wanted:
+    recipe = recipe_of(spec, device)
+    return Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
+
+
+def _plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
     """The plan by the best estimate there is, and what its duration is from.
 
     Where there is no simulation one is wanted for the next time.
     """
     but_for_its_seed = spec.model_copy(update={"seed": 0})
-    return foresight.plan(
-        but_for_its_seed, device, lambda: _new_plan(spec, base, device, foresight, wait=wait)
-    )
+    return foresight.plan(but_for_its_seed, device, lambda: _new_plan(spec, wanted, device, foresight))
 
 
-def _new_plan(
-    spec: Spec, base: BaseModel, device: Device, foresight: Foresight, *, wait: bool
-) -> tuple[Plan, Speed | None]:
-    recipe = recipe_of(spec, device)
-    wanted = Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
-    foresight.want(wanted, _DRY_RUN_WAITS if wait else 0.0)
+def _new_plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
+    foresight.want(wanted)
     speed = foresight.speed(spec.model.name, device.kind, spec.data.file_id)
     plan = make_plan(
         spec,
         [device],
-        foresight.estimates(base.architecture, device.name),
+        foresight.estimates(wanted.architecture, device.name),
         predicted=True,
-        speeds=foresight.speeds(base.architecture, device.name),
+        speeds=foresight.speeds(wanted.architecture, device.name),
         samples_per_second=speed.samples_per_second if speed is not None else None,
     )
     return plan, speed

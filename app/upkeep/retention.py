@@ -51,7 +51,11 @@ def forget(database: Database, settings: Settings, days: float) -> int:
     """Deletes jobs that ended so long ago, then files as old that no job needs; gives how many of both."""
     old_jobs = select(Job.id).where(Job.status.in_(ENDED), Job.finished_at < database_now() - days * _DAY)
     used = select(Job.file_id)
-    old_files = select(File.id).where(File.created_at < database_now() - days * _DAY, File.id.not_in(used))
+    evaluated = Job.spec["data"]["validation"]["file_id"].as_string()
+    validation = select(evaluated).where(evaluated.is_not(None))
+    old_files = select(File.id).where(
+        File.created_at < database_now() - days * _DAY, File.id.not_in(used), File.id.not_in(validation)
+    )
     with database.reading() as session:
         job_ids = session.scalars(old_jobs.limit(_AT_ONCE)).all()
     gone = _delete_each(job_ids, lambda job_id: delete_job(database, settings, job_id))

@@ -76,4 +76,6 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
+        if address.is_site_local:  # fec0::/10, which is deprecated and still nobody's but the site's
+            return False
     return address.is_global and not address.is_multicast and not address.is_reserved

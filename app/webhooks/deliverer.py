@@ -3,10 +3,12 @@
 Several services over one database share the work: a delivery is taken for a minute by whoever claims it.
 """
 
+import asyncio
 import json
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy import select, update
@@ -17,6 +19,9 @@ from app.models import Delivery
 from app.webhooks.addresses import NotAllowed, resolve
 from app.webhooks.signature import headers
 
+if TYPE_CHECKING:
+    import httpx2 as httpx
+
 log = structlog.get_logger("accrue.webhooks")
 
 RETRY_AFTER_SECONDS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 43200.0)
@@ -25,6 +30,10 @@ RETRY_AFTER_SECONDS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 43200.0)
 _LOOK_EVERY_SECONDS = 1.0
 _TAKEN_FOR_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
+"""For a whole delivery, from the name's resolution to the answer's status."""
+
+_AT_ONCE = 4
+"""Deliveries under way: a slow receiver holds up one of them, and for no longer than `_PATIENCE_SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +59,22 @@ class Deliverer:
         self._key = key
         self._private = private_addresses
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._deliver_on, name="webhooks", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._deliver_on, name=f"webhooks-{number}", daemon=True)
+            for number in range(_AT_ONCE)
+        ]
 
     def start(self) -> None:
         if self._key is not None:
-            self._thread.start()
+            for thread in self._threads:
+                thread.start()
 
     def close(self) -> None:
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(_PATIENCE_SECONDS)
+        until = time.monotonic() + _PATIENCE_SECONDS
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _deliver_on(self) -> None:
         while not self._ended.is_set():
@@ -97,6 +112,7 @@ class Deliverer:
         import httpx2 as httpx  # a service starts sooner without
 
         assert self._key is not None
+        until = time.monotonic() + _PATIENCE_SECONDS
         body = json.dumps(
             {
                 "id": taken.id,
@@ -109,20 +125,20 @@ class Deliverer:
         try:
             address = resolve(taken.url, private=self._private)
             url = httpx.URL(taken.url)
-            with (
-                httpx.Client(timeout=_PATIENCE_SECONDS, follow_redirects=False, trust_env=False) as client,
-                client.stream(
-                    "POST",
-                    url.copy_with(host=address),
-                    content=body,
-                    headers={
-                        **headers(self._key, taken.id, int(time.time()), body),
-                        "Host": url.netloc.decode(),
-                    },
-                    extensions={"sni_hostname": url.host},
-                ) as answer,
-            ):
-                return None if answer.is_success else f"it was answered by {answer.status_code}"
+            request = httpx.Request(
+                "POST",
+                url.copy_with(host=address),
+                content=body,
+                headers={
+                    **headers(self._key, taken.id, int(time.time()), body),
+                    "Host": url.netloc.decode(),
+                },
+                extensions={"sni_hostname": url.host},
+            )
+            status = asyncio.run(_status_of(request, until - time.monotonic()))
+            return None if 200 <= status < 300 else f"it was answered by {status}"
+        except TimeoutError:
+            return f"it did not answer within {_PATIENCE_SECONDS:g} s"
         except NotAllowed as error:
             return error.message
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -145,3 +161,21 @@ class Deliverer:
                     outcome="delivered" if failure is None else failure,
                 )
             )
+
+
+async def _status_of(request: "httpx.Request", seconds: float) -> int:
+    """The status that a request is answered by; nothing of the answer's body is read.
+
+    Raises:
+        TimeoutError: it takes longer, be it that a byte of the answer comes now and then.
+        httpx.HTTPError: it cannot be sent.
+    """
+    import httpx2 as httpx
+
+    async with (
+        asyncio.timeout(seconds),
+        httpx.AsyncClient(timeout=seconds, follow_redirects=False, trust_env=False) as client,
+    ):
+        answer = await client.send(request, stream=True)
+        await answer.aclose()
+        return int(answer.status_code)

@@ -1,5 +1,6 @@
 """Previews on their way from the service to a worker's profiler and back."""
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,7 +46,7 @@ def worker(database: Database) -> None:
 def asked(database: Database, settings: Settings, order: PreviewOrder) -> DatasetPreview:
     """What the service hears, which waits in a thread while this one is the profiler."""
     with ThreadPoolExecutor(1) as service:
-        heard = service.submit(previews.ask, database, order, 30.0)
+        heard = service.submit(asyncio.run, previews.ask(database, order, 30.0))
         until(lambda: heard.done() or profiler.answer_one(database, settings), 30)
         return heard.result(30)
 
@@ -64,7 +65,7 @@ def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
 
 def test_with_no_worker_nobody_waits(database: Database, order: PreviewOrder) -> None:
     with pytest.raises(Conflict, match="accrue worker"):
-        previews.ask(database, order, 30.0)
+        asyncio.run(previews.ask(database, order, 30.0))
 
 
 def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
@@ -72,7 +73,7 @@ def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
 ) -> None:
     worker(database)
     with pytest.raises(Unavailable, match="ask again"):
-        previews.ask(database, order, 0.1)
+        asyncio.run(previews.ask(database, order, 0.1))
     with database.reading() as session:
         assert not previews.waiting(session)
 
@@ -114,6 +115,6 @@ def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: 
             )
         )  # fmt: skip
     with pytest.raises(Unavailable):
-        previews.ask(database, order, 0.0)
+        asyncio.run(previews.ask(database, order, 0.0))
     with database.reading() as session:
         assert session.get(PreviewRequest, "preview-0") is None

@@ -1,5 +1,6 @@
 """How much a key may ask for, what is written down of it, and what every answer carries."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ def test_a_limit_that_makes_no_sense_stops_the_start(
 
 @pytest.mark.parametrize("limit", ["1/second", "6000/minute", "10/hour", "100000/day"])
 def test_every_limit_that_settings_allow_is_one(limit: str) -> None:
-    Rates(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1")
+    asyncio.run(Rates(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1"))
 
 
 def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:

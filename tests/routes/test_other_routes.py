@@ -123,8 +123,35 @@ def test_no_web_page_of_another_site_drives_the_service(client: TestClient, head
     assert answer.json()["error"]["code"] == "forbidden"
 
 
-def test_this_machine_s_pages_do(client: TestClient) -> None:
-    assert client.get("/healthz", headers={"origin": "http://localhost:3000"}).status_code == 200
+def test_the_service_s_own_pages_do(client: TestClient) -> None:
+    for own in ({"origin": "http://127.0.0.1:8000"}, {"sec-fetch-site": "same-origin"},
+                {"sec-fetch-site": "none"}):  # fmt: skip
+        assert client.get("/healthz", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://localhost:3000"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},
+    ],
+    ids=str,
+)
+def test_pages_of_another_site_or_port_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+    assert client.get("/gradient-accumulation/training", headers=headers).status_code == 403
+
+
+def test_a_link_elsewhere_may_lead_to_the_dashboard(client: TestClient) -> None:
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert client.get("/", headers=headers).status_code == 200
+
+
+def test_a_header_that_says_where_a_request_comes_from_is_given_once(client: TestClient) -> None:
+    twice = [("host", "127.0.0.1:8000"), ("host", "evil.example")]
+    assert client.get("/gradient-accumulation/training", headers=twice).status_code == 403
 
 
 def test_an_error_of_our_own_is_a_500_without_a_stack_trace(

@@ -67,7 +67,8 @@ def test_few_measurements_and_pure_noise_tell_nothing_certain() -> None:
 
 def true_noise_scale(run_folder: Path) -> float:
     """From each sample's own gradient g and targets n: the mean of |g - n·G|² over n̄²|G|²."""
-    model, tokenizer, _ = models.load(lay_order(run_folder).order())
+    run = lay_order(run_folder)
+    model, tokenizer, _ = models.load(run.order(), models.staged(run.order(), run))
     samples = Samples(run_folder / "data")
     loss = TokenLoss(model)
     counts = samples.targets.astype(float)

@@ -10,7 +10,7 @@ import torch
 from sqlalchemy.exc import OperationalError
 
 from app import profiles
-from app.database import Database
+from app.database import Changes, Database
 from app.logs import configure
 from app.planning.catalogue import TINY_GPT2
 from app.schemas.profile import Recipe
@@ -49,9 +49,10 @@ def main() -> None:
         previews.answer_one(database, settings)  # for whoever waits already
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
+    changes = Changes(database)
     while not stopped:
         try:
-            if not previews.answer_one(database, settings) and not answer_one(database):
+            if not changes.any() or not (previews.answer_one(database, settings) or answer_one(database)):
                 time.sleep(_LOOKED_AT_EVERY)
         except OperationalError as error:
             log.warning("the database did not answer", error=str(error.orig))

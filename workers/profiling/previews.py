@@ -1,8 +1,10 @@
 """Looks at data sets, for those who wait for them."""
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import structlog
@@ -13,7 +15,7 @@ from app.database import Database
 from app.schemas.preview import DatasetPreview, PreviewOrder
 from app.settings import Settings
 from workers.training.faults import CannotTrain
-from workers.training.model import load_tokenizer
+from workers.training.model import load_tokenizer, prepare_files
 from workers.training.preview import preview
 
 log = structlog.get_logger("accrue.profiler")
@@ -56,7 +58,9 @@ def answer_one(database: Database, settings: Settings) -> bool:
 
 
 def _look(order: PreviewOrder, settings: Settings) -> DatasetPreview:
-    tokenizer = load_tokenizer(order.model, base_models.path_of(order.model, settings))
+    with tempfile.TemporaryDirectory(prefix="accrue-preview-") as folder:
+        staged = prepare_files(order.model, base_models.path_of(order.model, settings), Path(folder) / "base")
+        tokenizer = load_tokenizer(staged)
     return preview(order, settings.files_dir / order.data.file_id, tokenizer)
 
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from app.schemas.examples import BadLine, Chat, Example, PromptCompletion, TextE
 from app.schemas.spec import DataSpec
 from workers.run_directory import sync, write_whole
 from workers.training.faults import CannotTrain, Interrupted
+from workers.training.rendering import Renderer
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
@@ -172,9 +174,11 @@ def _write(
     lengths: list[int] = []
     targets: list[int] = []
     weights: list[float] = []
-    tokeniser = Tokeniser(tokenizer)
     examples = read_examples(spec, source, taken)
-    with pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer:
+    with (
+        Tokeniser(tokenizer) as tokeniser,
+        pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer,
+    ):
         while chunk := list(itertools.islice(examples, _CHUNK)):
             if stop():
                 raise Interrupted
@@ -241,6 +245,16 @@ class Tokeniser:
         if tokenizer.eos_token_id is None:
             raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
         self._end = [int(tokenizer.eos_token_id)]
+        self._renderer: Renderer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
 
     def rows(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[int], list[bool]]]:
         """Line number, tokens, and which of these count, of each example."""
@@ -271,15 +285,14 @@ class Tokeniser:
 
     def _turns(self, number: int, chat: Chat) -> list[Piece]:
         """The chat as its template renders it; what follows an assistant's opening counts, to its end."""
-        messages = [message.model_dump(exclude={"weight"}) for message in chat.messages]
-        whole = self._render(messages)
+        learned = [
+            index for index, message in enumerate(chat.messages)
+            if message.role == "assistant" and message.weight
+        ]  # fmt: skip
+        whole, *parts = self._rendered(number, chat, learned)
         pieces: list[Piece] = []
         at = 0
-        for index, message in enumerate(chat.messages):
-            if message.role != "assistant" or not message.weight:
-                continue
-            before = self._render(messages[:index], add_generation_prompt=True)
-            upto = self._render(messages[: index + 1])
+        for before, upto in zip(parts[::2], parts[1::2], strict=True):
             if not (whole.startswith(before) and whole.startswith(upto)):
                 raise CannotTrain(
                     "chat_template",
@@ -291,20 +304,27 @@ class Tokeniser:
             at = len(upto)
         return [*pieces, (whole[at:], False)]
 
-    def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    def _rendered(self, number: int, chat: Chat, learned: list[int]) -> list[str]:
+        """The whole chat; and for each turn to be learned, the text before it and the text to its end."""
         if not self._tokenizer.chat_template:
             raise CannotTrain(
                 "no_chat_template",
                 "the model's tokenizer has no chat template: use prompt and completion, or text, or a "
                 "model made for chats",
             )
-        if not messages:
-            return ""
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
+        if self._renderer is None:
+            template = self._tokenizer.get_chat_template()
+            self._renderer = Renderer(template, self._tokenizer.special_tokens_map)
+        prefixes = [(len(chat.messages), False)]
+        for index in learned:
+            prefixes += [(index, True), (index + 1, False)]
+        asked = [each for each in prefixes if each[0]]  # of no message at all there is nothing to render
+        messages = [message.model_dump(exclude={"weight"}) for message in chat.messages]
+        try:
+            made = iter(self._renderer.render(messages, asked))
+        except CannotTrain as error:
+            raise CannotTrain(error.code, f"line {number} of the data: {error}") from None
+        return [next(made) if count else "" for count, _ in prefixes]
 
 
 def fit_length(

@@ -208,8 +208,10 @@ def finish(training: Training) -> Outcome:
         training.reporter.event("noise_scale", message, **noise.model_dump())
     completions.after(training)
     fail_point("trainer.saving")
-    tokenizer = models.load_tokenizer(order.spec.model, order.model_path)  # as it was before it was used
-    files = models.save(training.model, tokenizer, training.run.model, order.spec.method)
+    tokenizer = models.load_tokenizer(training.base)  # as it was before it was used
+    files = models.save(
+        training.model, tokenizer, training.run.model, order.spec.method, order.spec.model.name
+    )
     fail_point("trainer.saved")
     training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
     training.close()

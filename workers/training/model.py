@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import warnings
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 
 from app.schemas.architecture import ModelReference
+from app.schemas.model_files import fingerprint_of_files
 from app.schemas.spec import LoraSpec, MethodSpec, Order, Plan, RunPrecision, Spec
-from workers.run_directory import sync
+from workers.run_directory import RunDirectory, sync, write_whole
 from workers.training.faults import CannotTrain
 from workers.training.loss import backbone_of
+from workers.training.model_files import check_tokenizer, source_of, stage
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,49 +29,97 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16"
 """How far two ways to reckon the same may differ, relatively, by precision."""
 
 _COMPILED_SHAPES = 64
+_SHOWN_WEIGHTS = 10
 
 
-def load_tokenizer(model: ModelReference, path: str) -> Any:
-    """A model's tokenizer; the built-in model is made where it is not there yet.
+def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
+    """A folder from which the model can be loaded safely: downloaded where it must be, checked, and staged.
 
     Args:
         path: a folder, or a name on the hub.
+        target: where the staged folder goes.
 
     Raises:
-        OSError, ValueError, ImportError: there is none, or it needs code of its own.
+        CannotTrain: the files are not those that the job was submitted with, or are not safe to load.
+        OSError, ValueError: there are none.
+    """
+    if model.source == "built_in":
+        ensure_tiny_gpt2(Path(path))
+    source = source_of(model, path)
+    if model.fingerprint is not None and fingerprint_of_files(source) != model.fingerprint:
+        raise CannotTrain(
+            "model_changed",
+            f"the files of the model {model.name} are no longer those that the job was submitted with: put "
+            "them back, or submit anew",
+        )
+    return stage(source, target)
+
+
+def staged(order: Order, run: RunDirectory) -> Path:
+    """`prepare_files` for a run, which trains from the same files in each of its attempts.
+
+    Raises:
+        CannotTrain: the files cannot be had, are not safe to load, or changed since the first attempt.
+    """
+    try:
+        folder = prepare_files(order.spec.model, order.model_path, run.base)
+    except (OSError, ValueError, ImportError) as error:
+        raise CannotTrain(
+            "model_not_loaded",
+            f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order, run.base)}",
+        ) from error
+    known, found = run.path / "base_model.json", fingerprint_of_files(folder)
+    if known.exists() and json.loads(known.read_text())["fingerprint"] != found:
+        raise CannotTrain(
+            "model_changed",
+            f"the files of the model {order.spec.model.name} changed since the job's first attempt: put them "
+            "back, or submit anew",
+        )
+    write_whole(known, json.dumps({"name": order.spec.model.name, "fingerprint": found}))
+    return folder
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a staged folder.
+
+    Raises:
+        CannotTrain: there is no vocabulary in it.
+        OSError, ValueError, ImportError: it cannot be read, or needs code of its own.
     """
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    if model.source == "built_in":
-        ensure_tiny_gpt2(Path(path))
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    check_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def load(order: Order) -> tuple[Any, Any, list[str]]:
+def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
     """The model in training mode, its tokenizer, and what was done otherwise than asked.
 
     Only safetensors, never code. Weights are in fp32, in pure_bf16 in bf16, in 4 bits under QLoRA.
+
+    Args:
+        folder: of the staged files (`prepare_files`).
 
     Raises:
         CannotTrain: files that are missing, cannot be fetched, or hold no causal language model; a package
             that is not installed.
     """
     try:
-        tokenizer = load_tokenizer(order.spec.model, order.model_path)
+        tokenizer = load_tokenizer(folder)
         try:
-            model, notes = _read(order, order.spec.attention), []
+            model, notes = _read(order, folder, order.spec.attention), []
         except ValueError as error:
             if order.spec.attention != "sdpa" or "attention" not in str(error):
                 raise
-            model, notes = _read(order, "eager"), ["the model has no sdpa attention: eager is used"]
+            model, notes = _read(order, folder, "eager"), ["the model has no sdpa attention: eager is used"]
     except ImportError as error:
-        raise CannotTrain("not_installed", _first_line(error, order)) from error
+        raise CannotTrain("not_installed", _first_line(error, order, folder)) from error
     except (OSError, ValueError) as error:
         raise CannotTrain(
             "model_not_loaded",
-            f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order)}",
+            f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order, folder)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
         _check_positions(model, order.spec)
@@ -88,20 +139,48 @@ def load(order: Order) -> tuple[Any, Any, list[str]]:
     return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in told]
 
 
-def _read(order: Order, attention: str) -> Any:
+def _read(order: Order, folder: Path, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     quantised = {}
     if order.spec.method.name == "qlora":
         quantised = {"quantization_config": _four_bits(order.plan), "device_map": {"": order.plan.device}}
-    return AutoModelForCausalLM.from_pretrained(
-        order.model_path,
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
         dtype=torch.bfloat16 if order.plan.precision == "pure_bf16" else torch.float32,
         attn_implementation=attention,
         trust_remote_code=False,
         use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
         **quantised,
     )
+    model, found = loaded
+    _check_weights(order, found)
+    return model
+
+
+def _check_weights(order: Order, found: dict[str, Any]) -> None:
+    """Every weight must come from the files: one that does not would begin at random. Tied weights, which are
+    stored once, are not among those reported.
+
+    Raises:
+        CannotTrain: weights are missing, or of another shape; the message lists some of them.
+    """
+    mismatched = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys") or ()]
+    for what, names in (("are missing from", found.get("missing_keys") or ()), ("do not fit", mismatched)):
+        if names:
+            some = ", ".join(sorted(map(str, names))[:_SHOWN_WEIGHTS])
+            more = f" and {len(names) - _SHOWN_WEIGHTS} more" if len(names) > _SHOWN_WEIGHTS else ""
+            raise CannotTrain(
+                "model_not_loaded",
+                f"{len(names)} weights {what} the files of {order.spec.model.name}: {some}{more}. They would "
+                "begin at random: put the whole model there",
+            )
+    if found.get("error_msgs"):
+        raise CannotTrain(
+            "model_not_loaded", f"the weights of {order.spec.model.name} could not be read as a whole"
+        )
 
 
 def _four_bits(plan: Plan) -> Any:
@@ -300,10 +379,13 @@ def autocast(precision: RunPrecision, device: str) -> Any:
     return torch.autocast(device, dtype=AUTOCAST[precision])
 
 
-def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[str, ...]:
+def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str) -> tuple[str, ...]:
     """Writes the model, or its adapters alone, as a whole or not at all; gives the names of the files.
 
     Merging adapters changes `model` itself.
+
+    Args:
+        base: the base model's name, which adapters refer to.
     """
     if method.lora is not None and method.lora.merge:
         model = model.merge_and_unload()
@@ -312,6 +394,10 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    if (adapters := partial / "adapter_config.json").exists():  # where peft has put a path of this machine
+        adapters.write_text(
+            json.dumps({**json.loads(adapters.read_text()), "base_model_name_or_path": base}, indent=2)
+        )
     (partial / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
     for path in (*partial.iterdir(), partial):
         sync(path)
@@ -321,9 +407,11 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec) -> tuple[
     return tuple(sorted(file.name for file in target.iterdir()))
 
 
-def _first_line(error: Exception, order: Order) -> str:
+def _first_line(error: Exception, order: Order, folder: Path) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return first.replace(order.model_path, order.spec.model.name)
+    for path in (str(folder), order.model_path):
+        first = first.replace(path, order.spec.model.name)
+    return first[:500]
 
 
 def routes(model: Any) -> bool:

@@ -25,8 +25,12 @@ def preview(order: PreviewOrder, source: Path, tokenizer: Any) -> DatasetPreview
     Raises:
         CannotTrain: the trainer could not read it either.
     """
+    with Tokeniser(tokenizer) as tokeniser:
+        return _previewed(order, source, tokenizer, tokeniser)
+
+
+def _previewed(order: PreviewOrder, source: Path, tokenizer: Any, tokeniser: Tokeniser) -> DatasetPreview:
     data = order.data
-    tokeniser = Tokeniser(tokenizer)
     samples: list[PreviewedSample] = []
     whole: list[int] = []
     kept: list[int] = []

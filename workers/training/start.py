@@ -26,7 +26,7 @@ from workers.training.batches import (
 )
 from workers.training.checkpoint import TrainingState
 from workers.training.data import Prepared, Samples, held_out, prepare
-from workers.training.faults import CannotTrain
+from workers.training.faults import CannotTrain, Interrupted
 from workers.training.gradients import gradients_for
 from workers.training.loss import Forward, TokenLoss
 from workers.training.loss_checks import keeps_documents_apart, same_loss
@@ -46,6 +46,8 @@ class Training:
 
     order: Order
     run: RunDirectory
+    base: Path
+    """The folder with the base model's staged files."""
     reporter: Reporter
     trackers: Trackers
     stop: Stop
@@ -142,10 +144,18 @@ def start(
     """
     spec, plan = order.spec, order.plan
     device = models.device_of(plan)
-    model, tokenizer, notes = models.load(order)
+    base = models.staged(order, run)
+    model, tokenizer, notes = models.load(order, base)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
-    prepared, samples, validation = _data(run, order, tokenizer, stop)
+    try:
+        prepared, samples, validation = _data(run, order, tokenizer, stop)
+    except (CannotTrain, Interrupted, OSError, MemoryError):
+        raise
+    except Exception as error:  # a tokenizer may raise anything; its message may be training text
+        raise CannotTrain(
+            "data_not_tokenised", f"the model's tokenizer could not read the data ({type(error).__name__})"
+        ) from None
     if spec.method.name != "qlora":
         model.to(device)
     optimizer = make_optimizer(spec.optimizer, model.parameters())
@@ -157,6 +167,7 @@ def start(
     training = Training(
         order=order,
         run=run,
+        base=base,
         reporter=reporter,
         trackers=trackers,
         stop=stop,

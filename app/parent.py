@@ -1,0 +1,36 @@
+"""A process that ends with the one that started it, however that one ends. Needs the standard library."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+VARIABLE = "ACCRUE_PARENT_FD"
+"""A pipe whose other end the parent holds: its end of file is the parent's end."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Has this process told to end (SIGTERM) when its parent does; does nothing where it was started by hand.
+
+    The kernel's signal comes at once on Linux, and the pipe's end of file everywhere. A terminal that is
+    closed (SIGHUP) ends it as SIGTERM does, unless it was started to outlive it (nohup).
+    """
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    descriptor = os.environ.pop(VARIABLE, None)
+    if descriptor is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_watch, args=(int(descriptor),), daemon=True, name="parent").start()
+
+
+def _watch(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(descriptor, 1):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,73 @@
+"""Text that can be stored and shown wherever a request's text may go.
+
+PostgreSQL stores no NUL character, and a lone surrogate cannot be encoded as UTF-8 at all: neither is ever
+meant, so both are refused where text comes in. Needs the standard library.
+"""
+
+import re
+from typing import Any
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+MOST_FIELDS = 500
+"""Keys of one object in a request or a config.json; no schema has half as many."""
+
+DEEPEST = 32
+
+
+def is_storable(text: str) -> bool:
+    """Whether a text has neither a NUL character nor a lone surrogate.
+
+    >>> is_storable("a\\x00b")
+    False
+    """
+    return (text.isascii() and "\x00" not in text) or _UNSTORABLE.search(text) is None
+
+
+def storable(text: str) -> str:
+    """The text with the replacement character for what cannot be stored."""
+    return text if is_storable(text) else _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def storable_values(value: Any) -> Any:
+    """The same for every text within lists and objects."""
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, dict):
+        return {storable_values(key): storable_values(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable_values(each) for each in value]
+    return value
+
+
+def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """Where in lists and objects the first text is that cannot be stored; null: nowhere."""
+    if isinstance(value, str):
+        return None if is_storable(value) else path
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if isinstance(key, str) and not is_storable(key):
+                return (*path, storable(key)[:50])
+            if (found := unstorable(each, (*path, str(key)))) is not None:
+                return found
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            if (found := unstorable(each, (*path, str(number)))) is not None:
+                return found
+    return None
+
+
+def oversized(value: Any, depth: int = 0) -> str | None:
+    """Why a request's value is not worth validating field by field; null: it is."""
+    if depth > DEEPEST:
+        return f"is nested deeper than {DEEPEST} levels"
+    if isinstance(value, dict):
+        if len(value) > MOST_FIELDS:
+            return f"has {len(value)} fields, more than {MOST_FIELDS}"
+        return next((why for each in value.values() if (why := oversized(each, depth + 1))), None)
+    if isinstance(value, list):
+        return next(
+            (why for each in value if isinstance(each, dict | list) and (why := oversized(each, depth + 1))),
+            None,
+        )
+    return None

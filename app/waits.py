@@ -1,0 +1,68 @@
+"""Waiting for a worker's answer without holding a thread, and for only so many answers at once.
+
+A thread that waits serves nobody else, and there are forty: who waits does it on the event loop, and looks
+into the database from a thread for a moment now and then.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from anyio import to_thread
+
+from app.errors import TooManyRequests
+
+MOST_OF_A_KEY = 8
+"""Requests of one key that wait at once."""
+MOST = 64
+
+_FIRST_LOOK, _LONGEST_PAUSE = 0.02, 0.25
+
+Found = TypeVar("Found")
+
+
+class Waits:
+    """Who waits at the moment, by key."""
+
+    def __init__(self) -> None:
+        self._waiting: Counter[str | None] = Counter()
+
+    def has_place(self, key_id: str | None) -> bool:
+        """Whether one more may wait; who need not, is answered at once instead."""
+        return self._waiting[key_id] < MOST_OF_A_KEY and self._waiting.total() < MOST
+
+    @contextmanager
+    def place(self, key_id: str | None) -> Iterator[None]:
+        """One of the places for those who wait, for the time of the block.
+
+        Raises:
+            TooManyRequests: they are all taken.
+        """
+        if not self.has_place(key_id):
+            raise TooManyRequests(
+                f"{self._waiting[key_id]} requests of this key wait for a worker already: let them end.",
+                retry_after_seconds=5,
+            )
+        self._waiting[key_id] += 1
+        try:
+            yield
+        finally:
+            self._waiting[key_id] -= 1
+            if not self._waiting[key_id]:
+                del self._waiting[key_id]
+
+
+async def until_found(look: Callable[[], Found | None], seconds: float) -> Found | None:
+    """What `look` gives as soon as it gives something; null if that is not so in time. It runs in a thread,
+    at growing intervals."""
+    deadline, pause = time.monotonic() + seconds, _FIRST_LOOK
+    while (found := await to_thread.run_sync(look)) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        await asyncio.sleep(min(pause, left))
+        pause = min(_LONGEST_PAUSE, 1.25 * pause)
+    return found

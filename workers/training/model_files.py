@@ -1,0 +1,215 @@
+"""A base model's files, made safe to load: a copy of the folder in which nothing can lead outside of it.
+
+A model's files come from strangers. Loaders follow what these say: a tokenizer's configuration may name any
+file of the machine as its vocabulary, an index may name weights elsewhere, a link may point anywhere. So a
+model is never loaded from the folder that it came in, but from one that holds links to its plain files, with
+its configurations rewritten to the fields that are known to be harmless.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from app.schemas.architecture import ModelReference
+from workers.run_directory import TOKEN_VARIABLE
+from workers.training.faults import CannotTrain
+
+LARGEST_CONFIG_BYTES = 2**20
+LARGEST_TOKENIZER_BYTES = 256 * 2**20
+
+_WEIGHTS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
+_INDEX = "model.safetensors.index.json"
+
+_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
+"""What a tokenizer is read from: one of these sets of files, always from the model's own folder."""
+
+_COPIED = (
+    "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+
+_TOKENIZER_FIELDS = frozenset({
+    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder",
+    "additional_special_tokens", "bos_token", "byte_fallback", "chat_template",
+    "clean_up_tokenization_spaces", "cls_token", "do_lower_case", "eos_token", "errors",
+    "extra_special_tokens", "legacy", "mask_token", "model_max_length", "pad_token", "padding_side",
+    "sep_token", "spaces_between_special_tokens", "split_special_tokens", "strip_accents",
+    "tokenizer_class", "truncation_side", "unk_token", "use_default_system_prompt",
+})  # fmt: skip
+"""Fields of tokenizer_config.json that are kept. Any other becomes an argument of the tokenizer's class,
+where it may name a file (`vocab`, `merges`, `vocab_file`, `init_inputs`)."""
+
+_NEVER_IN_A_CONFIG = frozenset({
+    "attn_implementation", "auto_map", "backbone", "backbone_config", "experts_implementation",
+    "init_inputs", "merges", "transformers_weights", "vocab",
+})  # fmt: skip
+_NAMES_A_FILE = re.compile(r"(^_|_(file|files|path|dir|folder|name_or_path|implementation)$)")
+"""Fields of config.json that name files, or that go before what the job says explicitly."""
+
+_GENERATION_FIELDS = frozenset({
+    "bos_token_id", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "min_p", "pad_token_id",
+    "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
+})  # fmt: skip
+
+
+def hub_token() -> str | None:
+    """The token that the supervisor passed on, read once; null: the hub's own rules hold (run by hand)."""
+    descriptor = os.environ.pop(TOKEN_VARIABLE, None)
+    if descriptor is None:
+        return None
+    with os.fdopen(int(descriptor), "rb") as pipe:
+        return pipe.read().decode() or None
+
+
+def source_of(model: ModelReference, path: str) -> Path:
+    """The folder with a model's files; a hub model is downloaded first, and the token forgotten after.
+
+    Raises:
+        OSError, ValueError: it cannot be had.
+    """
+    token = hub_token()
+    if model.source != "hub":
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    wanted = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=wanted, token=token))
+    finally:
+        os.environ.pop("HF_TOKEN", None)
+
+
+def stage(source: Path, target: Path) -> Path:
+    """Makes the safe copy of a model's folder; weights and vocabularies are linked, not copied.
+
+    Args:
+        source: the model's folder, or a snapshot in the hub's cache.
+        target: made anew.
+
+    Raises:
+        CannotTrain: a file that leads out of the folder, is too large, or is not what its name says.
+        OSError: the folder is not there.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    config = _json(source, "config.json")
+    if config is None:
+        raise FileNotFoundError(f"{source} holds no config.json")
+    if config.get("quantization_config") is not None:
+        raise CannotTrain(
+            "model_not_loaded", "the model's weights are quantized already: choose the unquantized model"
+        )
+    (target / "config.json").write_text(json.dumps(_without_paths(config)))
+    tokenizer = _json(source, "tokenizer_config.json")
+    if tokenizer is not None:
+        kept = {name: value for name, value in tokenizer.items() if name in _TOKENIZER_FIELDS}
+        (target / "tokenizer_config.json").write_text(json.dumps(kept))
+    generation = _json(source, "generation_config.json")
+    if generation is not None:
+        kept = {name: value for name, value in generation.items() if name in _GENERATION_FIELDS}
+        (target / "generation_config.json").write_text(json.dumps(kept))
+    for name in _COPIED:
+        _link(source, target, name, LARGEST_TOKENIZER_BYTES)
+    for name in _weights(source):
+        _link(source, target, name)
+    return target
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises:
+    CannotTrain: the folder holds no vocabulary of a kind that is read.
+    """
+    if not any(all((folder / name).exists() for name in names) for names in _VOCABULARIES):
+        raise CannotTrain(
+            "model_not_loaded",
+            "the model's folder has no tokenizer.json, nor vocab.json with merges.txt, nor tokenizer.model: "
+            "put its tokenizer beside its weights",
+        )
+
+
+def _weights(source: Path) -> Iterator[str]:
+    """The names of the weights' files, with the index where there is one; each a plain name."""
+    index = _json(source, _INDEX)
+    names = {path.name for path in source.glob("*.safetensors")}
+    if index is not None:
+        named = index.get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+            raise CannotTrain("model_not_loaded", f"{_INDEX} has no weight_map from weights to files")
+        outside = sorted({each for each in named.values() if not _WEIGHTS.match(each)})
+        if outside:
+            raise CannotTrain(
+                "model_not_loaded",
+                f"weight_map of {_INDEX} must name files of the model's own folder, not {outside[0]!r}",
+            )
+        names |= set(named.values())
+        yield _INDEX
+    yield from sorted(name for name in names if _WEIGHTS.match(name))
+
+
+def _link(source: Path, target: Path, name: str, most_bytes: int | None = None) -> None:
+    """A link to one of the folder's own files; nothing where it is not there."""
+    found = _own(source, name)
+    if found is None:
+        return
+    if most_bytes is not None and found.stat().st_size > most_bytes:
+        raise CannotTrain("model_not_loaded", f"{name} of the model is larger than {most_bytes} bytes")
+    (target / name).symlink_to(found)
+
+
+def _own(source: Path, name: str) -> Path | None:
+    """Where a file of the folder really lies; null: it is not there.
+
+    Raises:
+        CannotTrain: it is a link that leads out of the folder (a snapshot: out of the repository's cache).
+    """
+    path = source / name
+    if not path.is_file():
+        return None
+    real = path.resolve()
+    home = _home(source)
+    if not real.is_relative_to(home):
+        raise CannotTrain(
+            "model_not_loaded",
+            f"{name} of the model is a link that leads out of its folder: copy the file itself there",
+        )
+    return real
+
+
+def _home(source: Path) -> Path:
+    """What the folder's links may point into: itself; for a snapshot of the hub's cache, its repository."""
+    real = source.resolve()
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        return real.parent.parent
+    return real
+
+
+def _json(source: Path, name: str) -> dict[str, Any] | None:
+    """The content of a small JSON object; null: it is not there."""
+    path = _own(source, name)
+    if path is None:
+        return None
+    most = LARGEST_TOKENIZER_BYTES if name == _INDEX else 16 * LARGEST_CONFIG_BYTES
+    if path.stat().st_size > most:
+        raise CannotTrain("model_not_loaded", f"{name} of the model is larger than {most} bytes")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise CannotTrain("model_not_loaded", f"{name} of the model is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise CannotTrain("model_not_loaded", f"{name} of the model is not a JSON object")
+    return content
+
+
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json without the fields that name files or override what the job says; nested ones too."""
+    return {
+        name: _without_paths(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in _NEVER_IN_A_CONFIG and not _NAMES_A_FILE.search(name)
+    }

@@ -1,0 +1,152 @@
+"""Chat templates, rendered in a process of their own.
+
+A template is a program that comes with a model: it may compute for ever, fill the memory, or put what it
+reads into its errors. The child has no secrets in its environment, little memory, and seconds of processor
+time for each conversation; of its errors only the kind is told.
+
+`python -m workers.training.rendering` is the child: a line of JSON in, a line of JSON out.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from workers.training.faults import CannotTrain
+
+CPU_SECONDS = 5
+"""For one conversation."""
+
+MEMORY_BYTES = 2**30
+LONGEST = 64 * 2**20
+"""Characters that one conversation may become, over all of its prefixes."""
+
+
+class Renderer:
+    """Renders conversations with one template; the child starts with the first of them.
+
+    Args:
+        template: the model's chat template.
+        special_tokens: `bos_token` and the like, as the template sees them.
+    """
+
+    def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
+        self._template, self._special_tokens = template, special_tokens
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, messages: list[dict[str, Any]], prefixes: list[tuple[int, bool]]) -> list[str]:
+        """The text of the first so many messages, each with or without the opening of an answer.
+
+        Raises:
+            CannotTrain: the template takes too long, too much memory, or raises. The message tells nothing
+                of the conversation.
+        """
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"messages": messages, "prefixes": prefixes}).encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        if not answer.endswith(b"\n"):
+            self.close()
+            raise CannotTrain(
+                "chat_template",
+                f"the model's chat template took more than {CPU_SECONDS} s or {MEMORY_BYTES // 2**20} MiB "
+                "for one conversation: use prompt and completion instead, or a model with a simpler template",
+            )
+        told = json.loads(answer)
+        if "error" in told:
+            raise CannotTrain(
+                "chat_template",
+                f"the model's chat template refuses this conversation ({told['error']}): look at the order "
+                "and the roles of its messages, or use prompt and completion instead",
+            )
+        texts: list[str] = told["texts"]
+        return texts
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        passed = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "workers.training.rendering"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in passed if name in os.environ},
+            cwd=Path(__file__).resolve().parent.parent.parent,
+        )
+        assert self._process.stdin is not None
+        first = {"template": self._template, "special_tokens": self._special_tokens}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(first).encode() + b"\n")
+        return self._process
+
+
+def main() -> None:
+    """The child. Ends with its standard input."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    first = json.loads(sys.stdin.buffer.readline())
+    for line in sys.stdin.buffer:
+        _limit_time()
+        asked = json.loads(line)
+        try:
+            told: dict[str, Any] = {"texts": _texts(render_jinja_template, first, asked)}
+        except Exception as error:  # a template may raise anything; its message may be training text
+            told = {"error": type(error).__name__}
+        sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _texts(render: Any, first: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    texts: list[str] = []
+    for count, opens in asked["prefixes"]:
+        rendered, _ = render(
+            conversations=[asked["messages"][:count]],
+            chat_template=first["template"],
+            add_generation_prompt=opens,
+            **first["special_tokens"],
+        )
+        texts.append(str(rendered[0]))
+        if sum(map(len, texts)) > LONGEST:
+            raise OverflowError
+    return texts
+
+
+def _limit_time() -> None:
+    """The kernel ends this process where the conversation at hand takes longer."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()
