@@ -26,6 +26,9 @@ from app.schemas.spec import Spec
 from app.schemas.text import storable
 from app.waits import until_found
 
+_MADE_BY = 2
+"""The version of the profiler: what an earlier one made is not taken for what this one would make."""
+
 _CLAIM_SECONDS = 60.0
 """A request that was claimed this long ago is anybody's again."""
 
@@ -49,8 +52,9 @@ class Wanted:
 
 
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
-    """What a profile is kept by: the architecture without its weights, the recipe, torch's version."""
-    told = f"{architecture.fingerprint} {recipe.model_dump_json()} {sequence} {_torch_version()}"
+    """What a profile is kept by: the architecture without its weights, the recipe, and the versions of torch
+    and of the profiler."""
+    told = f"{architecture.fingerprint} {recipe.model_dump_json()} {sequence} {_torch_version()} {_MADE_BY}"
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 

@@ -58,7 +58,7 @@ class ByProfile:
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
         line = self._highest(rows, accumulating)
-        part = {kind: int(line.base[kind] + rows * line.slope[kind]) for kind in line.base}
+        part = {kind: int(bytes_) for kind, bytes_ in line.parts(rows).items()}
         return Memory(
             weights_bytes=part["weights"],
             gradients_bytes=part["gradients"],

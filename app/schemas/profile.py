@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from app.schemas.spec import Attention, AuxScope, LoraSpec, OptimizerName, RunPrecision
 from app.schemas.wire import Frozen
 
@@ -37,21 +39,31 @@ Part = Literal["forward and backward", "optimizer"]
 
 
 class Line(Frozen):
-    """Bytes live at one point of the step, as a function of the micro-batch: base + slope × rows, by kind."""
+    """Bytes live at one point of the step, as a function of the micro-batch, by kind:
+    base + slope × rows + square × rows²."""
 
     part: Part
     base: dict[Kind, float]
     slope: dict[Kind, float]
+    square: dict[Kind, float] = Field(default_factory=dict)
+    """Of what grows with the square of the rows, such as a packed row's mask; a kind left out has none."""
+
+    def parts(self, rows: float) -> dict[Kind, float]:
+        """Each kind's."""
+        return {
+            kind: base + rows * self.slope[kind] + rows**2 * self.square.get(kind, 0.0)
+            for kind, base in self.base.items()
+        }
 
     def bytes(self, rows: float) -> float:
         """All kinds together."""
-        return sum(self.base.values()) + rows * sum(self.slope.values())
+        return sum(self.parts(rows).values())
 
 
 class Stretch(Frozen):
     """The highest of the step's points for micro-batches from `rows` on, up to the next stretch."""
 
-    rows: int
+    rows: float
     once: tuple[Line, ...]
     """Where the window is one micro-batch."""
     accumulating: tuple[Line, ...]

@@ -3,7 +3,8 @@
 On a machine without a GPU the truth is the peak of live tensor bytes while the real trainer works through
 its second window on the CPU: what its weights and states hold, and what the allocator reports to PyTorch's
 profiler. That proves the bookkeeping; no claim about GPUs is made from it. Writes results/accuracy.json,
-accuracy.md and accuracy.png.
+accuracy.md and accuracy.png; with `--draw 60 --seed 1` combinations drawn at random are compared instead,
+and nothing is written.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from random import randrange
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -23,6 +25,8 @@ from tests.benchmarks.true_peak import ROOT
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
+TOLD_ABOVE = 0.01
+"""Errors of drawn combinations above this are told with the model's shape."""
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7, "num_attention_heads": 5,
@@ -65,6 +69,12 @@ class Case:
     sequence: int = 128
     micro_batches: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Fields of the family's config that are otherwise."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**FAMILIES[self.family], **self.shape}
 
     @property
     def told(self) -> str:
@@ -117,7 +127,7 @@ def predicted_bytes(case: Case, asked: dict[str, Any]) -> int:
     from workers.profiling.profile import make_profile
 
     recipe = Recipe.model_validate(asked["recipe"])
-    profile = make_profile(FAMILIES[case.family], recipe, case.sequence)
+    profile = make_profile(case.config, recipe, case.sequence)
     memory = ByProfile(profile.curve, recipe, "simulated").memory(
         case.rows, accumulating=case.micro_batches > 1
     )
@@ -126,7 +136,7 @@ def predicted_bytes(case: Case, asked: dict[str, Any]) -> int:
 
 def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
     """By the trainer itself, in a process of its own; with the recipe that it was run by."""
-    asked = {"config": FAMILIES[case.family], "rows": case.rows, "sequence": case.sequence,
+    asked = {"config": case.config, "rows": case.rows, "sequence": case.sequence,
              "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder)}  # fmt: skip
     command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -139,33 +149,56 @@ def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose family or options contain this")
-    only = parser.parse_args().only
-    chosen = [case for case in CASES if only in f"{case.family} {case.told}"]
+    parser.add_argument("--draw", type=int, default=0, help="so many combinations at random instead")
+    parser.add_argument("--seed", type=int, default=None, help="of the draw; without it, a new one")
+    asked = parser.parse_args()
+    cases = CASES
+    if asked.draw:
+        from tests.benchmarks.draws import draw
+
+        seed = asked.seed if asked.seed is not None else randrange(2**31)
+        print(f"seed {seed}")
+        cases = draw(asked.draw, seed)
+    chosen = [case for case in cases if asked.only in f"{case.family} {case.told}"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(chosen):
-            true = true_bytes(case, Path(folder) / str(number))
-            predicted = predicted_bytes(case, true)
-            error = predicted / true["bytes"] - 1
-            rows.append(
-                {
-                    "family": case.family,
-                    "options": case.told,
-                    "rows": case.rows,
-                    "sequence": case.sequence,
-                    "micro_batches": case.micro_batches,
-                    "true_bytes": true["bytes"],
-                    "predicted_bytes": predicted,
-                    "error": error,
-                }
-            )
-            shape = f"{case.rows} × {case.sequence}, K = {case.micro_batches}"
-            sizes = f"{true['bytes'] / MIB:8.1f} MiB {predicted / MIB:8.1f} {error:+8.3%}"
-            print(f"{case.family:9} {shape:16} {case.told:40} {sizes}", flush=True)
+            row = compared(case, Path(folder) / str(number))
+            if row is not None:
+                rows.append(row)
     summary = summarise(rows)
     print(summary)
-    if not only:
+    if not asked.only and not asked.draw:
         write(rows, summary)
+
+
+def compared(case: Case, folder: Path) -> dict[str, Any] | None:
+    """A case's figures; null where the trainer took the model's own logits, which no recipe tells of.
+
+    What the trainer changes otherwise is part of the comparison: where it pads instead of packing, its recipe
+    says so, and that a model has no sdpa attention the simulation finds out by itself.
+    """
+    true = true_bytes(case, folder)
+    if true["own_logits"]:
+        print(f"{case.family:9} left out: trained on its own logits {case.told}", flush=True)
+        return None
+    predicted = predicted_bytes(case, true)
+    error = predicted / true["bytes"] - 1
+    shape = f"{case.rows} × {case.sequence}, K = {case.micro_batches}"
+    sizes = f"{true['bytes'] / MIB:8.1f} MiB {predicted / MIB:8.1f} {error:+8.3%}"
+    print(f"{case.family:9} {shape:16} {case.told:40} {sizes}", flush=True)
+    if case.shape and abs(error) > TOLD_ABOVE:
+        print(f"{'':9} {case.shape}", flush=True)
+    return {
+        "family": case.family,
+        "options": case.told,
+        "rows": case.rows,
+        "sequence": case.sequence,
+        "micro_batches": case.micro_batches,
+        "true_bytes": true["bytes"],
+        "predicted_bytes": predicted,
+        "error": error,
+    }
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from tests.training.live_bytes import peak_of
 from workers.run_directory import Reporter, RunDirectory
 from workers.training.accumulate import train_window
 from workers.training.fit import advance
+from workers.training.loss import head_of
 from workers.training.start import Training, start
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 from workers.training.trackers import Trackers
@@ -138,10 +139,13 @@ def measure(run: RunDirectory) -> dict[str, Any]:
         held = held_bytes(training)
         peak = peak_of(lambda: train_window(training, window, denominator))
         changed = [line for line in run.events.read_text().splitlines() if '"changed"' in line]
+        own_logits = head_of(training.model) is not None and training.token_loss.head is None
+        packed = training.form.packed
     return {
         "bytes": held + peak,
         "held_bytes": held,
-        "recipe": recipe_of(order.spec, CPU).model_dump(mode="json"),
+        "recipe": recipe_of(order.spec, CPU).model_dump(mode="json") | {"packing": packed},
+        "own_logits": own_logits,
         "changed": changed,
     }
 

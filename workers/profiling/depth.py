@@ -69,7 +69,13 @@ def layers_in(config: dict[str, Any]) -> int:
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config of a model of so many layers, each of the kind that it is in the whole."""
+    """The config of a model of so many layers, each of the kind that it is in the whole.
+
+    Only the last of them make room for kinds that come later, which are like theirs but for a mask.
+    """
     name = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
-    kinds = _kinds(config)[:layers]
+    whole = _kinds(config)
+    kinds = whole[:layers]
+    later = [kind for kind in dict.fromkeys(whole) if kind not in kinds]
+    kinds[len(kinds) - len(later) :] = later
     return {**config, name: layers, **({"layer_types": kinds} if kinds else {})}

@@ -13,7 +13,9 @@ Target = Literal["cpu", "cuda"]
 def workspace_bytes(func: Any, args: tuple[Any, ...], target: Target) -> int:
     """Bytes that an operator's kernel takes beside its outputs; 0 where none is known."""
     rule = _WORKSPACES.get((str(func), target))
-    return rule(args) if rule else 0
+    if rule:
+        return rule(args)
+    return _casts_on_cpu(args) if target == "cpu" and torch.Tag.pointwise in func.tags else 0
 
 
 def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -26,6 +28,16 @@ def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
     if one.ndim == 2 and other.ndim == 2:  # the gradient of the experts' weights
         return one.new_empty(groups, one.shape[0], other.shape[1])
     return one.new_empty(*one.shape[:-1], other.shape[-1])
+
+
+def _casts_on_cpu(args: tuple[Any, ...]) -> int:
+    """On a CPU, operands of several precisions are first copied to the one that is worked in
+    (aten/src/ATen/TensorIterator.cpp, compute_types); a GPU's kernels cast as they read."""
+    operands = [each for each in args if isinstance(each, Tensor) and each.dtype != torch.bool]
+    if len({each.dtype for each in operands}) < 2:
+        return 0
+    common = torch.result_type(operands[0], operands[1])
+    return sum(each.numel() * common.itemsize for each in operands if each.dtype != common)
 
 
 def _flash_backward_on_cuda(args: tuple[Any, ...]) -> int:
@@ -62,17 +74,39 @@ def _flash_backward_on_cpu(args: tuple[Any, ...]) -> int:
     return torch.get_num_threads() * (8 * tile + reduced)
 
 
+def _product_on_cpu(args: tuple[Any, ...]) -> int:
+    """oneDNN's product of matrices in bf16: for each thread a tile of the result in fp32, and the panels of
+    both sides that it lays out anew: of the right side always, of the left one where it is transposed
+    (src/cpu/x64/matmul/brgemm_matmul.cpp; the largest tiles as measured on PyTorch 2.13)."""
+    one, other = args[-2:]
+    if one.dtype != torch.bfloat16:
+        return 0
+    threads = torch.get_num_threads()
+    rows, depth, columns = one.shape[0], _up(one.shape[1], 32), other.shape[1]
+    tile = min(rows, 256, -(-rows * -(-columns // 64) // threads))
+    left = tile * min(depth, 256) * 2 if one.stride(-1) != 1 else 0
+    return int(threads * (tile * 64 * 4 + min(depth, 1024) * 64 * 2 + left + 1024))
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
 def _chunked_cross_entropy(args: tuple[Any, ...]) -> int:
-    """A chunk's logits, a value for each of its rows, and unless the policy is compact the chunk's share of
-    the weight's gradient (torch/nn/modules/linear_cross_entropy.py of PyTorch 2.13)."""
+    """A chunk's logits, a value and a hidden state for each of its rows, and unless the policy is compact the
+    chunk's share of the weight's gradient; of each position its target, whether it counts, and how much
+    (torch/nn/modules/linear_cross_entropy.py of PyTorch 2.13)."""
+    hidden: Tensor = args[0]
     weight: Tensor = args[1]
     rows, policy, wants_weight = args[8], args[9], args[13]
     width = max(4, weight.element_size())
     share = weight.numel() * width if wants_weight and policy != "compact" else 0
-    return int(rows * (weight.shape[0] + 1) * width + share)
+    return int(rows * (weight.shape[0] + 1 + weight.shape[1]) * width + share + hidden.shape[0] * (9 + width))
 
 
 _WORKSPACES: dict[tuple[str, Target], Callable[[tuple[Any, ...]], int]] = {
+    ("aten.mm.default", "cpu"): _product_on_cpu,
+    ("aten.addmm.default", "cpu"): _product_on_cpu,
     ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "cuda"): _flash_backward_on_cuda,
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", "cpu"): _flash_on_cpu,
     ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "cpu"): _flash_backward_on_cpu,

@@ -1,62 +1,32 @@
-"""A profile from traces: the tape of a shallow model, unrolled to its depth, at a few micro-batches."""
+"""A profile from traces: how each block of a shallow model's tape grows, unrolled to the model's depth."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
-from app.schemas.profile import KINDS, Curve, Line, Part, Profile, Recipe, Stretch
+from app.schemas.profile import KINDS, Curve, Line, Profile, Recipe, Stretch
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
-from workers.profiling.simulate import Simulation
-from workers.profiling.tape import Peak, peaks
+from workers.profiling.growth import Growing, Growths, Range, Sample, at, growing, growths
+from workers.profiling.simulate import Chunks, Simulation
+from workers.profiling.tape import Peak, Tape, peaks
 from workers.profiling.unroll import NotUniform
 
-BENDS_AT = 1e-3
-"""Where the check is off by more, the curve gets a stretch of its own there."""
+_MOST_ROWS = 2**20
+_CHECKED_ROWS = 1
+"""One row alone: a tensor of a single row needs no copy to become contiguous, so that the step allocates
+otherwise than with several."""
 
+_RESERVED_ROWS = 4
+_LEAST_UNIT = 10
 
-@dataclass(frozen=True)
-class Knots:
-    """Micro-batches that are traced: between each pair, and beyond the last, memory is linear in the rows."""
+_SAMPLES = ((2, Chunks(768, 384)), (3, Chunks(896, 512)))
+"""Two micro-batches and the chunks of their loss, no two of whose lengths grow in the same proportion. A
+trace takes no longer for many rows than for few; chunks are long, as real ones are: kernels work in tiles."""
 
-    pairs: tuple[tuple[int, int], ...]
-    checked: int
-    """One more, that the curve is checked against."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(sorted({rows for pair in self.pairs for rows in pair}))
-
-
-def knots_for(chunk: int, sequence: int) -> Knots:
-    """The knots for a loss in chunks of so many positions: up to one chunk, and beyond.
-
-    >>> knots_for(128, 1024).pairs
-    ((1, 4),)
-    """
-    within = chunk // max(1, sequence - 1)
-    if not 1 <= within <= _MOST_WITHIN:
-        return Knots(((1, 4),), 16)
-    beyond = within + 1
-    return Knots(((1, within), (beyond, 4 * beyond)), 16 * beyond)
-
-
-_MOST_WITHIN = 64
-"""With a vocabulary so small that more rows than this are one chunk, the logits hardly count."""
-
-
-@dataclass(frozen=True)
-class Traced:
-    """What is kept of a tape."""
-
-    peaks: list[Peak]
-    over_allocated: float
-    """Bytes that the caching allocator reserves over bytes allocated."""
-
-
-Together = Callable[[Sequence[Callable[[], Traced]]], list[Traced]]
+Together = Callable[[Sequence[Callable[[], Tape]]], list[Tape]]
 """How several traces are made: one after another, or side by side."""
 
 
@@ -77,18 +47,20 @@ def profiles(
     """The same twice: as soon as it can be used, and once it was checked."""
     began = time.perf_counter()
     simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config, sequence)))
-    knots = knots_for(simulation.chunk, sequence)
     together = together or (lambda works: [work() for work in works])
     try:
-        traces = _traces(simulation, knots.rows, sequence, together)
+        ways = _ways(simulation, sequence, together)
     except NotUniform:
         simulation = Simulation(config, recipe, Depth(layers_in(config), layers_in(config), 0))
-        traces = _traces(simulation, knots.rows, sequence, together)
-    last = knots.rows[-1]
+        ways = _ways(simulation, sequence, together)
+    starts = [each.rows for _, each in ways]
     curve = Curve(
         sequence=sequence,
-        stretches=tuple(_stretch(traces, *pair) for pair in knots.pairs),
-        reserved=((last, traces[last].over_allocated),),
+        stretches=tuple(
+            _stretch(way.growing, within, end)
+            for (way, within), end in zip(ways, [*starts[1:], inf], strict=True)
+        ),
+        reserved=_reserved(ways, recipe),
         parameters=simulation.parameters,
         trainable=simulation.trainable,
     )
@@ -100,87 +72,112 @@ def profiles(
         seconds=time.perf_counter() - began,
     )
     yield profile
-    further = _traced(simulation, knots.checked, sequence)
-    yield _checked(profile, {last: traces[last], knots.checked: further})
+    yield _checked(profile, simulation.whole(_CHECKED_ROWS, sequence), recipe)
 
 
-def _checked(profile: Profile, traces: dict[int, Traced]) -> Profile:
-    """The profile held against the second of two traces, and bent where it is off."""
-    (last, _), (checked, further) = sorted(traces.items())
-    curve, stretches = profile.curve, profile.curve.stretches
-    true = max(peak.bytes for peak in further.peaks)
-    error = max(line.bytes(checked) for line in stretches[-1].accumulating) / true - 1
-    if abs(error) > BENDS_AT:
-        stretches = (*stretches, _stretch(traces, last, checked))
-    reserved = (*curve.reserved, (checked, further.over_allocated))
-    curve = curve.model_copy(update={"stretches": stretches, "reserved": reserved})
-    return profile.model_copy(update={"curve": curve, "checked_rows": checked, "check_error": error})
+class _Way:
+    """A way that the step is made, known at every micro-batch from two traces of it."""
+
+    def __init__(self, simulation: Simulation, one: Sample, other: Sample) -> None:
+        self.known: Growths = growths(one, other)
+        self.tape = simulation.unrolled(one.tape)
+        self.growing: Growing = growing(self.tape, self.known)
 
 
-def _traces(
-    simulation: Simulation, rows: Sequence[int], sequence: int, together: Together
-) -> dict[int, Traced]:
-    works = [partial(_traced, simulation, each, sequence) for each in rows]
-    return dict(zip(rows, together(works), strict=True))
-
-
-def _traced(simulation: Simulation, rows: int, sequence: int) -> Traced:
-    """A trace at the whole depth.
+def _ways(simulation: Simulation, sequence: int, together: Together) -> list[tuple[_Way, Range]]:
+    """How the step is made at which micro-batches: with one chunk of the loss, two, or more.
 
     Raises:
         NotUniform: the layers that were left out are not like those that were traced.
     """
-    tape = simulation.whole(rows, sequence)
-    allocator = replay(tape, expandable_segments=simulation.recipe.expandable_segments)
-    return Traced(peaks(tape), allocator.peak_reserved / allocator.peak_allocated)
+    chunk, positions = simulation.chunk, max(1, sequence - 1)
+    second, third = (chunk + 1) / positions, (2 * chunk + 1) / positions
+    """Rows from which on there is a second chunk, and a third."""
+
+    def traced(*asked: tuple[int, Chunks | None]) -> list[_Way]:
+        tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in asked])
+        found = [
+            Sample(tape, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
+            for tape, (rows, chunks) in zip(tapes, asked, strict=True)
+        ]
+        return [_Way(simulation, one, other) for one, other in zip(found[::2], found[1::2], strict=True)]
+
+    unit = max(_LEAST_UNIT, -(-sum(vars(_SAMPLES[1][1]).values()) // positions))
+    samples = [(unit * rows, chunks) for rows, chunks in _SAMPLES]
+    if not chunk:
+        (whole,) = traced(*((rows, None) for rows, _ in samples))
+        return [(whole, Range(0.0))]
+    if simulation.chunks_at_once:
+        single = [(rows, Chunks(rows * positions)) for rows, _ in samples]
+        several = chunk // positions + 2
+        one, more = traced(*single, (several, Chunks(chunk)), (2 * several, Chunks(chunk)))
+        return [(one, Range(0.0, (0.0, positions))), (more, Range(second, (chunk, 0.0)))]
+    (way,) = traced(*samples)
+    return [
+        (way, Range(0.0, (0.0, positions))),
+        (way, Range(second, (chunk, 0.0), (-chunk, positions))),
+        (way, Range(third, (chunk, 0.0), (chunk, 0.0))),
+    ]
 
 
-def _stretch(traces: dict[int, Traced], fewer: int, more: int) -> Stretch:
-    """The lines through two traces."""
-    pairs = list(_paired(traces[fewer].peaks, traces[more].peaks))
-    lines = [_line(one, other, fewer, more) for one, other in pairs]
-    once = [line for line, (peak, _) in zip(lines, pairs, strict=True) if not peak.place.phase.endswith(" 1")]
-    return Stretch(rows=fewer, once=_highest(once), accumulating=_highest(lines))
+def _stretch(known: Growing, within: Range, end: float) -> Stretch:
+    """The highest points for micro-batches of the range, up to `end`."""
+    rows = [each for each in _looked_at(within.rows) if each < end]
+    return Stretch(
+        rows=within.rows,
+        once=known.highest(within, rows, once=True),
+        accumulating=known.highest(within, rows, once=False),
+    )
 
 
-def _paired(fewer: Sequence[Peak], more: Sequence[Peak]) -> list[tuple[Peak, Peak]]:
-    """The same points of two traces; where their runs differ in number, the highest at each place."""
-    if [peak.place for peak in fewer] == [peak.place for peak in more]:
-        return list(zip(fewer, more, strict=True))
-    highest: Callable[[Sequence[Peak]], dict[Any, Peak]] = lambda found: {  # noqa: E731
-        peak.place: peak for peak in sorted(found, key=lambda peak: peak.bytes)
-    }
-    ones, others = highest(fewer), highest(more)
-    return [(ones[place], others[place]) for place in ones.keys() & others.keys()]
+def _looked_at(start: float) -> Iterator[float]:
+    """Numbers of rows from a first one on, each one or an eighth more than the last."""
+    yield start
+    rows = max(1, int(start) + 1)
+    while rows < max(_MOST_ROWS, 2 * start):
+        yield float(rows)
+        rows += max(1, rows // 8)
 
 
-def _line(one: Peak, other: Peak, fewer: int, more: int) -> Line:
-    slope = {kind: (other.by_kind[kind] - one.by_kind[kind]) / max(1, more - fewer) for kind in KINDS}
-    base = {kind: one.by_kind[kind] - slope[kind] * fewer for kind in KINDS}
-    part: Part = "optimizer" if one.place.phase == "close" else "forward and backward"
-    return Line(part=part, base=base, slope=slope)
+def _reserved(ways: Sequence[tuple[_Way, Range]], recipe: Recipe) -> tuple[tuple[int, float], ...]:
+    """What the caching allocator reserves over what is allocated: at a few rows, and at many."""
+    if recipe.device == "cpu":
+        return ((_RESERVED_ROWS, 1.0),)
+    found = []
+    for rows in (_RESERVED_ROWS, _RESERVED_ROWS * max(_RESERVED_ROWS, int(ways[-1][1].rows) + 1)):
+        way, within = next(each for each in reversed(ways) if each[1].rows <= rows)
+        tape = at(way.tape, way.known, within, rows)
+        found.append((rows, _over_allocated(tape, recipe)))
+    return tuple(found)
 
 
-def _highest(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Those that are the highest for some number of rows, by slope."""
-    steep = sorted(lines, key=lambda line: (line.bytes(1) - line.bytes(0), line.bytes(0)))
-    hull: list[Line] = []
-    for line in steep:
-        while hull and (line.bytes(1) >= hull[-1].bytes(1) or _hidden(hull, line)):
-            hull.pop()
-        hull.append(line)
-    return tuple(hull)
+def _over_allocated(tape: Tape, recipe: Recipe) -> float:
+    allocator = replay(tape, expandable_segments=recipe.expandable_segments)
+    return allocator.peak_reserved / allocator.peak_allocated
 
 
-def _hidden(hull: Sequence[Line], line: Line) -> bool:
-    """Whether the last line of the hull is nowhere above both its predecessor and the new one."""
-    if len(hull) < 2:
-        return False
-    before, last = hull[-2], hull[-1]
-    return _meet(before, line) <= _meet(before, last)
+def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
+    """The profile held against a trace of a single row, which gets a stretch of its own where it is off."""
+    rows, curve = _CHECKED_ROWS, profile.curve
+    later = [each for each in curve.stretches if each.rows > rows]
+    stretch = curve.stretches[len(curve.stretches) - len(later) - 1]
+    found = peaks(tape)
+    several = max(found, key=lambda peak: peak.bytes)
+    once = max((each for each in found if not each.place.phase.endswith(" 1")), key=lambda peak: peak.bytes)
+    near = [max(lines, key=lambda line: line.bytes(rows)) for lines in (stretch.once, stretch.accumulating)]
+    error = near[1].bytes(rows) / several.bytes - 1
+    if near[0].bytes(rows) != once.bytes or error:
+        alone = Stretch(rows=0.0, once=(_through(near[0], once),), accumulating=(_through(near[1], several),))
+        more = stretch.model_copy(update={"rows": rows + 1 / curve.sequence})
+        curve = curve.model_copy(update={"stretches": (alone, more, *later)})
+    if recipe.device == "cuda":
+        reserved = ((rows, _over_allocated(tape, recipe)), *curve.reserved)
+        curve = curve.model_copy(update={"reserved": reserved})
+    return profile.model_copy(update={"curve": curve, "checked_rows": rows, "check_error": error})
 
 
-def _meet(flat: Line, steep: Line) -> float:
-    """The rows at which a steeper line overtakes."""
-    gain = (steep.bytes(1) - steep.bytes(0)) - (flat.bytes(1) - flat.bytes(0))
-    return (flat.bytes(0) - steep.bytes(0)) / gain if gain else float("inf")
+def _through(like: Line, peak: Peak) -> Line:
+    """A line through the peak of a single row, which for a part of a row falls as one nearby does."""
+    slope = {kind: min(max(0.0, like.slope[kind]), float(peak.by_kind[kind])) for kind in KINDS}
+    base = {kind: peak.by_kind[kind] - slope[kind] for kind in KINDS}
+    return Line(part=like.part, base=base, slope=slope)

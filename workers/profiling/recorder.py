@@ -16,6 +16,7 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READS = (aten._local_scalar_dense.default,)
 _COPIES = (aten._to_copy.default,)
+_SUM = aten.add.Tensor
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -42,6 +43,8 @@ class Recorder(TorchDispatchMode):
         self._truth = truth
         self._place = Place("start", None)
         self._kind: Kind = "activations"
+        self._summed: tuple[int, int] | None = None
+        """The block that a backward pass added to, and that of the sum, where this was the last event."""
         self._blocks: dict[int, tuple[weakref.ref[Any], int]] = {}
         """By the storage's address, the reference that tells its end, and its block."""
 
@@ -93,6 +96,8 @@ class Recorder(TorchDispatchMode):
                 self._follow(args)
             kind = self._copied(args[0]) if func in _COPIES else self._kind
             self._see(output, kind)
+            if func is _SUM and not torch.is_grad_enabled() and _in_backward():
+                self._summed = self._pair(args, output)
         elif isinstance(output, (tuple, list)):
             for position, each in enumerate(output):
                 if isinstance(each, Tensor):
@@ -122,7 +127,28 @@ class Recorder(TorchDispatchMode):
 
     def _freed(self, address: int) -> None:
         _, block = self._blocks.pop(address)
-        self.tape.free(self._place, block)
+        summed, self._summed = self._summed, None
+        if summed and summed[0] == block and self.tape.takes_back(summed[1]):
+            self._rename(summed[1], block)
+        else:
+            self.tape.free(self._place, block)
+
+    def _pair(self, args: tuple[Any, ...], output: Tensor) -> tuple[int, int] | None:
+        """The blocks of a gradient and of its sum with another, if they are alike.
+
+        Autograd adds up gradients in place where nobody else holds the first of them (PyTorch's
+        torch/csrc/autograd/input_buffer.cpp), but never so with fake tensors: there the sum is made anew, and
+        the first one ends with it.
+        """
+        block, made = self._block_of(args[0]), self._block_of(output)
+        if block is None or made is None or self.tape.blocks[block].size != self.tape.blocks[made].size:
+            return None
+        return block, made
+
+    def _rename(self, made: int, block: int) -> None:
+        """What was noted as a block of its own is another one that lives on."""
+        address = next(key for key, (_, own) in reversed(self._blocks.items()) if own == made)
+        self._blocks[address] = (self._blocks[address][0], block)
 
     def _block_of(self, tensor: Tensor) -> int | None:
         found = self._blocks.get(tensor.untyped_storage()._cdata)
@@ -149,5 +175,8 @@ class Recorder(TorchDispatchMode):
                     groups.append(None if block is None else self.tape.blocks[block].group)
         known = [group for group in groups if group is not None]
         if known:
-            backward = torch._C._current_graph_task_id() != -1
-            self._place = Place(self._place.phase, min(known) if backward else max(known))
+            self._place = Place(self._place.phase, min(known) if _in_backward() else max(known))
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -35,12 +35,28 @@ MICRO_BATCHES = 2
 """The first and one that adds to it: every further one is like the second."""
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Positions in the first and in the second chunk of the loss; further ones take no more than these."""
+
+    first: int
+    second: int = 0
+
+
+@dataclass(frozen=True)
 class _FewChunks(Head):
-    """A chunk's memory is the same for all: the first two are worked on, and the last."""
+    """A chunk's memory is the same for all: the first two are worked on, or two of the sizes asked for."""
+
+    asked: Chunks | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.asked.first if self.asked else super().rows
 
     def starts(self, positions: int) -> Sequence[int]:
-        every = range(0, positions, self.rows)
-        return sorted({*every[:2], every[-1]})
+        if self.asked is None:
+            return range(0, positions, self.rows)[:2]
+        return (0, positions - self.asked.second) if self.asked.second else (0,)
 
 
 @dataclass
@@ -80,20 +96,48 @@ class Simulation:
         Raises:
             NotUniform: the layers that were left out are not like those that were traced.
         """
-        tape = self.trace(rows, sequence)
+        return self.unrolled(self.trace(rows, sequence))
+
+    def unrolled(self, tape: Tape) -> Tape:
+        """A trace at the model's whole depth; copies of a block are the same `Block`.
+
+        Raises:
+            NotUniform: the layers that were left out are not like those that were traced.
+        """
         return unroll(tape, self._depth.copies) if self._depth.copies else tape
 
-    def trace(self, rows: int, sequence: int) -> Tape:
+    def trace(self, rows: int, sequence: int, chunks: Chunks | None = None) -> Tape:
         """One window of two micro-batches in steady state, after one that makes the optimizer's states.
 
         Args:
             rows: samples of each micro-batch.
             sequence: tokens of each sample.
+            chunks: of the loss, where they are to be of other sizes than the trainer's.
         """
         recorder = Recorder(self.recipe.device, truth=not self.recipe.packing)
         on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
         with self._mode, _quiet(), _as_if_real(), on_target:
-            return self._trace(recorder, rows, sequence)
+            return self._trace(recorder, rows, sequence, chunks)
+
+    @property
+    def chunks_at_once(self) -> bool:
+        """Whether one operator works on all chunks, where there are several: asked of the loss itself."""
+        head = head_of(self._model)
+        if head is None:
+            return False
+        asked = []
+
+        class Watched(_FewChunks):
+            def starts(self, positions: int) -> Sequence[int]:
+                asked.append(positions)
+                return super().starts(positions)
+
+        with self._mode, _quiet(), torch.no_grad(), models.autocast(self.recipe.precision, "cpu"):
+            dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
+            hidden = torch.zeros(3, head.weight.shape[1], dtype=dtype)
+            batch = _batch(1, 4, packed=False, routed=False)
+            self._loss(routed=False)._of_hidden(hidden, batch, Watched(**vars(head), asked=Chunks(2)))
+        return not asked
 
     @property
     def chunk(self) -> int:
@@ -142,7 +186,10 @@ class Simulation:
             precision=self.recipe.precision,
         )
 
-    def _trace(self, recorder: Recorder, rows: int, sequence: int) -> Tape:
+    def _loss(self, *, routed: bool) -> TokenLoss:
+        return TokenLoss(self._model, smoothing=0.1 if self.recipe.label_smoothing else 0.0, routed=routed)
+
+    def _trace(self, recorder: Recorder, rows: int, sequence: int, chunks: Chunks | None) -> Tape:
         model, recipe = self._model, self.recipe
         recorder.enter("load")
         for tensor, group in weights_by_group(self._model, self._depth):
@@ -157,9 +204,9 @@ class Simulation:
         clipping = Clipping(1.0 if recipe.clips else None)
         window = Window(parameters, optimizer, clipping, scale, gradients=gradients)
         balance = balance_of(model, recipe.aux_scope)
-        loss = TokenLoss(model, smoothing=0.1 if recipe.label_smoothing else 0.0, routed=balance is not None)
+        loss = self._loss(routed=balance is not None)
         if loss.head is not None:
-            loss.head = _FewChunks(**vars(loss.head))
+            loss.head = _FewChunks(**vars(loss.head), asked=chunks)
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:

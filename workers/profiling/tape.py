@@ -57,6 +57,16 @@ class Tape:
     def free(self, place: Place, block: int) -> None:
         self._add(place, Event(block, False))
 
+    def takes_back(self, block: int) -> bool:
+        """Whether a block's allocation was the last event; then it is as if it had never been."""
+        if block != len(self.blocks) - 1 or not self.runs or self.runs[-1].events[-1] != Event(block, True):
+            return False
+        self.blocks.pop()
+        self.runs[-1].events.pop()
+        if not self.runs[-1].events:
+            self.runs.pop()
+        return True
+
     def events(self) -> Iterator[Event]:
         for run in self.runs:
             yield from run.events

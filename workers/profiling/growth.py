@@ -1,0 +1,180 @@
+"""How each block of a tape grows with the micro-batch, told from two tapes that differ in nothing else.
+
+A tensor's size is a product of lengths, so that a block is the same for all micro-batches, or goes with the
+rows, with their square (a packed row's mask), or with the positions of a chunk of the loss: which of these,
+its two sizes tell exactly. So every point of the step is known at every micro-batch, and the peak is the
+highest of them, wherever it moves to; nothing is drawn through peaks, which may lie at different points.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from app.schemas.profile import KINDS, Line, Part
+from workers.profiling.tape import Block, Run, Tape
+
+Numbers = npt.NDArray[np.float64]
+TERMS = 5
+"""What a block may grow with: nothing, the rows, their square, a first chunk's positions, a second's."""
+
+
+class NotAlike(Exception):
+    """The two tapes do not do the same."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tape, and the micro-batch that it was made at."""
+
+    tape: Tape
+    rows: int
+    first: int
+    second: int
+
+    @property
+    def terms(self) -> tuple[int, ...]:
+        return 1, self.rows, self.rows**2, self.first, self.second
+
+
+@dataclass(frozen=True)
+class Range:
+    """Micro-batches from `rows` on, and how many positions of the two chunks there are in such a one:
+    for each chunk, (positions, positions for each row)."""
+
+    rows: float
+    first: tuple[float, float] = (0.0, 0.0)
+    second: tuple[float, float] = (0.0, 0.0)
+
+    def at(self, rows: float) -> Numbers:
+        """The terms of a micro-batch."""
+        first, second = (each + per_row * rows for each, per_row in (self.first, self.second))
+        return np.array([1.0, rows, rows**2, first, second])
+
+    def in_rows(self, terms: Numbers) -> Numbers:
+        """Of coefficients of the terms (in the last axis), those of 1, rows and rows²."""
+        chunks = terms[..., 3:]
+        fixed, each = (np.array(pair) for pair in zip(self.first, self.second, strict=True))
+        found = terms[..., :3].copy()
+        found[..., 0] += chunks @ fixed
+        found[..., 1] += chunks @ each
+        return found
+
+
+Growths = dict[int, Numbers]
+"""By a block's id, the coefficients of its terms."""
+
+
+def growths(one: Sample, other: Sample) -> Growths:
+    """How each block of the first tape grows.
+
+    Raises:
+        NotAlike: they make other allocations, or in another order.
+    """
+    if not _alike(one.tape, other.tape):
+        raise NotAlike("the step allocates otherwise at other micro-batches")
+    return {
+        id(block): _growth(block.size, twin.size, one, other)
+        for block, twin in zip(one.tape.blocks, other.tape.blocks, strict=True)
+    }
+
+
+def _alike(one: Tape, other: Tape) -> bool:
+    def told(tape: Tape) -> Any:
+        return [(run.place, _steps(run)) for run in tape.runs], [block.kind for block in tape.blocks]
+
+    return bool(told(one) == told(other))
+
+
+def _steps(run: Run) -> list[list[int]]:
+    """What is allocated, and freed, in a row. Autocast drops its copies of weights in no order of its own."""
+    return [sorted(event.block for event in own) for _, own in groupby(run.events, itemgetter(1))]
+
+
+def _growth(size: int, twin: int, one: Sample, other: Sample) -> Numbers:
+    """A single term where there is one that fits; a sum of several has its line through the two sizes."""
+    found = np.zeros(TERMS)
+    for term, (at, at_other) in enumerate(zip(one.terms, other.terms, strict=True)):
+        if at and size * at_other == twin * at:
+            found[term] = size / at
+            return found
+    found[1] = (twin - size) / (other.rows - one.rows)
+    found[0] = size - found[1] * one.rows
+    return found
+
+
+@dataclass(frozen=True)
+class Growing:
+    """The points of a step that may be its peak: each after an allocation and before something is freed."""
+
+    runs: Sequence[Run]
+    growth: Numbers
+    """Of each event: the coefficients of what is allocated, or freed."""
+    kind: npt.NDArray[np.int64]
+    """Of each event: the number of the block's kind."""
+    run: npt.NDArray[np.int64]
+    """Of each event: the number of its run."""
+    points: npt.NDArray[np.int64]
+    """Events after which the step may be at its highest."""
+    live: Numbers
+    """Of each point: the coefficients of all that is live."""
+
+    def highest(self, within: Range, rows: Iterable[float], *, once: bool) -> tuple[Line, ...]:
+        """Those points that are the highest at one of these numbers of rows.
+
+        Args:
+            once: only the first micro-batch is made, and the window closed.
+        """
+        allowed = np.array([not (once and run.place.phase.endswith(" 1")) for run in self.runs])
+        chosen = np.flatnonzero(allowed[self.run[self.points]])
+        in_rows = within.in_rows(self.live[chosen])
+        tops = {int((in_rows @ within.at(each)[:3]).argmax()) for each in rows}
+        return tuple(self._line(int(self.points[chosen[top]]), within) for top in sorted(tops))
+
+    def _line(self, event: int, within: Range) -> Line:
+        live = np.zeros((len(KINDS), TERMS))
+        np.add.at(live, self.kind[: event + 1], self.growth[: event + 1])
+        base, slope, square = within.in_rows(live).T.tolist()
+        part: Part = (
+            "optimizer" if self.runs[self.run[event]].place.phase == "close" else "forward and backward"
+        )
+        squares = {kind: each for kind, each in zip(KINDS, square, strict=True) if each}
+        return Line(
+            part=part,
+            base=dict(zip(KINDS, base, strict=True)),
+            slope=dict(zip(KINDS, slope, strict=True)),
+            square=squares,
+        )
+
+
+def growing(tape: Tape, known: Growths) -> Growing:
+    """The points of a tape whose blocks' growths are known."""
+    events = list(tape.events())
+    blocks = [tape.blocks[event.block] for event in events]
+    signs = np.array([1.0 if event.allocates else -1.0 for event in events])
+    growth = np.array([known[id(block)] for block in blocks]) * signs[:, None]
+    points = np.flatnonzero((signs > 0) & np.append(signs[1:] < 0, True))
+    numbers = {kind: number for number, kind in enumerate(KINDS)}
+    return Growing(
+        runs=tape.runs,
+        growth=growth,
+        kind=np.array([numbers[block.kind] for block in blocks]),
+        run=np.repeat(np.arange(len(tape.runs)), [len(run.events) for run in tape.runs]),
+        points=points,
+        live=np.cumsum(growth, axis=0)[points],
+    )
+
+
+def at(tape: Tape, known: Growths, within: Range, rows: float) -> Tape:
+    """The tape as it is at so many rows."""
+    terms = within.at(rows)
+    sizes = {number: round(float(growth @ terms)) for number, growth in known.items()}
+    made: dict[int, Block] = {}
+    for block in tape.blocks:
+        if id(block) not in made:
+            made[id(block)] = replace(block, size=sizes[id(block)])
+    return Tape([made[id(block)] for block in tape.blocks], tape.runs)
