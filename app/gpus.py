@@ -2,6 +2,7 @@
 
 import math
 import os
+import subprocess
 import threading
 import time
 import warnings
@@ -29,10 +30,14 @@ class SeenGpu:
     memory_used_bytes: int
     load: float | None
     temperature_celsius: float | None
+    compute_capability: float | None = None
 
     @property
     def device(self) -> Device:
-        return Device(self.id, self.name, self.memory_total_bytes, "cuda", _expandable_segments())
+        return Device(
+            self.id, self.name, self.memory_total_bytes, "cuda", _expandable_segments(),
+            self.compute_capability,
+        )  # fmt: skip
 
 
 class _Gauge:
@@ -60,7 +65,7 @@ class _Gauge:
         try:
             self._seen = _ask()
         except (ValueError, IndexError, OSError) as error:
-            log.warning("nvidia-smi gave no sense", error=str(error)[:200])
+            log.warning("could not parse nvidia-smi's output", error=str(error)[:200])
 
 
 _gauge = _Gauge()
@@ -96,6 +101,7 @@ def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Devic
 
 def _ask() -> list[SeenGpu]:
     gpus = _gputil().getGPUs()
+    capabilities = _compute_capabilities() if gpus else {}
     return [
         SeenGpu(
             id=gpu.id,
@@ -105,10 +111,25 @@ def _ask() -> list[SeenGpu]:
             memory_used_bytes=int(_number(gpu.memoryUsed) or 0) * MIB,
             load=_number(gpu.load),
             temperature_celsius=_number(gpu.temperature),
+            compute_capability=capabilities.get(gpu.uuid),
         )
         for gpu in gpus
         if not math.isnan(gpu.memoryTotal)
     ]
+
+
+@lru_cache
+def _compute_capabilities() -> dict[str, float]:
+    """By UUID, which GPUtil does not tell; empty where nvidia-smi is too old to. They never change."""
+    command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
+        ).stdout
+        rows = [line.split(",") for line in told.splitlines()]
+        return {uuid.strip(): float(capability) for uuid, capability in rows}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
 
 
 @lru_cache

@@ -257,6 +257,14 @@ def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> N
     _leave(session, fence, why, "warning", wait_seconds, Job.failures)
 
 
+def seconds_run(session: Session, fence: Fence) -> float:
+    """For how long earlier attempts at a job had it."""
+    earlier = select(func.sum(Attempt.ended_at - Attempt.claimed_at)).where(
+        Attempt.job_id == fence.job_id, Attempt.attempt < fence.attempt
+    )
+    return float(session.scalar(earlier) or 0.0)
+
+
 def waiting(session: Session) -> bool:
     """Whether any job is queued, be it for later."""
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None

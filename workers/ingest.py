@@ -18,7 +18,7 @@ from app.ids import new_id
 from app.jobs import Fence
 from app.models import JobEvent, StepMetric
 from app.prepared import Prepared
-from app.schemas.run import EventLine, LogLine
+from app.schemas.run import EventLine, LogLine, WindowProgress
 from app.schemas.text import storable, storable_values
 from workers.run_directory import RunDirectory
 
@@ -26,7 +26,29 @@ _ALL = TypeAdapter(list[LogLine])
 _READ_AT_ONCE = 2**18
 """Bytes. With more, Python's garbage collector walks the rows that wait again and again: a third slower."""
 
+_CHUNKS_AT_ONCE = 16
+"""Then the caller commits: a long log is read in several transactions, none of them as long as a lease."""
+
 _GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the rows of a job up to a step."""
+
+    step: int
+    steps: int
+    samples: int
+    tokens: int
+    seconds: float
+
+    def with_line(self, line: LogLine) -> "Sums":
+        """With the step after those that it is of."""
+        took = line.data_seconds + line.forward_backward_seconds + line.optimizer_seconds
+        return Sums(
+            line.step, self.steps + 1, self.samples + line.samples, self.tokens + line.tokens,
+            self.seconds + took,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,11 @@ class Position:
     skipped: int = 0
     tuning: dict[str, Any] | None = None
     """This attempt's sweep over micro-batches (app.schemas.run.Tuning)."""
+    sums: Sums | None = None
+    """Of the steps so far; null: to be summed anew."""
+    window: WindowProgress | None = None
+    caught_up: bool = True
+    """Whether everything that was there has been read."""
 
 
 def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position) -> Position:
@@ -51,20 +78,48 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
     Raises:
         jobs.LostJob: the job is no longer this worker's; nothing is stored.
     """
-    before = position
-    while True:
+    before, caught_up = replace(position, caught_up=True), False
+    for _ in range(_CHUNKS_AT_ONCE):
         told, at_events = _new_lines(run.events, position.events)
         made, at_metrics = _new_lines(run.metrics, position.metrics)
         if not told and not made:
+            caught_up = True
             break
         jobs.hold(session, fence)
         position = replace(_store_events(session, fence, told, position), events=at_events)
-        _store_metrics(session, fence.job_id, _log_lines([raw for _, raw in made]))
-        position = replace(position, metrics=at_metrics)
+        lines = _log_lines([raw for _, raw in made])
+        _store_metrics(session, fence.job_id, lines)
+        sums = _summed(session, fence.job_id, position.sums, lines)
+        position = replace(position, metrics=at_metrics, sums=sums)
+    window = run.progress()
+    if window is not None and window.attempt == fence.attempt:
+        position = replace(position, window=window)
+    position = replace(position, caught_up=True)
     if position != before:
         progress = _progress(session, fence.job_id, position)
         jobs.note_progress(session, fence, progress, position.checkpoint_step)
-    return position
+    return replace(position, caught_up=caught_up)
+
+
+def _summed(session: Session, job_id: str, sums: Sums | None, lines: list[LogLine]) -> Sums | None:
+    """The sums with new lines. What a later attempt makes again counts once: where the steps go back, those
+    before are summed up from the rows."""
+    for line in lines:
+        if sums is None or line.step != sums.step + 1:
+            sums = _sums_before(session, job_id, line.step)
+        sums = sums.with_line(line)
+    return sums
+
+
+def _sums_before(session: Session, job_id: str, step: int) -> Sums:
+    seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
+    row = session.execute(
+        select(
+            func.count(), func.coalesce(func.sum(StepMetric.samples), 0),
+            func.coalesce(func.sum(StepMetric.tokens), 0), func.coalesce(func.sum(seconds), 0.0),
+        ).where(StepMetric.job_id == job_id, StepMetric.step < step)
+    ).one()  # fmt: skip
+    return Sums(step - 1, row[0], int(row[1]), int(row[2]), float(row[3]))
 
 
 def _store_events(
@@ -94,27 +149,35 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
     ).one_or_none()
     steps_total = position.steps_total
     if last is None:
-        return {"steps_total": steps_total, "skipped": position.skipped}
-    seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
-    totals = select(func.sum(StepMetric.samples), func.sum(StepMetric.tokens), func.avg(seconds))
-    samples, tokens, per_step = session.execute(totals.where(StepMetric.job_id == job_id)).one()
+        started = {"steps_total": steps_total, "skipped": position.skipped}
+        if position.window is None:
+            return started
+        own = position.window
+        return {**started, "micro_step": own.micro_step, "accumulation_step": own.accumulation_step}
+    sums = position.sums
+    if sums is None or sums.step != last.step:
+        sums = _sums_before(session, job_id, last.step + 1)
+    window = position.window
+    within = window is not None and window.step == last.step
     left = (steps_total or last.step) - last.step
     return {
         "step": last.step,
         "steps_total": steps_total,
-        "micro_step": last.micro_step,
-        "accumulation_step": last.gradient_accumulation_steps,
+        "micro_step": window.micro_step if within and window else last.micro_step,
+        "accumulation_step": window.accumulation_step
+        if within and window
+        else last.gradient_accumulation_steps,
         "skipped": max(last.skipped, position.skipped),
         "epoch": last.epoch,
-        "samples_seen": int(samples),
-        "tokens_seen": int(tokens),
+        "samples_seen": sums.samples,
+        "tokens_seen": sums.tokens,
         "loss": last.loss,
         "loss_ema": last.loss_ema,
         "learning_rate": last.learning_rate,
         "grad_norm": last.grad_norm,
         "tokens_per_second": last.tokens_per_second,
         "memory_peak_bytes": int(last.peak_gb * _GIB) if last.peak_gb is not None else None,
-        "eta_seconds": round(left * float(per_step), 1),
+        "eta_seconds": round(left * sums.seconds / max(1, sums.steps), 1),
     }
 
 

@@ -8,6 +8,7 @@
     data/            the tokenised samples              }
     checkpoints/     step-00000050/, ...                } written by the trainer
     model/           the trained model                  }
+    progress.json    how far the window at hand is, at most once a second
     completions.json what the model makes of held-back prompts, before and after
     outcome.json     how a successful run ended         }
     failure.json     why an attempt failed, if it could say so
@@ -30,7 +31,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from app.fail_points import fail_point
-from app.schemas.run import Completions, EventLine, Failure, Level, LogLine, Outcome
+from app.schemas.run import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
 from app.schemas.spec import Order
 
 INTERRUPTED = 75
@@ -92,6 +93,17 @@ class RunDirectory:
     def outcome(self) -> Outcome | None:
         path = self.path / "outcome.json"
         return Outcome.model_validate_json(path.read_bytes()) if path.exists() else None
+
+    def write_progress(self, progress: WindowProgress) -> None:
+        """Not made durable: after a power cut nobody asks for it."""
+        partial = self.path / ".progress.json.partial"
+        partial.write_text(progress.model_dump_json())
+        partial.rename(self.path / "progress.json")
+
+    def progress(self) -> WindowProgress | None:
+        with contextlib.suppress(FileNotFoundError):
+            return WindowProgress.model_validate_json((self.path / "progress.json").read_bytes())
+        return None
 
     def write_completions(self, completions: Completions) -> None:
         write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))

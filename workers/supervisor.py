@@ -212,7 +212,10 @@ class Supervisor:
         trainer = TrainerProcess(run, device, silence, network=self.settings.trainer_network)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
-        times_out = time.monotonic() + spec.timeout_seconds if spec.timeout_seconds else None
+        times_out = None
+        if spec.timeout_seconds:
+            with self.database.reading() as session:
+                times_out = time.monotonic() + spec.timeout_seconds - jobs.seconds_run(session, fence)
         self.running.append(Running(fence, device, trainer, run, lease_ends, times_out))
 
     def _check_room(self, spec: Spec) -> None:
@@ -249,15 +252,17 @@ class Supervisor:
     def _attend(self, running: Running) -> None:
         """Stores the trainer's news, and its end if it has ended."""
         status = running.trainer.status()
-        with self.database.writing() as session:
-            position = ingest(session, running.run, running.fence, running.position)
-            fail_point("supervisor.ingested")
-            if position.tuning not in (None, running.position.tuning):
-                self._note_sweep(session, running, position.tuning)
-            if status is not None:
-                self._finish(session, running, status)
-                fail_point("supervisor.finishing")
-        running.position = position
+        caught_up = False
+        while not caught_up:
+            with self.database.writing() as session:
+                position = ingest(session, running.run, running.fence, running.position)
+                fail_point("supervisor.ingested")
+                if position.tuning not in (None, running.position.tuning):
+                    self._note_sweep(session, running, position.tuning)
+                if status is not None and position.caught_up:
+                    self._finish(session, running, status)
+                    fail_point("supervisor.finishing")
+            running.position, caught_up = position, position.caught_up
         if status is not None:
             self._forget(running)
 
@@ -267,7 +272,7 @@ class Supervisor:
         outcome = running.run.outcome() if status == 0 else None
         failure = running.run.failure() or (NO_ROOM if status == DISK_FULL else None)
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
-        self._note_run(session, running)
+        self._note_what_was_measured(session, running)
         if outcome is not None:
             jobs.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
@@ -290,6 +295,16 @@ class Supervisor:
         if failure.code == "device_lost":
             self.slots.set_aside(running.device, failure.message)
         jobs.postpone(session, running.fence, failure.message, _WAITS[failure.code])
+
+    def _note_what_was_measured(self, session: Session, running: Running) -> None:
+        """A failure here is one of our statistics: the job has ended as it has ended."""
+        try:
+            with session.begin_nested():
+                self._note_run(session, running)
+        except OperationalError:
+            raise
+        except Exception:
+            log.exception("what the job measured could not be kept", job=running.fence.job_id)
 
     def _note_run(self, session: Session, running: Running) -> None:
         job = jobs.get(session, running.fence.job_id)

@@ -37,7 +37,10 @@ def submit(
     steps: Annotated[int | None, typer.Option(help="Accumulation steps; left out, they are planned")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate")] = 5e-5,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--lr", help="Peak learning rate; default: 5e-5, for lora and qlora 2e-4"),
+    ] = None,
     max_length: MaxLength = None,
     method: Annotated[
         str | None, typer.Option(help="full, lora or qlora; --set training_config.method.lora.r=32 for more")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from app.database import database_now
@@ -37,12 +38,17 @@ class Checked:
 
 @contextmanager
 def incoming(settings: Settings) -> Iterator[Path]:
-    """Where a new file is to lie, by its id; if the block raises, nothing of it stays."""
+    """Where a new file is to lie, by its id; if the block raises, nothing of it stays.
+
+    But where the connection was lost, the commit may have gone through: then the file stays, and is removed
+    at the service's next start if no row names it (upkeep/data_folder.py).
+    """
     path = settings.files_dir / new_id("file")
     try:
         yield path
-    except BaseException:
-        path.unlink(missing_ok=True)
+    except BaseException as error:
+        if not (isinstance(error, DBAPIError) and error.connection_invalidated):
+            path.unlink(missing_ok=True)
         raise
 
 

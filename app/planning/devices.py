@@ -30,6 +30,8 @@ class Device:
     kind: Literal["cpu", "cuda"]
     expandable_segments: bool = False
     """Its trainers' allocator has segments that grow."""
+    compute_capability: float | None = None
+    """Of a GPU, as 8.6; null: not known."""
 
 
 def common_name(devices: Sequence[Device]) -> str | None:

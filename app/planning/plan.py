@@ -1,5 +1,6 @@
 """The plan of a job: how its spec runs on the devices at hand."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -28,7 +29,15 @@ _BUDGET_STEP = 64
 """Token budgets are multiples of it: the largest micro-batch that a sweep measured is a little smaller than
 the budget that it was cut by."""
 
-_WITHOUT_BF16 = ("P100", "V100", "T4", "P40", "RTX20", "RTX2080", "GTX", "TITAN", "QUADRORTX")
+_WITHOUT_BF16 = re.compile(
+    r"\b(P4|P6|P40|P100|P?V100|T4G?|T[456]00|T1000|T1200|M\d\d|K\d\d)\b"
+    r"|\b(GTX|TITAN|GEFORCE MX)\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b|\bRTX [345678]000\b(?! ?ADA)"
+)
+"""Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Pascal, Volta and Turing of
+CUDA's list of GPUs by compute capability. For those seen on a machine their capability says it."""
+
+
+_FIRST_WITH_BF16 = 8.0
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,10 @@ def precision_for(asked: Literal["auto"] | Precision, device: Device) -> RunPrec
         return "fp32" if asked == "no" else asked
     if device.kind == "cpu":
         return "fp32"
-    name = device.name.upper().replace(" ", "").replace("-", "")
-    return "fp16" if any(old in name for old in _WITHOUT_BF16) else "bf16"
+    if device.compute_capability is not None:
+        return "bf16" if device.compute_capability >= _FIRST_WITH_BF16 else "fp16"
+    name = re.sub(r"[-_]", " ", device.name.upper())
+    return "fp16" if _WITHOUT_BF16.search(name) else "bf16"
 
 
 def recipe_of(spec: Spec, device: Device) -> Recipe:

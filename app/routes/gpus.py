@@ -1,5 +1,7 @@
 """Devices and workers."""
 
+import socket
+
 from fastapi import APIRouter
 from sqlalchemy import select
 
@@ -22,7 +24,9 @@ router = APIRouter(tags=["devices"])
 def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
     """What nvidia-smi shows through GPUtil, and which job holds which."""
     rows = session.execute(
-        select(Job.device, Job.id, Job.owner).where(Job.status == "running", Job.device.is_not(None)),
+        select(Job.device, Job.id, Job.owner)
+        .join(Worker, Worker.id == Job.worker_id)
+        .where(Job.status == "running", Job.device.is_not(None), Worker.hostname == socket.gethostname()),
         execution_options=OF_EVERYONE,
     )
     held = {row.device: row.id if is_seen(session, row.owner) else ANOTHER_S for row in rows}

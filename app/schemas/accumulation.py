@@ -53,7 +53,7 @@ class AccumulationConfig(Request):
     auto_adjust_batch_size: Flag = Field(
         True, description="Smaller micro-batches where memory asks for it; the effective batch stays"
     )
-    sync_gradients: Literal[True] = Field(True, description="Gradients are reduced once per window, always")
+    sync_gradients: Flag = Field(True, description="Gradients are reduced once per window, always")
     gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
     lr_scaling: LearningRateRule = "sqrt"
     base_batch_size: int | None = Field(
@@ -100,10 +100,21 @@ class AccumulationConfig(Request):
     noise_scale_every: int | None = Field(
         10, ge=1, description="Measure the gradient noise scale in every so many windows; null: never"
     )
-    log_accumulation: Literal[True] = True
+    log_accumulation: Flag = Field(
+        True, description="Report progress within a window, after its micro-batches, at most once a second"
+    )
     log_memory_usage: Flag = True
     log_micro_losses: Flag = Field(False, description="The loss of each micro-batch, in the log")
     log_gradients: Flag = Field(False, description="The gradient norm of each layer, in the log")
+
+    @model_validator(mode="after")
+    def _gradients_are_synchronised(self) -> "AccumulationConfig":
+        if not self.sync_gradients:
+            raise ValueError(
+                "sync_gradients false would step each device on its own gradient, which is not the training "
+                "of the effective batch: leave it out. Gradients are reduced only once per window in any case"
+            )
+        return self
 
     @model_validator(mode="after")
     def _old_name_of_the_clip_mode(self) -> "AccumulationConfig":

@@ -70,6 +70,18 @@ class LogLine(Frozen):
     """The gradient's norm by layer, before clipping, on request."""
 
 
+class WindowProgress(Frozen):
+    """How far the window at hand is: the content of progress.json."""
+
+    attempt: int
+    step: int
+    """Weight updates made before it."""
+    micro_step: int
+    """Micro-batches so far, over the whole job."""
+    accumulation_step: int
+    """Micro-batches of this window so far."""
+
+
 class EventLine(Frozen):
     attempt: int
     time: float

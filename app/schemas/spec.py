@@ -181,6 +181,8 @@ class Spec(Frozen):
     split: AskedSplit
     memory: MemoryLimits
     auto_adjust_batch_size: bool
+    log_accumulation: bool = True
+    """Tell how far the window at hand is."""
     log_memory_usage: bool
     log_micro_losses: bool
     log_gradients: bool

@@ -32,6 +32,8 @@ from app.schemas.wire import Answer, Flag, Request
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 DEFAULT_LEARNING_RATE = 5e-5
+LORA_LEARNING_RATE = 2e-4
+"""Of adapters, which begin at nothing and take a higher rate (Hu et al. 2021; Dettmers et al. 2023)."""
 ENDED: tuple[JobStatus, ...] = ("succeeded", "failed", "cancelled")
 
 MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
@@ -136,6 +138,16 @@ class TrainingConfig(Request):
     )
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_the_method(cls, given: Any) -> Any:
+        """Adapters have a default rate of their own."""
+        if isinstance(given, dict) and "learning_rate" not in given:
+            method = given.get("method", "full")
+            if method in ("lora", "qlora") or (isinstance(method, dict) and method):
+                return {**given, "learning_rate": LORA_LEARNING_RATE}
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":

@@ -15,6 +15,7 @@ from sqlalchemy import delete, insert
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.database import Database
+from app.errors import ReplacedDatabase
 from app.ids import new_id
 from app.models import AuditEntry
 from app.prepared import Prepared
@@ -109,7 +110,7 @@ class AuditLog:
         try:
             with self._database.writing() as session:
                 _INSERT.run_for_each(session, rows)
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, ReplacedDatabase) as error:
             if len(rows) == 1:
                 log.error("not in the audit log", **rows[0], error=str(error))
                 return

@@ -151,6 +151,7 @@ def freeze(
         split=AskedSplit(accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices),
         memory=memory_limits(config.max_memory_usage, config.memory_safety_margin, measured_margin),
         auto_adjust_batch_size=config.auto_adjust_batch_size,
+        log_accumulation=config.log_accumulation,
         log_memory_usage=config.log_memory_usage,
         log_micro_losses=config.log_micro_losses,
         log_gradients=config.log_gradients,

@@ -10,7 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import jobs
 from app.data import files
 from app.database import Database, database_now
-from app.errors import AccrueError
+from app.errors import AccrueError, ReplacedDatabase
 from app.models import File, Job
 from app.results.run_files import remove_run
 from app.schemas.training import ENDED
@@ -99,6 +99,6 @@ class Retention:
             gone = 0
             try:
                 gone = forget(self._database, self._settings, self._settings.retention_days)
-            except (SQLAlchemyError, OSError) as error:
+            except (SQLAlchemyError, ReplacedDatabase, OSError) as error:
                 log.warning("nothing is deleted by age right now", error=str(error))
             self._ended.wait(0.0 if gone else _LOOK_EVERY_SECONDS)

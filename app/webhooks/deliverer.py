@@ -15,6 +15,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.database import Database, database_now
+from app.errors import ReplacedDatabase
 from app.models import Delivery
 from app.webhooks.addresses import NotAllowed, resolve
 from app.webhooks.signature import headers
@@ -82,7 +83,7 @@ class Deliverer:
                 taken = self._take()
                 if taken is not None:
                     self._note(taken, self._deliver(taken))
-            except SQLAlchemyError as error:
+            except (SQLAlchemyError, ReplacedDatabase) as error:
                 log.warning("deliveries cannot be read right now", error=str(error))
                 taken = None
             if taken is None:

@@ -102,6 +102,7 @@ def accumulate(
         data_seconds += time.perf_counter() - asked
         padded_tokens += batch.input_ids.numel()
         add(training, batch)
+        training.note_progress(number + 1)
         if tap and number == 0 and len(groups) > 1:
             training.window.tap()
     return Added(data_seconds, padded_tokens)

@@ -3,11 +3,13 @@
 And that the loss which is trained is the model's own: a head that was taken apart must give the same.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from workers.training import guards
@@ -15,8 +17,14 @@ from workers.training import model as models
 from workers.training.accumulate import StopRequested, add, cut, make_room, observe_routing
 from workers.training.batches import Groups
 from workers.training.faults import CannotTrain
-from workers.training.start import Training
+from workers.training.loss import TokenLoss
+from workers.training.start import Indices, Training
 from workers.training.window import Window
+
+TOLERANCE_IN_FP64 = 1e-6
+"""Some parts of a model work in fp32 whatever its precision is: norms' sums, eager attention's softmax."""
+
+_SAMPLES_IN_FP64 = 4
 
 
 @dataclass(frozen=True)
@@ -112,10 +120,42 @@ def certify(training: Training) -> None:
             scale.not_at_fault()
             break
         scale.overflowed()
-    _judge(training, certified, choices_differ(chosen) if chosen else 0)
+    _judge(training, window, certified, choices_differ(chosen) if chosen else 0)
 
 
-def _judge(training: Training, certified: Certificate, flips: int) -> None:
+def in_fp64(training: Training, window: Indices) -> float | None:
+    """The same comparison on a few samples of a window with a copy of the model in fp64 on the host: one
+    micro-batch against single samples. Null: the model cannot be copied or widened, or there is no memory.
+
+    A unit at its kink (ReLU at zero) is switched by the last bit of its input, which moves the gradient by
+    far more than rounding; in fp64 that bit is too small to be met by chance.
+    """
+    counted = window[training.samples.targets[window] > 0]
+    few = counted[np.argsort(training.samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
+    try:
+        model = copy.deepcopy(training.model).to("cpu", torch.float64)
+        for module in model.modules():
+            module._compiled_call_impl = None
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        window_in_fp64 = Window(parameters, torch.optim.SGD(parameters))
+        loss = TokenLoss(model, smoothing=training.order.spec.label_smoothing)
+        loss.head = loss.head if training.token_loss.head is not None else None
+
+        def accumulate(groups: Groups) -> None:
+            window_in_fp64.open(training.samples.denominator(few))
+            for group in groups:
+                batch = training.fetch(few[group].tolist()).to(torch.device("cpu"))
+                window_in_fp64.add(loss(batch).loss_sum)
+
+        places = list(range(len(few)))
+        with models.without_randomness(model):
+            found = compare(window_in_fp64, accumulate, [places], [[place] for place in places])
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError):
+        return None
+    return found.gradient_error
+
+
+def _judge(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
     """Puts the certificate on record, or ends the job."""
     error, tolerance = certified.gradient_error, models.TOLERANCE[training.order.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
@@ -135,6 +175,13 @@ def _judge(training: Training, certified: Certificate, flips: int) -> None:
             "otherwise."
         )
         training.reporter.event("certificate", message, "warning", **figures)
+    elif (exact := in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
+        message = (
+            f"The first window's gradient in {splits} differs by {error:.1e}, more than the {tolerance:g} "
+            f"usual in {training.order.plan.precision}; in fp64 it differs by {exact:.1e}: the model's "
+            "units are switched by rounding, and its samples are not mixed."
+        )
+        training.reporter.event("certificate", message, "warning", **figures, error_in_fp64=exact)
     else:
         raise CannotTrain(
             "not_equivalent",

@@ -74,6 +74,8 @@ class TrainingState:
     """The step of the last evaluation."""
     best_loss: float | None = None
     best_step: int | None = None
+    gained_loss: float | None = None
+    """The validation loss that early stopping's patience was last renewed by."""
     evaluations_without_gain: int = 0
     stopped_early: bool = False
 

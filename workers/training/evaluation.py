@@ -48,12 +48,18 @@ def validation_loss(
 
 
 def note(state: TrainingState, loss: float, patience: EarlyStopping | None) -> bool:
-    """Notes an evaluation at the present step; whether it is the best so far."""
+    """Notes an evaluation at the present step; whether its loss is the lowest so far.
+
+    The lowest loss is that of the model to keep, however little lower it is. Patience is another matter: it
+    is renewed only by a gain of at least `min_delta` over the last loss that renewed it.
+    """
     state.eval_loss, state.evaluated_at = loss, state.step
-    least = patience.min_delta if patience else 0.0
-    better = state.best_loss is None or loss < state.best_loss - least
+    better = state.best_loss is None or loss < state.best_loss
     if better:
-        state.best_loss, state.best_step, state.evaluations_without_gain = loss, state.step, 0
+        state.best_loss, state.best_step = loss, state.step
+    least = patience.min_delta if patience else 0.0
+    if state.gained_loss is None or loss < state.gained_loss - least:
+        state.gained_loss, state.evaluations_without_gain = loss, 0
     else:
         state.evaluations_without_gain += 1
     state.stopped_early = patience is not None and state.evaluations_without_gain >= patience.patience

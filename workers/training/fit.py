@@ -187,8 +187,8 @@ def evaluate(training: Training) -> None:
     if state.stopped_early:
         training.reporter.event(
             "stopped_early",
-            f"Stopped at step {state.step}: {state.evaluations_without_gain} evaluations without a lower "
-            f"validation loss than {state.best_loss:.4f} at step {state.best_step}.",
+            f"Stopped at step {state.step}: {state.evaluations_without_gain} evaluations without enough "
+            f"gain; the lowest validation loss is {state.best_loss:.4f} at step {state.best_step}.",
         )
 
 

@@ -37,7 +37,9 @@ def close(window: Window, accept: Callable[[float], bool] | None) -> Closed:
     """
     try:
         return window.close(accept)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise CannotTrain(
             "out_of_memory",
             "out of memory in the optimizer's step, which does not depend on the micro-batch: freeze some of "

@@ -156,7 +156,8 @@ class _ChunkedLoss(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = wanted
         heaviest = None
         if token_weights is not None and dtype == torch.float16:
-            heaviest = token_weights.amax()
+            heaviest = token_weights.amax() if len(token_weights) else token_weights.new_ones(())
+            heaviest = torch.where(heaviest > 0, heaviest, torch.ones_like(heaviest))
             token_weights = token_weights / heaviest  # so that none leaves fp16's range
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None

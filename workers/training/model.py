@@ -151,6 +151,7 @@ def _read(order: Order, folder: Path, attention: str) -> Any:
         attn_implementation=attention,
         trust_remote_code=False,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # reported below, with those that are missing
         local_files_only=True,
         output_loading_info=True,
         **quantised,

@@ -95,7 +95,7 @@ def log_line(
         loss=closed.loss,
         loss_ema=state.loss_ema or 0.0,
         gradient_accumulation_steps=len(trained.groups),
-        effective_batch_size=batch,
+        effective_batch_size=min(batch, len(window)),  # at an epoch's end there may be fewer samples left
         physical_batch_size=max(map(len, trained.groups)),
         learning_rate=rate,
         grad_norm=closed.grad_norm,

@@ -1,5 +1,6 @@
 """Everything that a run needs, put together: model, data, optimizer, window, and where it left off."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from app.schemas.run import WindowProgress
 from app.schemas.spec import Cut, FixedCount, Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, ramp
@@ -35,6 +37,7 @@ from workers.training.trackers import Trackers
 from workers.training.window import Clipping, LossScale, Window
 
 FIRST_FP16_SCALE = 65536.0
+PROGRESS_EVERY_SECONDS = 1.0
 
 Stop = Callable[[], bool]
 Indices = npt.NDArray[np.int64]
@@ -66,6 +69,7 @@ class Training:
     loader: ThreadPoolExecutor
     saved: str | None = None
     """The checkpoint that was told of last."""
+    _progress_at: float = field(default_factory=time.monotonic)
     _order_of_epoch: tuple[int, Indices] = field(default=(-1, np.empty(0, np.int64)))
 
     def fetch(self, samples: list[int]) -> MicroBatch:
@@ -126,6 +130,21 @@ class Training:
         buckets, budget = self.form.buckets, self.state.token_budget
         if buckets is not None and budget is not None:
             self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
+
+    def note_progress(self, accumulation_step: int) -> None:
+        """Tells how far the window at hand is, where the last word on that is a second old."""
+        now = time.monotonic()
+        if now - self._progress_at < PROGRESS_EVERY_SECONDS or not self.order.spec.log_accumulation:
+            return
+        self._progress_at = now
+        self.run.write_progress(
+            WindowProgress(
+                attempt=self.order.attempt,
+                step=self.state.step,
+                micro_step=self.state.micro_step + accumulation_step,
+                accumulation_step=accumulation_step,
+            )
+        )
 
     def close(self) -> None:
         self.loader.shutdown()

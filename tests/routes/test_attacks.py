@@ -1,0 +1,333 @@
+"""What an attack found once: each stays found."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import func, select
+
+from app.data import files
+from app.database import Database
+from app.errors import ReplacedDatabase
+from app.http.event_stream import EventStream
+from app.ids import new_id
+from app.main import create_app
+from app.models import AuditEntry, File
+from app.planning.architectures import UnknownArchitecture, from_config
+from app.planning.catalogue import TINY_GPT2
+from app.schemas.examples import BadLine, parse_line
+from app.security.audit import STRANGERS_A_MINUTE, AuditLog, Deed
+from app.settings import Settings
+from app.upkeep.data_folder import clean
+from app.upkeep.retention import forget
+from app.waits import MOST_OF_A_KEY, Waits
+from tests.routes.test_keys import key_for
+from tests.routes.test_limits import service
+from tests.routes.test_training import JOB, PATH, submit
+from tests.runs import until
+
+CALCULATE = "/gradient-accumulation/calculate-batch-size"
+SUBMIT = f"{PATH}/with-accumulation"
+
+
+def test_a_document_is_no_larger_for_being_called_a_form(settings: Settings) -> None:
+    with service(settings, max_body_bytes=4096) as (client, mine):
+        body = b"[" + b"[]," * 4000 + b"[]]"
+        for path in (CALCULATE, SUBMIT):
+            headers = {**mine, "content-type": "multipart/form-data; boundary=x"}
+            assert client.post(path, content=body, headers=headers).status_code == 413
+
+
+def test_who_has_no_key_is_refused_before_the_body_is_read(settings: Settings) -> None:
+    read = 0
+
+    def body() -> Any:
+        nonlocal read
+        for _ in range(100):
+            read += 1
+            yield b"[" * 10_000
+
+    with service(settings) as (client, _):
+        assert client.post(CALCULATE, content=body()).status_code == 401
+        answer = client.post(CALCULATE, content=b"{" * 10_000)
+        assert answer.status_code == 401  # and not the 422 of a body that is no JSON
+
+
+@pytest.mark.parametrize("bad", ["a\x00b", "a\ud800b"])
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [
+        ("metadata.k", lambda bad: {"metadata": {"k": bad}}),
+        ("user_id", lambda bad: {"user_id": bad}),
+        ("dataset_config.texts.1", lambda bad: {"dataset_config": {"texts": ["fine", bad]}}),
+        ("training_config.freeze.0", lambda bad: {"training_config": {"freeze": [bad]}}),
+        ("config_id", lambda bad: {"config_id": bad}),
+    ],
+)
+def test_text_that_cannot_be_stored_is_refused_by_name(
+    client: TestClient, bad: str, field: str, place: Any
+) -> None:
+    answer = client.post(
+        SUBMIT,
+        content=json.dumps({**JOB, **place(bad)}).encode(),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 422, answer.text
+    assert field in [each["field"] for each in answer.json()["errors"]], answer.text
+
+
+def test_an_address_with_nul_is_refused_and_others_deeds_are_recorded(
+    client: TestClient, settings: Settings
+) -> None:
+    assert client.post("/x%00y").status_code == 400
+    assert client.get("/gradient-accumulation/training?user_id=a%00").status_code == 400
+    made = client.post("/gradient-accumulation/config", json={"accumulation_steps": 2}).json()["config_id"]
+    assert client.delete(f"/gradient-accumulation/config/{made}").status_code == 204
+    until(lambda: len(client.get("/gradient-accumulation/audit").json()["data"]) >= 3)
+
+
+def test_one_deed_that_cannot_be_stored_takes_no_other_with_it(database: Database) -> None:
+    audit = AuditLog(database, 365.0)
+    deeds = [Deed(1.0, None, "POST", path, 200, "::1", "req") for path in ("/a", "/b")]
+    rows = [{"id": new_id("audit"), **vars(deed)} for deed in deeds]
+    rows[0]["status"] = None  # which the table does not take
+    audit._store(rows)
+    with database.reading() as session:
+        assert session.scalars(select(AuditEntry.path)).all() == ["/b"]
+
+
+def test_strangers_cannot_fill_the_audit_log(settings: Settings) -> None:
+    with service(settings) as (client, _):
+        for _ in range(STRANGERS_A_MINUTE + 50):
+            client.post(SUBMIT, json={})
+        client.get(PATH)  # refused, too: and kept among them
+        database: Database = client.app.state.database  # type: ignore[attr-defined]
+        time.sleep(0.5)
+        with database.reading() as session:
+            assert (session.scalar(select(func.count()).select_from(AuditEntry)) or 0) <= STRANGERS_A_MINUTE
+
+
+def test_a_refused_look_is_on_record(settings: Settings) -> None:
+    with service(settings) as (client, _):
+        assert client.get(PATH).status_code == 401
+        database: Database = client.app.state.database  # type: ignore[attr-defined]
+
+        def noted() -> bool:
+            with database.reading() as session:
+                return session.scalar(select(AuditEntry.status).where(AuditEntry.method == "GET")) == 401
+
+        until(noted)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**JOB, "dataset_config": {"texts": [1] * 50_000}},
+        {**JOB, **{f"field_{n}": 1 for n in range(400)}},
+        {**JOB, **{f"field_{n}": 1 for n in range(5_000)}},
+        {**JOB, "gpu_ids": ["x"] * 5_000},
+        {**JOB, "training_config": {"freeze": [1] * 5_000}},
+    ],
+    ids=["texts", "fields", "more fields", "gpu_ids", "freeze"],
+)
+def test_many_mistakes_get_a_short_answer_soon(client: TestClient, body: dict[str, Any]) -> None:
+    began = time.process_time()
+    answer = client.post(SUBMIT, json=body)
+    assert answer.status_code == 422
+    assert len(answer.content) < 20_000
+    assert len(answer.json()["errors"]) <= 20
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_layer": 10**12}, {"n_embd": 10**30}, {"vocab_size": float("inf")}, {"n_head": -1},
+        {"n_layer": 0}, {"n_positions": 10**40}, {"n_layer": float("nan")}, {"n_inner": list(range(20_000))},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_refused_at_once(changes: dict[str, Any]) -> None:
+    began = time.process_time()
+    with pytest.raises(UnknownArchitecture):
+        from_config({**TINY_GPT2, **changes})
+    assert time.process_time() - began < 1
+
+
+def test_a_config_of_a_gigabyte_is_not_read(client: TestClient, settings: Settings) -> None:
+    folder = Path(settings.models_dir or "") / "huge"
+    folder.mkdir(parents=True)
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(2**30)
+    answer = client.post(CALCULATE, json={"model_name": "huge"})
+    assert answer.status_code == 422
+    assert "larger than" in answer.json()["detail"]
+
+
+def test_a_bad_folder_does_not_hide_the_other_models(client: TestClient, settings: Settings) -> None:
+    folder = Path(settings.models_dir or "")
+    for name, content in {"deep": "[" * 100_000, "none": "{}", "b\udcff": "{}", "a b": "{}"}.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(content)
+    (folder / "dir" / "config.json").mkdir(parents=True)
+    assert "accrue/tiny-gpt2" in client.get("/gradient-accumulation/models").text
+    assert client.get("/v1/models").status_code == 200
+
+
+def test_only_so_many_wait_at_once() -> None:
+    from contextlib import ExitStack
+
+    from app.errors import TooManyRequests
+
+    waits = Waits()
+    with ExitStack() as stack:
+        for _ in range(MOST_OF_A_KEY):
+            stack.enter_context(waits.place("key-1"))
+        assert not waits.has_place("key-1")
+        assert waits.has_place("key-2")
+        with pytest.raises(TooManyRequests):
+            stack.enter_context(waits.place("key-1"))
+    assert waits.has_place("key-1")
+
+
+def test_only_so_many_streams_of_a_key(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.errors import TooManyRequests
+    from app.http import event_stream
+
+    monkeypatch.setattr(event_stream, "MOST_OF_A_KEY", 3)
+    stream = EventStream(database)
+    for _ in range(3):
+        stream.join("ftjob-1", key_id="key-1")
+    stream.join("ftjob-1", key_id="key-2")
+    with pytest.raises(TooManyRequests):
+        stream.join("ftjob-1", key_id="key-1")
+
+
+def test_a_retry_counts_as_a_job(settings: Settings) -> None:
+    with service(settings, max_queued_jobs=1) as (client, mine):
+        job = client.post(SUBMIT, json=JOB, headers=mine).json()["id"]
+        assert client.post(f"{PATH}/{job}/cancel", headers=mine).status_code == 200
+        assert client.post(f"{PATH}/{job}/retry", headers=mine).status_code == 202
+        assert client.post(f"{PATH}/{job}/retry", headers=mine).status_code == 429
+
+
+def test_profiles_are_for_admins(settings: Settings) -> None:
+    with service(settings) as (client, mine):
+        profiles = "/gradient-accumulation/profiles"
+        assert client.get(profiles, headers=mine).status_code == 403
+        assert client.delete(f"{profiles}/profile-1", headers=mine).status_code == 403
+        admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
+        assert client.get(profiles, headers=admin).status_code == 200
+
+
+@pytest.mark.parametrize("key", ['a"b', "a'b", "a.b", "a]b", "$", "a b", "ü"])
+def test_jobs_are_found_by_metadata_of_any_name(client: TestClient, key: str) -> None:
+    job = submit(client, metadata={key: "v"})
+    submit(client, metadata={"other": "v"})
+    found = client.get(PATH, params={f"metadata[{key}]": "v"}).json()["data"]
+    assert [each["id"] for each in found] == [job["id"]]
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "-" + "9" * 4999, "1e5000", "1" * 3000])
+def test_a_number_of_thousands_of_digits_is_refused(client: TestClient, number: str) -> None:
+    body = json.dumps({**JOB, "seed": "#"}).replace('"#"', number)
+    for path in (SUBMIT, CALCULATE, "/v1/fine_tuning/jobs"):
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422), answer.text
+
+
+def test_equal_files_mend_a_damaged_one(database: Database, settings: Settings) -> None:
+    """And never take its content."""
+
+    def store() -> Path:
+        path = settings.files_dir / new_id("file")
+        checked = files.store_texts(["the same"], path)
+        with database.writing() as session:
+            files.add(session, path, checked, filename="a.jsonl", purpose="fine-tune")
+        return path
+
+    first = store()
+    whole = first.read_bytes()
+    first.write_bytes(b"damaged")
+    second = store()
+    assert first.read_bytes() == second.read_bytes() == whole
+    assert first.stat().st_ino == second.stat().st_ino
+
+
+def test_what_a_killed_service_left_behind_is_removed_at_the_next_start(settings: Settings) -> None:
+    with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
+        job = submit(client)
+    left = [settings.files_dir / new_id("file"), settings.files_dir / f"{new_id('file')}.link"]
+    for path in left:
+        path.write_text("half an upload")
+    run = settings.runs_dir / new_id("ftjob")
+    run.mkdir()
+    with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
+        assert client.get(f"{PATH}/{job['id']}").status_code == 200
+        assert len(list(settings.files_dir.iterdir())) == 1
+        assert not run.exists()
+
+
+def test_nothing_is_removed_while_another_service_works(settings: Settings, database: Database) -> None:
+    with TestClient(create_app(settings), base_url="http://127.0.0.1:8000"):
+        upload = settings.files_dir / new_id("file")
+        upload.write_text("on its way")
+        with TestClient(create_app(settings), base_url="http://127.0.0.1:8000"):
+            assert upload.exists()
+    assert clean(database, settings) == 1
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_database_that_was_replaced_is_not_written_to(settings: Settings, replaced: bool) -> None:
+    with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
+        submit(client)
+        path = settings.data_dir / "accrue.db"
+        content = path.read_bytes()
+        path.unlink()
+        if replaced:
+            path.write_bytes(content)
+        assert client.post(SUBMIT, json=JOB).status_code == 503
+        assert client.get("/readyz").status_code == 503
+
+
+@pytest.mark.sqlite
+def test_a_database_knows_its_own_file(settings: Settings, database: Database) -> None:
+    with database.writing():
+        pass
+    (settings.data_dir / "accrue.db").unlink()
+    with pytest.raises(ReplacedDatabase, match="deleted"), database.writing():
+        pass
+
+
+def test_old_files_that_are_needed_do_not_keep_others_from_being_deleted(
+    database: Database, settings: Settings, client: TestClient
+) -> None:
+    with database.writing() as session:
+        for number in range(120):
+            own = {"id": f"file-{number:04}", "created_at": 0.0, "filename": "f", "purpose": "fine-tune",
+                   "bytes": 1, "sha256": str(number), "format": "text", "examples": 1,
+                   "inline": False}  # fmt: skip
+            session.add(File(**own))
+    for number in range(119):
+        data = {"file_id": f"file-{number:04}", "max_length": 64}
+        job = submit(client, dataset_config=data) if number % 60 == 0 else None
+        assert job is None or job["id"]
+    with database.writing() as session:
+        from app.models import Job
+
+        jobs = session.scalars(select(Job)).all()
+        for job_row in jobs:
+            spec = dict(job_row.spec)
+            spec["data"] = {**spec["data"], "validation": {"file_id": "file-0001"}}
+            job_row.spec = spec
+    assert forget(database, settings, 1.0) >= 100
+
+
+@pytest.mark.parametrize("text", ["a\\u0000b", "a\\ud800b"])
+def test_a_line_with_text_that_cannot_be_stored_is_refused(text: str) -> None:
+    with pytest.raises(BadLine, match="text: has a NUL"):
+        parse_line(f'{{"text": "{text}"}}')
