@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.schemas.spec import Cut, FixedCount, FixedSize, LoraSpec, TokenBudget
-from tests.training.small_models import CONFIGS, Window64, make_model
+from tests.training.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import loss
 from workers.training.balance import balance_of
 from workers.training.batches import Groups, cut_window
@@ -146,6 +146,8 @@ def test_no_split_no_method_and_no_option_changes_the_gradient(
 ) -> None:
     if setting.family not in PACKABLE:
         setting = replace(setting, packed=False)
+    if not promised(setting.family, setting.dtype):
+        setting = replace(setting, dtype=torch.float64)
     small_chunks(monkeypatch, setting)
     groups = cut_window(
         window64.lengths, cut, packed=setting.packed, first=np.random.default_rng(seed) if seed % 2 else None

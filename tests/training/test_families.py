@@ -25,7 +25,10 @@ CONFIGS: dict[str, Any] = {
         router_aux_loss_coef=0.05, router_jitter_noise=0.1,
     ),
     "gemma2": Gemma2Config(**SMALL, intermediate_size=48, num_key_value_heads=2, head_dim=8),
-    "opt": OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1),
+    "opt": OPTConfig(
+        **SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1,
+        activation_function="gelu",  # in fp32 a ReLU at its kink is switched by the processor's rounding
+    ),
 }  # fmt: skip
 
 
@@ -137,3 +140,19 @@ def test_a_family_without_sdpa_takes_eager_attention_and_says_so(tmp_path: Path)
     assert "eager" in of_kind(run, "changed")[0]["message"]
     assert log_of(run)[-1]["loss"] < log_of(run)[0]["loss"]
     assert "model.embed_tokens.weight" in load_file(run.model / "model.safetensors")
+
+
+def test_units_that_rounding_switches_are_told_from_mixed_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the processor: with no tolerance at all in fp32, fp64 decides, and the job goes on."""
+    from workers.training import model as models
+
+    monkeypatch.setitem(models.TOLERANCE, "fp32", -1.0)
+    spec = make_spec(data=small_data(), max_steps=2, certificate=True)
+    run = lay_family(tmp_path / "run", "opt", spec, cut=FixedSize(samples=4))
+    run_to_end(run)
+    [certificate] = of_kind(run, "certificate")
+    assert certificate["level"] == "warning"
+    assert certificate["data"]["error_in_fp64"] <= 1e-6
+    assert len(log_of(run)) == 2

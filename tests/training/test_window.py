@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.schemas.spec import FixedCount, FixedSize, TokenBudget
-from tests.training.small_models import PLAIN, Window64, loss_sum, make_model
+from tests.training.small_models import PLAIN, Window64, loss_sum, make_model, promised
 from workers.training.batches import cut_window
 from workers.training.window import Clipping, LossScale, Window
 
@@ -53,8 +53,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [(f, dtype) for f in PLAIN for dtype in TOLERANCE if promised(f, dtype)], ids=str
+)
 @pytest.mark.parametrize(
     "cut",
     [FixedCount(micro_batches=64), FixedSize(samples=8), FixedCount(micro_batches=7), TokenBudget(tokens=60),
@@ -75,7 +76,7 @@ def test_every_cut_gives_the_whole_batch_s_gradient(
 def test_a_window_split_any_way_gives_the_same_gradient(
     family: str, data: st.DataObject, window64: Window64
 ) -> None:
-    dtype = data.draw(st.sampled_from(list(TOLERANCE)))
+    dtype = data.draw(st.sampled_from([dtype for dtype in TOLERANCE if promised(family, dtype)]))
     order = data.draw(st.permutations(range(64)))
     edges = sorted(data.draw(st.sets(st.integers(1, 63), max_size=63)))
     groups = [order[a:b] for a, b in zip([0, *edges], [*edges, 64], strict=True)]
@@ -95,20 +96,18 @@ def test_a_mean_of_means_would_fail_this(window64: Window64) -> None:
     assert relative(usual, whole_batch("gpt2", torch.float64, window64)) > 1e-3
 
 
-@pytest.mark.parametrize(("family", "optimizer"), [("gpt2", "AdamW"), ("llama", "AdamW"), ("opt", "SGD")])
+@pytest.mark.parametrize(("family", "optimizer"), [("gpt2", "AdamW"), ("llama", "AdamW"), ("opt", "AdamW")])
 def test_ten_steps_end_in_the_same_weights_for_accumulation_1_4_and_16(
     family: str, optimizer: str, window64: Window64
 ) -> None:
     """The distance between the runs, as a share of the way that training went.
 
-    OPT goes with SGD: a ReLU at its kink is switched by rounding, and Adam divides the gradient that
-    this makes by its own size, so that the last bit of an activation becomes a whole step of a weight.
-    Smooth models have it too where a gradient is next to nothing: of four seeds of each, seven differ by
-    at most 5e-6 and one (Llama, seed 0) by 7e-5.
+    In fp64: Adam divides a gradient by its own size, so that where that is next to nothing, or a ReLU is at
+    its kink, the last bit of fp32 becomes a whole step of a weight.
     """
 
     def train(steps: int) -> tuple[Tensor, Tensor]:
-        model = make_model(family, seed=1)
+        model = make_model(family, torch.float64, seed=1)
         initial = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
         chosen = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, fused=True)
         window = Window(model.parameters(), chosen, Clipping(1.0))
@@ -122,7 +121,7 @@ def test_ten_steps_end_in_the_same_weights_for_accumulation_1_4_and_16(
     initial, once = train(1)
     for steps in (4, 16):
         other = train(steps)[1]
-        assert float((other - once).norm() / (once - initial).norm()) <= 1e-4
+        assert float((other - once).norm() / (once - initial).norm()) <= 1e-9
 
 
 def test_the_logged_loss_is_the_one_trained_and_the_norm_the_true_one(window64: Window64) -> None:
