@@ -214,7 +214,7 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
         "in ACCRUE_MODELS_DIR" if settings.models_dir else "on this machine (ACCRUE_MODELS_DIR is not set)"
     )
     near = _near(name, [*known(settings), *catalogue.CATALOGUE])
-    meant = f"Did you mean {near}? " if near else ""
+    meant = f"Did you mean {near}? " if near not in (None, name) else ""
     return Unprocessable(
         f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
         f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}. For "

@@ -21,7 +21,9 @@ _STAMP = """CREATE TABLE alembic_version (
 )"""
 """What alembic remembers the revision in."""
 
-_ALEMBIC = Path(__file__).resolve().parent.parent / "alembic"
+_HERE = Path(__file__).resolve().parent
+_ALEMBIC = _HERE / "alembic" if (_HERE / "alembic").is_dir() else _HERE.parent / "alembic"
+"""Within the package where it was installed from a wheel (setup.py), beside it in a checkout."""
 
 
 def migrate(url: str) -> None:

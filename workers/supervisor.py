@@ -31,6 +31,7 @@ from app.planning.plan import make_plan
 from app.schemas.run import Failure, Tuning
 from app.schemas.spec import Order, Plan, Spec
 from app.settings import Settings
+from workers.device_locks import DeviceLocks
 from workers.ingest import ingest
 from workers.leases import SILENT_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
@@ -64,6 +65,7 @@ class Supervisor:
     """Ends when nothing runs and nothing waits."""
 
     def __post_init__(self) -> None:
+        self.locks = DeviceLocks(self.settings)
         self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.there)
 
     def run(self) -> None:
@@ -157,13 +159,18 @@ class Supervisor:
         taken = {running.device.id for running in (*self.running, *self.leaving)}
         claimed = False
         for device in self.slots.usable():
-            if device.id not in taken:
-                if not self._claim(device):
+            lock = self.locks.take(device) if device.id not in taken else None
+            if lock is None:
+                continue
+            try:
+                if not self._claim(device, lock):
                     break
-                claimed = True
+            finally:
+                os.close(lock)  # by now the trainer's, if there is one
+            claimed = True
         return claimed
 
-    def _claim(self, device: Device) -> bool:
+    def _claim(self, device: Device, lock: int) -> bool:
         asked_at = time.monotonic()
         with self.database.writing() as session:
             fence = jobs.claim(session, self.id, self.settings.lease_seconds)
@@ -172,7 +179,7 @@ class Supervisor:
         with self.database.reading() as session:
             job = jobs.get(session, fence.job_id)
         try:
-            self._start(job, fence, device, asked_at)
+            self._start(job, fence, device, asked_at, lock)
         except LostJob:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
@@ -184,7 +191,7 @@ class Supervisor:
             self._crash(fence, Failure(code="not_started", message=_not_started(error), permanent=False))
         return True
 
-    def _start(self, job: Job, fence: Fence, device: Device, asked_at: float) -> None:
+    def _start(self, job: Job, fence: Fence, device: Device, asked_at: float, lock: int) -> None:
         """Plans for the device, lays the run directory and starts the trainer in it."""
         spec = Spec.model_validate(job.spec)
         self._check_room(spec)
@@ -209,7 +216,8 @@ class Supervisor:
         run.write_order(order)
         fail_point("supervisor.ordered")
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
-        trainer = TrainerProcess(run, device, silence, network=self.settings.trainer_network)
+        network = self.settings.trainer_network
+        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
         times_out = None

@@ -58,13 +58,20 @@ class TrainerProcess:
     """
 
     def __init__(
-        self, run: RunDirectory, device: Device, silence_seconds: float, *, network: bool = True
+        self,
+        run: RunDirectory,
+        device: Device,
+        silence_seconds: float,
+        *,
+        network: bool = True,
+        device_lock: int | None = None,
     ) -> None:
         """
         Args:
             silence_seconds: without a `sign_of_life()` for so long it ends by itself, which must be before
                 its lease does.
             network: whether it may use it.
+            device_lock: a descriptor that it keeps open while it lives.
 
         Raises:
             OSError: the process cannot be started.
@@ -81,7 +88,7 @@ class TrainerProcess:
                     stdout=output,
                     stderr=output,
                     env={**_environment(device, theirs, silence_seconds), TOKEN_VARIABLE: str(token)},
-                    pass_fds=[theirs, token],
+                    pass_fds=[theirs, token, *([] if device_lock is None else [device_lock])],
                     start_new_session=True,
                     cwd=Path(__file__).resolve().parent.parent,
                 )

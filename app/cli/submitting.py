@@ -34,7 +34,10 @@ def submit(
     file: DataFile,
     model: Model = "accrue/tiny-gpt2",
     batch: Batch = None,
-    steps: Annotated[int | None, typer.Option(help="Accumulation steps; left out, they are planned")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--accumulation-steps", help="Micro-batches per step; left out, they are planned"),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
     learning_rate: Annotated[
@@ -284,7 +287,9 @@ def _set(body: dict[str, Any], assignment: str) -> None:
     if not equals or not name:
         raise typer.BadParameter(f"{assignment!r} is not FIELD=VALUE", param_hint="--set")
     for group in groups:
-        body = body.setdefault(group, {})
+        if not isinstance(body.get(group), dict):  # "lora" becomes {"lora": …} where more is said of it
+            body[group] = {}
+        body = body[group]
     try:
         body[name] = json.loads(text)
     except ValueError:

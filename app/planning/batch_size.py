@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import floor
 
 from app.planning.devices import GIB, Device
-from app.planning.estimate import MOST_ROWS, Estimate, Estimates, Source, compared, largest_micro_batch
+from app.planning.estimate import MOST_ROWS, Estimate, Estimates, compared, largest_micro_batch
 from app.planning.memory import Memory
 from app.planning.remedies import Change, changes
 from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
@@ -103,7 +103,7 @@ def answer(
         expected_error=estimate.expected_error,
         predicted_samples_per_second=_rate(measured, micro, question),
         alternatives=alternatives,
-        explanation=_explain(fits, split, question, memory, estimate.source, alternatives),
+        explanation=_explain(fits, split, question, estimate, alternatives),
         warnings=warnings,
     )
 
@@ -264,14 +264,13 @@ def _explain(
     fits: bool,
     split: list[list[int]],
     question: Question,
-    memory: Memory,
-    source: Source,
+    estimate: Estimate,
     alternatives: list[Alternative],
 ) -> str:
-    peak = memory.peak_process_bytes / GIB
-    limit = min(question.limits.budget(device.memory_bytes) for device in question.devices) / GIB
+    source, steps = estimate.source, max(map(len, split))
+    tightest, rows, peak, limit = _tightest(split, question, estimate, accumulating=steps > 1)
+    where = "" if len({device.memory_bytes for device in question.devices}) == 1 else f" of {tightest.name}"
     if not fits:
-        rows = max(max(own, default=1) for own in split)
         least = next((alternative for alternative in alternatives if alternative.fits), None)
         remedy = (
             f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB"
@@ -281,11 +280,26 @@ def _explain(
         )
         return (
             f"{_BY[source]} {rows} sample{'s' * (rows > 1)} of {question.sequence} tokens at a time take"
-            f"{'s' * (rows == 1)} {peak:.2f} GiB, and {limit:.2f} GiB may be used: it does not fit. {remedy}"
+            f"{'s' * (rows == 1)} {peak:.2f} GiB, and {limit:.2f} GiB{where} may be used: it does not fit. "
+            f"{remedy}"
         )
-    steps, total = max(map(len, split)), sum(map(sum, split))
+    total = sum(map(sum, split))
     return (
         f"{total} samples a step on {len(split)} device{'s' * (len(split) > 1)}: {steps} micro-batch"
         f"{'es' * (steps > 1)} of at most {max(max(own, default=0) for own in split)} on each. {_BY[source]} "
-        f"that takes {peak:.2f} of the {limit:.2f} GiB that may be used, at {question.sequence} tokens each."
+        f"that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used, at {question.sequence} tokens "
+        "each."
     )
+
+
+def _tightest(
+    split: list[list[int]], question: Question, estimate: Estimate, *, accumulating: bool
+) -> tuple[Device, int, float, float]:
+    """The device that is used to the largest share: with its largest micro-batch, what that takes, and what
+    may be used of it, in GiB."""
+    found = []
+    for device, own in zip(question.devices, split, strict=True):
+        rows = max(own, default=1)
+        peak = estimate.memory(rows, accumulating=accumulating).peak_process_bytes / GIB
+        found.append((device, rows, peak, question.limits.budget(device.memory_bytes) / GIB))
+    return max(found, key=lambda each: each[2] / max(each[3], 1e-9))

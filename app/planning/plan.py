@@ -54,6 +54,8 @@ class Capacity:
     """The same in rows; at least 1."""
     fits: bool
     """Whether even one row is predicted to fit."""
+    once: int
+    """As `largest`, where the micro-batch is the whole window: no gradients of an earlier one are there."""
 
 
 def make_plan(
@@ -164,7 +166,10 @@ def _capacity(spec: Spec, estimate: Estimate, device: Device, measured: Speeds |
     if _planned_freely(spec):
         useful = useful_tokens(measured, device.kind, tokens)
         tokens = min(tokens, ceil(useful / _BUDGET_STEP) * _BUDGET_STEP)
-    return Capacity(device, limit, most, tokens, max(1, tokens // length), fitting > 0)
+    once = max(1, largest_micro_batch(estimate, limit, accumulating=False))
+    if _planned_freely(spec):
+        once = max(1, min(once, useful_tokens(measured, device.kind, once * length) // length))
+    return Capacity(device, limit, most, tokens, max(1, tokens // length), fitting > 0, once)
 
 
 def _planned_freely(spec: Spec) -> bool:
@@ -177,6 +182,9 @@ def _cut(spec: Spec, capacities: Sequence[Capacity]) -> tuple[Cut, list[list[int
     largest = [capacity.largest for capacity in capacities]
     if _planned_freely(spec):
         budget = min(capacity.tokens for capacity in capacities)
+        constant = spec.ramp.name == "constant" and devices == 1
+        if constant and largest[0] < batch <= capacities[0].once:
+            return FixedCount(micro_batches=1), [[batch]], []
         return TokenBudget(tokens=budget), split_over(batch, largest), []
     count = min(batch, (split.accumulation_steps or 1) * split.devices)
     asked = split.micro_batch_size or ceil(batch / count)

@@ -103,17 +103,24 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
     }
 
 
+def _tells(noise: MeasuredNoise | None) -> bool:
+    """Whether a batch can be chosen by it. A scale below one sample is an estimate whose error is larger than
+    itself: no batch is smaller than a sample."""
+    return noise is not None and noise.scale.value >= 1.0
+
+
 def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
     """The noise scale itself: there the batch costs twice the samples and twice the steps of the least."""
-    if noise is None:
+    if not _tells(noise):
         return None
+    assert noise is not None
     return max(1, min(round(noise.scale.value), noise.samples or round(noise.scale.value)))
 
 
 def _batch(situation: Situation, batch: int) -> Recommendation:
     if situation.target is not None:
         return _literature(situation.target, "the target that was given", "high")
-    if situation.noise is not None:
+    if situation.noise is not None and _tells(situation.noise):
         return _measured_batch(situation.noise, batch)
     return _literature(
         batch,

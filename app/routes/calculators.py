@@ -64,6 +64,7 @@ async def get_batch_size(
     database: CurrentDatabase,
     model_name: str,
     target_batch_size: Annotated[int | None, Query()] = None,
+    target_effective_batch_size: Annotated[int | None, Query(description="As target_batch_size")] = None,
     micro_batch_size: Annotated[int | None, Query()] = None,
     num_gpus: Annotated[int | None, Query()] = None,
     gpu_ids: Annotated[list[int] | None, Query()] = None,
@@ -77,9 +78,14 @@ async def get_batch_size(
     memory_safety_margin: Annotated[float | None, Query()] = None,
     wait_seconds: Annotated[float, Query()] = 1.5,
 ) -> BatchSizeAnswer:
+    if target_batch_size is not None and target_effective_batch_size is not None:
+        raise Unprocessable(
+            "target_batch_size and target_effective_batch_size are the same: leave one out.",
+            field="target_batch_size",
+        )
     given = {
         "model_name": model_name,
-        "target_batch_size": target_batch_size,
+        "target_batch_size": target_effective_batch_size if target_batch_size is None else target_batch_size,
         "micro_batch_size": micro_batch_size,
         "num_gpus": num_gpus,
         "gpu_ids": gpu_ids,

@@ -30,6 +30,8 @@ from app.submitting.submission import DEFAULT_MAX_LENGTH, memory_limits
 router = APIRouter(prefix="/performance", tags=["performance"])
 
 _NEWEST = 20
+_UNITS = {"m": 10**6, "b": 10**9}
+"""As in 350m and 2b."""
 
 
 @router.get("/metrics", summary="GPUs, jobs and answers, as measured")
@@ -129,7 +131,8 @@ def _situation(
 def _of_size(size: str) -> Architecture:
     """The GPT-2 of the catalogue nearest to a size, with that many parameters."""
     try:
-        parameters = SIZES.get(size) or int(float(size))
+        number, unit = (size[:-1], size[-1].lower()) if size[-1:].lower() in _UNITS else (size, "")
+        parameters = SIZES.get(size.lower()) or int(float(number) * _UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         parameters = 0
     if not 0 < parameters <= 10**13:

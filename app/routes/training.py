@@ -83,9 +83,20 @@ def list_jobs(
     after: After = None,
     status: Annotated[JobStatus | None, Query()] = None,
     user_id: Annotated[str | None, Query(max_length=200)] = None,
+    model: Annotated[str | None, Query(max_length=200, description="model_name")] = None,
+    since: Annotated[float | None, Query(ge=0, le=2**33, description="Submitted then or later")] = None,
+    until: Annotated[
+        float | None, Query(ge=0, le=2**33, description="Submitted before; Unix seconds")
+    ] = None,
 ) -> Response:
-    """Newest first; filter by `status`, `user_id` and `metadata[key]=value`."""
+    """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
     query = with_metadata(glance.JOBS, request)
+    if model is not None:
+        query = query.where(Job.model_name == model)
+    if since is not None:
+        query = query.where(Job.created_at >= since)
+    if until is not None:
+        query = query.where(Job.created_at < until)
     if status is not None:
         query = query.where(Job.status == status)
     if user_id is not None:

@@ -1,0 +1,56 @@
+"""A device is used by one trainer at a time, whoever's it is: held by a lock that its trainer inherits.
+
+The lock is the trainer's, not the worker's: it is free again as soon as the trainer is gone, also where its
+worker was halted and cannot say so.
+"""
+
+import fcntl
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import structlog
+
+from app.planning.devices import Device
+from app.settings import Settings
+
+log = structlog.get_logger("accrue.worker")
+
+
+class DeviceLocks:
+    """The locks of this machine's devices.
+
+    A GPU's is the machine's: workers of other services wait for it, too. The CPU's is the data folder's:
+    processors are shared by everybody, but two workers of one service take turns.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._gpus = Path(tempfile.gettempdir()) / f"accrue-{os.getuid()}"
+        self._cpu = settings.data_dir.absolute()
+        self._told: set[int | str] = set()
+
+    def take(self, device: Device) -> int | None:
+        """The descriptor of a device's lock, which is held as long as it is open anywhere; null: another
+        worker's trainer has the device, which is told once."""
+        path = self._path(device)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            if device.id not in self._told:
+                self._told.add(device.id)
+                log.warning(
+                    "waiting for another worker on this machine that uses the device", device=device.name,
+                    id=device.id, lock=str(path),
+                )  # fmt: skip
+            return None
+        self._told.discard(device.id)
+        return descriptor
+
+    def _path(self, device: Device) -> Path:
+        if device.kind == "cpu":
+            return self._cpu / f".device-cpu-{socket.gethostname()}"
+        self._gpus.mkdir(mode=0o700, exist_ok=True)
+        return self._gpus / f"device-{device.id}"
