@@ -34,6 +34,13 @@ def any_alive(session: Session) -> bool:
     return session.scalar(alive.limit(1)) is not None
 
 
+def devices(session: Session) -> list[Device]:
+    """The devices of workers that live, GPUs first: what a job will be given one of."""
+    alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS).order_by(Worker.id)
+    found = [Device(**device) for worker in session.scalars(alive) for device in worker.devices]
+    return sorted(found, key=lambda device: device.kind != "cuda")
+
+
 def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
     """The GPUs of workers that live, numbered from 0 where there are several workers."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)

@@ -287,8 +287,8 @@ def _explain(
     return (
         f"{total} samples a step on {len(split)} device{'s' * (len(split) > 1)}: {steps} micro-batch"
         f"{'es' * (steps > 1)} of at most {max(max(own, default=0) for own in split)} on each. {_BY[source]} "
-        f"that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used, at {question.sequence} tokens "
-        "each."
+        f"that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used, at "
+        f"{question.sequence} tokens each."
     )
 
 

@@ -31,7 +31,8 @@ the budget that it was cut by."""
 
 _WITHOUT_BF16 = re.compile(
     r"\b(P4|P6|P40|P100|P?V100|T4G?|T[456]00|T1000|T1200|M\d\d|K\d\d)\b"
-    r"|\b(GTX|TITAN|GEFORCE MX)\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b|\bRTX [345678]000\b(?! ?ADA)"
+    r"|\b(GTX|TITAN|GEFORCE MX)\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b"
+    r"|\bRTX [345678]000\b(?!.*\bADA\b)"
 )
 """Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Pascal, Volta and Turing of
 CUDA's list of GPUs by compute capability. For those seen on a machine their capability says it."""

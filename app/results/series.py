@@ -8,7 +8,7 @@ from sqlalchemy import BindParameter, Connection, Integer, String, bindparam, ca
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
-from app.models import StepMetric
+from app.models import JobEvent, StepMetric
 from app.prepared import Prepared
 from app.schemas.run import LogLine
 
@@ -33,6 +33,16 @@ def series(
             chosen = {first + round(i * (last - first) / (points - 1)) for i in range(points)}
             return _lines(_CHOSEN.run(where, {"id": job_id, "steps": json.dumps(sorted(chosen))}))
     return list(each_step(where, job_id, from_step))
+
+
+def validation_losses(session: Session, job_id: str) -> dict[int, float | None]:
+    """The loss of each evaluation, by step; of two at a step, the later attempt's."""
+    told = session.scalars(
+        select(JobEvent.data)
+        .where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
+        .order_by(JobEvent.attempt, JobEvent.id)
+    )
+    return {data["step"]: data["loss"] for data in told}
 
 
 def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> Iterator[dict[str, Any]]:

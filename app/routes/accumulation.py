@@ -1,8 +1,10 @@
 """Accumulation configurations, stored under an id."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -30,21 +32,24 @@ def create(
 
 
 def _create(session: Session, asked: ConfigurationRequest) -> ConfigurationAnswer:
-    numbers = (asked.target_effective_batch_size, asked.accumulation_steps, asked.micro_batch_size)
-    effective = (
-        resolve_batch(asked, asked.num_gpus, recommended=1).effective_batch_size if any(numbers) else None
-    )
     given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
     row = Configuration(
         id=new_id("accumulation"),
         created_at=session.scalar(select(database_now())),
         given=given,
         num_gpus=asked.num_gpus,
-        effective_batch_size=effective,
+        effective_batch_size=_effective(asked),
     )
     session.add(row)
     session.flush()
     return answer(row)
+
+
+def _effective(asked: ConfigurationRequest) -> int | None:
+    numbers = (asked.target_effective_batch_size, asked.accumulation_steps, asked.micro_batch_size)
+    if not any(numbers):
+        return None
+    return resolve_batch(asked, asked.num_gpus, recommended=1).effective_batch_size
 
 
 @router.get("/config", summary="List configurations")
@@ -59,6 +64,32 @@ def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
     if config_id.startswith("ftjob-"):
         return _of_job(jobs.get(session, config_id))
     return answer(configurations.find(session, config_id))
+
+
+@router.put("/config/{config_id}", summary="Replace a configuration")
+def replace(session: Writing, config_id: ConfigId, asked: ConfigurationRequest) -> ConfigurationAnswer:
+    """Jobs made with it keep what they were made with."""
+    return _change(session, config_id, asked)
+
+
+@router.patch("/config/{config_id}", summary="Change some fields of a configuration")
+def change(session: Writing, config_id: ConfigId, asked: dict[str, Any]) -> ConfigurationAnswer:
+    """Fields that are not given stay as they are; null takes a field's default back."""
+    row = configurations.find(session, config_id)
+    merged = {**row.given, "num_gpus": row.num_gpus, **asked}
+    try:
+        whole = ConfigurationRequest.model_validate(merged)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    return _change(session, config_id, whole)
+
+
+def _change(session: Session, config_id: str, asked: ConfigurationRequest) -> ConfigurationAnswer:
+    row = configurations.find(session, config_id)
+    row.given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
+    row.num_gpus, row.effective_batch_size = asked.num_gpus, _effective(asked)
+    session.flush()
+    return answer(row)
 
 
 @router.delete("/config/{config_id}", status_code=204, summary="Delete a configuration")

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from app.data import files
 from app.errors import Conflict, NotFound, Unprocessable
 from app.models import File, Job
-from app.results.series import series
+from app.results.series import series, validation_losses
 from app.results.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 from app.routes.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
 from app.routes.metrics import csv_answer, csv_of
@@ -120,7 +120,7 @@ def _result(session: Session, job: Job) -> FileAnswer:
     """A job's step metrics as a file."""
     return FileAnswer(
         id=result_file_of(job),
-        bytes=len(csv_of(series(session, job.id, 0, None)).encode()),
+        bytes=len(csv_of(series(session, job.id, 0, None), validation_losses(session, job.id)).encode()),
         created_at=int(job.finished_at or job.created_at),
         filename="step_metrics.csv",
         purpose=RESULTS,

@@ -6,11 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import Connection, select
+from sqlalchemy.orm import Session
 
 from app import glance, jobs
-from app.models import Job, JobEvent
+from app.models import Job, JobEvent, StepMetric
 from app.results import checkpoints
 from app.results.checkpoints import Checkpoint
+from app.results.series import validation_losses
 from app.results.trained_models import name_of, result_file_of
 from app.routes.dependencies import (
     After,
@@ -105,9 +107,19 @@ def resume(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
 def list_events(
     session: Reading, fine_tuning_job_id: JobId, limit: Limit = 20, after: After = None
 ) -> Page[FineTuningEvent]:
+    """Messages, and an event of type `metrics` for every step."""
     jobs.get(session, fine_tuning_job_id)
     query = select(JobEvent).where(JobEvent.job_id == fine_tuning_job_id)
-    return page(session, query, JobEvent.id, limit, after, _event)
+    told = page(session, query, JobEvent.id, limit, after, _event)
+    made = _metrics(session, fine_tuning_job_id, limit, after)
+    both = sorted([*told.data, *made], key=lambda event: event.id, reverse=True)
+    data = both[:limit]
+    return Page(
+        data=data,
+        has_more=told.has_more or len(both) > limit,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+    )
 
 
 @router.get("/{fine_tuning_job_id}/checkpoints", summary="A job's checkpoints, newest first")
@@ -163,6 +175,40 @@ def _event(row: JobEvent) -> FineTuningEvent:
         message=row.message,
         data={"type": row.type, **row.data},
     )
+
+
+def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> list[FineTuningEvent]:
+    """The newest steps as events, one more than asked for where there are more.
+
+    Their ids are made of the steps' times, as other events' are, so that they sort among them.
+    """
+    query = select(StepMetric.step, StepMetric.time, StepMetric.loss).where(StepMetric.job_id == job_id)
+    if after is not None:
+        query = query.where(StepMetric.time <= _time_of(after) + 1e-5)
+    newest = session.execute(query.order_by(StepMetric.step.desc()).limit(limit + 2)).all()
+    evaluated = validation_losses(session, job_id)
+    events = []
+    for step, at, loss in newest:
+        data = {"step": step, "train_loss": loss}
+        if (validation := evaluated.get(step)) is not None:
+            data["valid_loss"] = validation
+        event_id = f"ftevent-{int(at * 1e6):014x}{step:012x}"
+        if after is None or event_id < after:
+            message = f"Step {step}: training loss={loss:.4f}"
+            events.append(
+                FineTuningEvent(
+                    id=event_id, created_at=int(at), level="info", message=message, type="metrics", data=data
+                )
+            )
+    return events[: limit + 1]
+
+
+def _time_of(event_id: str) -> float:
+    """Unix seconds at which an event's id was made; the end of time for what is no id."""
+    try:
+        return int(event_id.removeprefix("ftevent-")[:14], 16) / 1e6
+    except ValueError:
+        return float(2**40)
 
 
 def _checkpoint(job: Job, each: Checkpoint) -> FineTuningCheckpoint:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -14,7 +14,7 @@ from app import glance, jobs
 from app.errors import Conflict, NotFound
 from app.results import run_files
 from app.results.run_files import model_dir, tar_of, tar_size
-from app.results.series import each_step, last_step, series
+from app.results.series import each_step, last_step, series, validation_losses
 from app.routes.dependencies import CurrentDatabase, CurrentSettings, Reading
 from app.routes.training import JobId
 from app.schemas.run import LogLine
@@ -23,6 +23,7 @@ from app.schemas.training import ENDED
 
 router = APIRouter(prefix="/training", tags=["training"])
 
+VALIDATION = "valid_loss"
 COLUMNS = tuple(name for name in LogLine.model_fields if name not in ("micro_losses", "gradient_norms"))
 
 
@@ -42,16 +43,21 @@ def metrics(
         lines = series(connection, training_id, from_step, points)
         steps = last_step(connection, training_id)
     if format == "csv":
-        return _csv_response(lines, training_id)
+        with database.reading() as session:
+            return _csv_response(lines, training_id, validation_losses(session, training_id))
     answer = {"training_id": training_id, "steps": steps, "data": lines}
     return Response(to_json(answer, inf_nan_mode="null"), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
-def log(database: CurrentDatabase, training_id: JobId) -> StreamingResponse:
+def log(
+    database: CurrentDatabase,
+    training_id: JobId,
+    from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to tell of")] = 0,
+) -> StreamingResponse:
     with database.reading() as session:
         jobs.get(session, training_id)
-    return StreamingResponse(_log_lines(database, training_id), media_type="application/jsonl")
+    return StreamingResponse(_log_lines(database, training_id, from_step), media_type="application/jsonl")
 
 
 @router.get(
@@ -89,31 +95,38 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
 
 def csv_answer(session: Session, training_id: str) -> Response:
     """All of a job's steps, one a row."""
-    return _csv_response(series(session, training_id, 0, None), training_id)
+    lines = series(session, training_id, 0, None)
+    return _csv_response(lines, training_id, validation_losses(session, training_id))
 
 
-def _csv_response(rows: Sequence[dict[str, Any]], training_id: str) -> Response:
+def _csv_response(
+    rows: Sequence[dict[str, Any]], training_id: str, evaluated: Mapping[int, float | None]
+) -> Response:
     return Response(
-        csv_of(rows),
+        csv_of(rows, evaluated),
         media_type="text/csv",
         headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},
     )
 
 
-def csv_of(rows: Sequence[dict[str, Any]]) -> str:
-    """Log lines as CSV, with a header."""
+def csv_of(rows: Sequence[dict[str, Any]], evaluated: Mapping[int, float | None]) -> str:
+    """Log lines as CSV, with a header.
+
+    Args:
+        evaluated: the validation loss by step; it stays empty at the other steps.
+    """
     out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(out, (*COLUMNS, VALIDATION), lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({**row, VALIDATION: evaluated.get(row["step"])} for row in rows)
     return out.getvalue()
 
 
-def _log_lines(database: CurrentDatabase, training_id: str) -> Iterator[str]:
+def _log_lines(database: CurrentDatabase, training_id: str, from_step: int) -> Iterator[str]:
     with database.reading() as session:
-        yield from _lines(session, training_id)
+        yield from _lines(session, training_id, from_step)
 
 
-def _lines(session: Session, training_id: str) -> Iterator[str]:
-    for row in each_step(session, training_id):
+def _lines(session: Session, training_id: str, from_step: int) -> Iterator[str]:
+    for row in each_step(session, training_id, from_step):
         yield LogLine.model_validate(row).model_dump_json() + "\n"

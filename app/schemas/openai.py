@@ -109,7 +109,7 @@ class FineTuningEvent(Answer):
     created_at: int
     level: Literal["info", "warn", "error"]
     message: str
-    type: Literal["message"] = "message"
+    type: Literal["message", "metrics"] = "message"
     data: dict[str, Any]
 
 

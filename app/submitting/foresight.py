@@ -64,6 +64,10 @@ class Foresight:
         """As `workers_seen.gpus`."""
         return self._found("gpus", workers_seen.gpus)
 
+    def devices(self) -> list[Device]:
+        """As `workers_seen.devices`."""
+        return self._found("devices", workers_seen.devices)
+
     def margin(self, device: Literal["cpu", "cuda"]) -> float | None:
         """As `measurements.margin`."""
         return self._found(("margin", device), measurements.margin, device)

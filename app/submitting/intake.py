@@ -262,11 +262,14 @@ def _uploaded(database: Database, file_id: str | None, field: str) -> Data | Non
 
 
 def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
-    """The devices that the job is reckoned for: those named, or the first of those there are."""
+    """The devices that the job is planned for: those named, else the first of those that workers have.
+
+    Declared devices are for those who ask beforehand: while no worker lives, nobody knows any better.
+    """
+    if gpu_ids is None and (of_workers := foresight.devices()):
+        return first_devices(count, of_workers)
     there = gpus.for_planning(settings.declared_devices, foresight.gpus())
-    if gpu_ids is None:
-        return first_devices(count, there)
-    return select_devices(gpu_ids, there)
+    return first_devices(count, there) if gpu_ids is None else select_devices(gpu_ids, there)
 
 
 def first_devices(count: int, there: list[Device]) -> list[Device]:

@@ -139,7 +139,7 @@ def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
         "--checkpointing",
     )
     told = run(shared, *asked, "--watch")
-    assert "learning rate 5e-05" in told
+    assert "learning rate 0.0002" in told  # lora's own default
     assert told.count("cut to max_length 8") == 1
     assert "tokens learned from" in told
     assert "deprecated" not in told

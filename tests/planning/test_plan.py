@@ -89,3 +89,24 @@ def test_unequal_devices_share_the_batch() -> None:
 )  # fmt: skip
 def test_precision_follows_the_device_unless_named(precision: str, device: Device, expected: str) -> None:
     assert precision_for(precision, device) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("NVIDIA RTX 2000 Ada Generation", "bf16"), ("NVIDIA GeForce RTX 2080 Ti", "fp16"),
+        ("Tesla P4", "fp16"), ("Tesla T4", "fp16"), ("Tesla V100-SXM2-16GB", "fp16"),
+        ("Quadro RTX 6000", "fp16"), ("NVIDIA RTX 6000 Ada Generation", "bf16"), ("NVIDIA L4", "bf16"),
+        ("NVIDIA RTX A6000", "bf16"), ("NVIDIA A100-SXM4-80GB", "bf16"), ("NVIDIA GeForce RTX 3090", "bf16"),
+        ("NVIDIA GeForce GTX 1080", "fp16"), ("NVIDIA TITAN V", "fp16"), ("NVIDIA H100 PCIe", "bf16"),
+        ("NVIDIA RTX 4000 SFF Ada Generation", "bf16"), ("Tesla P40", "fp16"), ("24GB", "bf16"),
+    ],
+)  # fmt: skip
+def test_precision_by_a_gpu_s_generation(name: str, precision: str) -> None:
+    assert precision_for("auto", Device(0, name, 16 * GIB, "cuda")) == precision
+
+
+def test_a_gpu_s_own_compute_capability_goes_before_its_name() -> None:
+    turing = Device(0, "NVIDIA A100 (not)", 16 * GIB, "cuda", compute_capability=7.5)
+    assert precision_for("auto", turing) == "fp16"
+    assert precision_for("auto", Device(0, "Tesla T4", GIB, "cuda", compute_capability=8.0)) == "bf16"

@@ -9,7 +9,7 @@ from app import jobs, totals
 from app.database import Database
 from app.jobs import Fence, LostJob
 from app.models import Job, JobEvent, StepMetric
-from app.schemas.run import LogLine
+from app.schemas.run import LogLine, WindowProgress
 from tests.runs import lay_order
 from tests.submissions import submitted
 from tests.test_jobs import claimed, expire, on
@@ -155,3 +155,66 @@ def test_windows_that_made_no_step_count_without_a_step_after_them(
         job = session.get_one(Job, fence.job_id)
         assert job.progress["skipped"] == 2
         assert totals.count(session.connection(), None).skipped == 2
+
+
+def test_a_long_log_is_read_in_pieces_that_are_each_committed(
+    database: Database, run: RunDirectory, fence: Fence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers import ingest as module
+
+    monkeypatch.setattr(module, "_READ_AT_ONCE", 2000)
+    monkeypatch.setattr(module, "_CHUNKS_AT_ONCE", 2)
+    with Reporter(run, 1) as reporter:
+        for step in range(1, 101):
+            reporter.step(line(step))
+    position, pieces = Position(), 0
+    while not pieces or not position.caught_up:
+        position, pieces = read(database, run, fence, position), pieces + 1
+        assert len(stored(database)) > 0
+    assert pieces > 3
+    assert [step for step, *_ in stored(database)] == list(range(1, 101))
+    with database.reading() as session:
+        progress = jobs.get(session, fence.job_id).progress
+    assert (progress["samples_seen"], progress["tokens_seen"]) == (800, 8000)
+
+
+def test_steps_that_are_made_again_count_once(database: Database, run: RunDirectory, fence: Fence) -> None:
+    with Reporter(run, 1) as reporter:
+        for step in range(1, 11):
+            reporter.step(line(step))
+    position = read(database, run, fence)
+    with Reporter(run, 2) as reporter:
+        for step in range(6, 8):
+            reporter.step(line(step, attempt=2))
+    read(database, run, fence, position)
+    with Reporter(run, 2) as reporter:
+        for step in range(8, 13):
+            reporter.step(line(step, attempt=2))
+    read(database, run, fence)
+    with database.reading() as session:
+        assert jobs.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
+
+
+def test_progress_within_a_window_is_told(database: Database, run: RunDirectory, fence: Fence) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter.step(line(1))
+    run.write_progress(WindowProgress(attempt=1, step=1, micro_step=5, accumulation_step=3))
+    read(database, run, fence)
+    with database.reading() as session:
+        progress = jobs.get(session, fence.job_id).progress
+    assert (progress["step"], progress["micro_step"], progress["accumulation_step"]) == (1, 5, 3)
+    run.write_progress(WindowProgress(attempt=7, step=1, micro_step=9, accumulation_step=9))
+    read(database, run, fence)
+    with database.reading() as session:
+        assert jobs.get(session, fence.job_id).progress["accumulation_step"] == 2
+
+
+def test_text_that_cannot_be_stored_loses_no_event(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter.event("odd", "a\x00b", told=["c\x00"])
+    read(database, run, fence)
+    with database.reading() as session:
+        event = session.scalars(select(JobEvent).where(JobEvent.type == "odd")).one()
+    assert (event.message, event.data) == ("a\ufffdb", {"told": ["c\ufffd"]})

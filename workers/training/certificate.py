@@ -5,7 +5,7 @@ And that the loss which is trained is the model's own: a head that was taken apa
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 
 import numpy as np
@@ -137,19 +137,27 @@ def in_fp64(training: Training, window: Indices) -> float | None:
         for module in model.modules():
             module._compiled_call_impl = None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        window_in_fp64 = Window(parameters, torch.optim.SGD(parameters))
         loss = TokenLoss(model, smoothing=training.order.spec.label_smoothing)
         loss.head = loss.head if training.token_loss.head is not None else None
+        plan = training.order.plan.model_copy(update={"precision": "fp32", "device": "cpu"})  # no autocast
+        twin = replace(
+            training,
+            order=training.order.model_copy(update={"plan": plan}),
+            device=torch.device("cpu"),
+            model=model,
+            window=Window(parameters, torch.optim.SGD(parameters)),
+            token_loss=loss,
+            balance=None,
+        )
 
         def accumulate(groups: Groups) -> None:
-            window_in_fp64.open(training.samples.denominator(few))
+            twin.window.open(training.samples.denominator(few))
             for group in groups:
-                batch = training.fetch(few[group].tolist()).to(torch.device("cpu"))
-                window_in_fp64.add(loss(batch).loss_sum)
+                add(twin, twin.fetch(few[group].tolist()))
 
         places = list(range(len(few)))
         with models.without_randomness(model):
-            found = compare(window_in_fp64, accumulate, [places], [[place] for place in places])
+            found = compare(twin.window, accumulate, [places], [[place] for place in places])
     except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError):
         return None
     return found.gradient_error

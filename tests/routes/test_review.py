@@ -1,0 +1,85 @@
+"""Answers that a review found wrong or missing."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.planning.devices import GIB
+from tests.routes.test_training import JOB, PATH, submit
+
+CALCULATE = "/gradient-accumulation/calculate-batch-size"
+
+
+@pytest.mark.parametrize("gpus", [["A100-80GB", "24GB"], ["24GB", "A100-80GB"], ["16GB", "24GB", "80GB"]])
+def test_what_unequal_devices_take_is_held_against_their_own_memory(
+    client: TestClient, gpus: list[str]
+) -> None:
+    asked = {"model_name": "gpt2", "gpus": gpus, "target_effective_batch_size": 512, "wait_seconds": 0}
+    answer = client.post(CALCULATE, json=asked).json()
+    assert answer["fits"] is True
+    taken, may = (
+        float(part.split()[-1]) for part in answer["explanation"].split(" GiB")[0].split(" of the ")
+    )
+    assert taken <= may
+    assert may in [round(each["memory_limit_bytes"] / GIB, 2) for each in answer["devices"]]
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", {"lora": {"r": 8}}])
+def test_adapters_have_a_learning_rate_of_their_own(client: TestClient, method: Any) -> None:
+    job = submit(client, training_config={"method": method})
+    assert job["training_config"]["learning_rate"] == 2e-4
+    assert submit(client, training_config={"epochs": 1})["training_config"]["learning_rate"] == 5e-5
+    given = submit(client, training_config={"method": method, "learning_rate": 1e-3})
+    assert given["training_config"]["learning_rate"] == 1e-3
+
+
+def test_unsynchronised_gradients_are_refused_with_the_reason(client: TestClient) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "sync_gradients": False})
+    assert answer.status_code == 422
+    assert "not the training of the effective batch" in answer.json()["detail"]
+
+
+def test_accumulation_need_not_be_logged(client: TestClient) -> None:
+    assert submit(client, log_accumulation=False)["config"]["log_accumulation"] is False
+
+
+def test_a_target_in_the_query_goes_by_either_name(client: TestClient) -> None:
+    query = {"model_name": "gpt2", "gpus": "24GB", "wait_seconds": 0, "target_effective_batch_size": 48}
+    assert client.get(CALCULATE, params=query).json()["effective_batch_size"] == 48
+    assert client.get(CALCULATE, params={**query, "target_batch_size": 48}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("2b", 2 * 10**9), ("350M", 350 * 10**6), ("Small", 125 * 10**6)]
+)
+def test_sizes_as_people_write_them(client: TestClient, size: str, parameters: int) -> None:
+    answer = client.get(f"/gradient-accumulation/performance/recommendations?model_size={size}")
+    assert answer.json()["parameters"] == parameters
+
+
+def test_no_other_name_is_suggested_than_the_one_given(client: TestClient) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "model_name": "meta-llama/Llama-3.1-8B"})
+    assert "Did you mean" not in answer.json()["detail"]
+
+
+def test_jobs_by_model_and_time(client: TestClient) -> None:
+    job = submit(client)
+    mine = {"model": job["model_name"], "since": job["created_at"], "until": job["created_at"] + 3600}
+    assert [each["id"] for each in client.get(PATH, params=mine).json()["data"]] == [job["id"]]
+    for none in ({"model": "other"}, {"until": job["created_at"]}, {"since": job["created_at"] + 3600}):
+        assert client.get(PATH, params=none).json()["data"] == []
+
+
+def test_a_configuration_is_changed_in_part_or_replaced(client: TestClient) -> None:
+    config = "/gradient-accumulation/config"
+    made = client.post(config, json={"accumulation_steps": 4, "micro_batch_size": 2}).json()
+    own = f"{config}/{made['config_id']}"
+    changed = client.patch(own, json={"accumulation_steps": 8}).json()
+    assert (changed["effective_batch_size"], changed["config"]["micro_batch_size"]) == (16, 2)
+    replaced = client.put(own, json={"target_effective_batch_size": 32}).json()
+    assert (replaced["effective_batch_size"], replaced["config"]["accumulation_steps"]) == (32, None)
+    assert client.get(own).json()["config"] == replaced["config"]
+    assert client.patch(own, json={"no_such": 1}).status_code == 422
+    assert client.patch(own, json={"accumulation_steps": 0}).status_code == 422
+    assert client.patch(f"{config}/accumulation_1", json={}).status_code == 404
