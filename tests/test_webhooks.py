@@ -1,8 +1,11 @@
 """Webhooks: signed so that OpenAI's client believes them, tried again, never sent where they may not go."""
 
 import base64
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from ipaddress import ip_address
@@ -255,3 +258,38 @@ def test_a_job_that_cannot_be_told_of_is_refused(
         answer = client.post("/gradient-accumulation/training/large-batch", json=body)
     assert answer.status_code in (400, 422)
     assert said in answer.text
+
+
+def test_a_receiver_that_drips_is_given_up_in_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then renews every timeout but the whole delivery's."""
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.0)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                for byte in b"HTTP/1.1 200 OK\r\nx-slow: " + b"x" * 1000:
+                    connection.send(bytes([byte]))
+                    if ended.wait(0.1):
+                        return
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        slow = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+        began = time.monotonic()
+        failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1))
+        assert failure is not None
+        assert "did not answer" in failure
+        assert time.monotonic() - began < 20  # the drip takes a hundred seconds
+        ended.set()
+        thread.join()
+
+
+def test_site_local_addresses_are_private() -> None:
+    assert not is_public(ip_address("fec0::1"))
+    assert not is_public(ip_address("feff::1"))

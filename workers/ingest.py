@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from app import jobs
 from app.database import insert_for
-from app.ids import new_id
+from app.events import next_id
 from app.jobs import Fence
 from app.models import JobEvent, StepMetric
 from app.prepared import Prepared
@@ -244,7 +244,7 @@ _UPSERT = Prepared(_upsert, ["job_id", *LogLine.model_fields])
 
 def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:
     insert = insert_for(session, JobEvent.__table__).values(
-        id=new_id("ftevent"),
+        id=next_id(session, job_id),
         job_id=job_id,
         line=offset,
         attempt=event.attempt,

@@ -1,5 +1,6 @@
 """What an attack found once: each stays found."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -9,13 +10,15 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
+from app import jobs
 from app.data import files
 from app.database import Database
 from app.errors import ReplacedDatabase
+from app.events import tell_of
 from app.http.event_stream import EventStream
 from app.ids import new_id
 from app.main import create_app
-from app.models import AuditEntry, File
+from app.models import AuditEntry, File, Job, JobEvent, Key
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
 from app.schemas.examples import BadLine, parse_line
@@ -28,6 +31,7 @@ from tests.routes.test_keys import key_for
 from tests.routes.test_limits import service
 from tests.routes.test_training import JOB, PATH, submit
 from tests.runs import until
+from tests.submissions import submitted
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 SUBMIT = f"{PATH}/with-accumulation"
@@ -317,8 +321,6 @@ def test_old_files_that_are_needed_do_not_keep_others_from_being_deleted(
         job = submit(client, dataset_config=data) if number % 60 == 0 else None
         assert job is None or job["id"]
     with database.writing() as session:
-        from app.models import Job
-
         jobs = session.scalars(select(Job)).all()
         for job_row in jobs:
             spec = dict(job_row.spec)
@@ -331,3 +333,66 @@ def test_old_files_that_are_needed_do_not_keep_others_from_being_deleted(
 def test_a_line_with_text_that_cannot_be_stored_is_refused(text: str) -> None:
     with pytest.raises(BadLine, match="text: has a NUL"):
         parse_line(f'{{"text": "{text}"}}')
+
+
+def followed(database: Database, job_id: str, then: Any) -> list[str]:
+    """The types of a job's events as a stream tells them, to its end; `then` is done once the first came."""
+
+    async def follow() -> list[str]:
+        stream, types = EventStream(database), []
+        async for event in stream.follow(stream.join(job_id)):
+            if event is not None:
+                types.append(event.type)
+                if len(types) == 1:
+                    await asyncio.to_thread(then)
+        return types
+
+    return asyncio.run(asyncio.wait_for(follow(), 60))
+
+
+def test_the_stream_of_a_deleted_job_ends(database: Database) -> None:
+    job_id = submitted(database)
+
+    def delete() -> None:
+        with database.writing() as session:
+            session.delete(session.get_one(Job, job_id))
+
+    assert followed(database, job_id, delete) == ["submitted"]
+
+
+def test_the_stream_of_a_revoked_key_ends(settings: Settings) -> None:
+    from app.security import keys
+
+    with service(settings) as (client, mine):
+        job = client.post(SUBMIT, json=JOB, headers=mine).json()["id"]
+        database: Database = client.app.state.database  # type: ignore[attr-defined]
+        headers = {**mine, "Accept": "text/event-stream"}
+        with client.stream("GET", f"{PATH}/{job}/events", headers=headers) as answer:
+            lines = answer.iter_lines()
+            assert "submitted" in next(lines)
+            with database.writing() as session:
+                key_id = session.scalars(select(Key.id)).first()
+                keys.revoke(session, str(key_id))
+            time.sleep(1.1)  # for so long a key is taken as it was found
+            with database.writing() as session:
+                jobs.cancel(session, job)
+            assert "cancelled" not in "".join(lines)
+
+
+def test_events_stay_in_order_when_a_host_s_clock_is_behind(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream goes on behind the last id it has seen: one that came later must not sort before it."""
+    from app import ids
+
+    job_id = submitted(database)
+    now = time.time_ns()
+    for behind in (0, 3600, 7200):
+        monkeypatch.setattr(ids.time, "time_ns", lambda behind=behind: now - behind * 10**9)
+        with database.writing() as session:
+            tell_of(session, job_id, 0, f"behind-{behind}", "")
+    with database.reading() as session:
+        types = session.scalars(
+            select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
+        ).all()
+    assert types == ["submitted", "behind-0", "behind-3600", "behind-7200"]
