@@ -79,8 +79,9 @@ def source_of(model: ModelReference, path: str) -> Path:
 
     disable_progress_bars()
     wanted = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    other = ["*/*", "consolidated*"]  # the same weights in the format of the model's makers
     try:
-        return Path(snapshot_download(path, allow_patterns=wanted, token=token))
+        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=other, token=token))
     finally:
         os.environ.pop("HF_TOKEN", None)
 

@@ -23,6 +23,7 @@ CPU_SECONDS = 5
 """For one conversation."""
 
 MEMORY_BYTES = 2**30
+"""Beside what its libraries take."""
 LONGEST = 64 * 2**20
 """Characters that one conversation may become, over all of its prefixes."""
 
@@ -98,7 +99,8 @@ class Renderer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in passed if name in os.environ},
+            env={name: os.environ[name] for name in passed if name in os.environ}
+            | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).resolve().parent.parent.parent,
         )
         assert self._process.stdin is not None
@@ -112,7 +114,8 @@ def main() -> None:
     """The child. Ends with its standard input."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    most = _mapped_bytes() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
@@ -124,6 +127,14 @@ def main() -> None:
             told = {"error": type(error).__name__}
         sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _mapped_bytes() -> int:
+    """What the libraries have mapped by now, which with many processors may be gigabytes of nothing."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # not Linux
+        return 0
+    return int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _texts(render: Any, first: dict[str, Any], asked: dict[str, Any]) -> list[str]:
