@@ -73,16 +73,16 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
     return check(path, settings, field="file")
 
 
-def store_texts(texts: Iterable[str], path: Path) -> Checked:
-    """Writes inline texts as a training file of format text."""
+def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> Checked:
+    """Writes inline samples as a training file."""
     examples = 0
     with path.open("wb") as target:
         path.chmod(0o600)
-        for text in texts:
-            target.write(json.dumps({"text": text}).encode() + b"\n")
+        for line in lines:
+            target.write(json.dumps(line).encode() + b"\n")
             examples += 1
         _make_durable(target, path.parent)
-    return Checked(_digest(path), path.stat().st_size, "text", examples)
+    return Checked(_digest(path), path.stat().st_size, form, examples)
 
 
 def check(path: Path, settings: Settings, field: str) -> Checked:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from app.schemas.text import unstorable
 
 DataFormat = Literal["text", "prompt_completion", "messages"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Line(BaseModel):
@@ -39,7 +40,7 @@ class PromptCompletion(Line):
 class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str
     weight: Literal[0, 1] = 1
     """0: an assistant's turn that is only context."""

@@ -14,7 +14,7 @@ from app.schemas.arguments import (
     ScheduleArguments,
     refuse_surplus,
 )
-from app.schemas.examples import DataFormat
+from app.schemas.examples import DataFormat, Role
 from app.schemas.run import NoiseScale, Tuning
 from app.schemas.spec import (
     Attention,
@@ -72,11 +72,33 @@ class DatasetOptions(Request):
     )
 
 
+class InlinePrompt(Request):
+    """A prompt with its completion, which alone counts for the loss."""
+
+    prompt: str
+    completion: str = Field(min_length=1)
+    weight: float = Field(1.0, ge=0, le=1000)
+
+
+class InlineMessage(Request):
+    """A turn of a chat; those of the assistant count for the loss."""
+
+    role: Role
+    content: str
+    weight: Literal[0, 1] = 1
+
+
 class DatasetConfig(DatasetOptions):
-    """Where the samples come from: exactly one of `texts`, `file_id` and `dataset`."""
+    """Where the samples come from: exactly one of `texts`, `prompts`, `messages`, `file_id` and `dataset`."""
 
     texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
         None, fail_fast=True, max_length=100_000, description="Inline samples; they are stored as a file"
+    )
+    prompts: list[InlinePrompt] | None = Field(
+        None, fail_fast=True, max_length=100_000, description="Inline prompts with their completions"
+    )
+    messages: list[Annotated[list[InlineMessage], Field(min_length=1, max_length=1000)]] | None = Field(
+        None, fail_fast=True, max_length=100_000, description="Inline chats, each a list of messages"
     )
     file_id: FileId | None = Field(None, description="An uploaded JSONL file")
     dataset: ModelName | None = Field(None, description="A file of the service's dataset folder, by name")
@@ -86,13 +108,33 @@ class DatasetConfig(DatasetOptions):
     def _one_source(self) -> "DatasetConfig":
         if self.validation_split is not None and self.validation_file_id is not None:
             raise ValueError("give validation_split or validation_file_id, not both")
-        if sum(source is not None for source in (self.texts, self.file_id, self.dataset)) != 1:
-            raise ValueError("give exactly one of texts, file_id and dataset")
-        if self.texts is not None and not self.texts:
-            raise ValueError("texts is empty: give at least one sample")
-        if self.texts is not None and self.format not in (None, "text"):
-            raise ValueError("texts are of format text; upload a JSONL file for other formats")
+        names = ("texts", "prompts", "messages", "file_id", "dataset")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of texts, prompts, messages, file_id and dataset")
+        inline = self.inline()
+        if inline is None:
+            return self
+        form, lines = inline
+        if not lines:
+            raise ValueError(f"{given[0]} is empty: give at least one sample")
+        if self.format not in (None, form):
+            raise ValueError(f"{given[0]} are of format {form}, not {self.format}: leave format out")
+        for number, chat in enumerate(self.messages or []):
+            if not any(message.role == "assistant" and message.weight for message in chat):
+                raise ValueError(f"messages.{number} has no turn of the assistant: there is nothing to learn")
         return self
+
+    def inline(self) -> tuple[DataFormat, list[dict[str, Any]]] | None:
+        """The samples that the request brings itself, as lines of a training file; null: it names a file."""
+        if self.texts is not None:
+            return "text", [{"text": text} for text in self.texts]
+        if self.prompts is not None:
+            return "prompt_completion", [prompt.model_dump() for prompt in self.prompts]
+        if self.messages is not None:
+            chats = [[message.model_dump() for message in chat] for chat in self.messages]
+            return "messages", [{"messages": chat} for chat in chats]
+        return None
 
 
 class TrainingConfig(Request):

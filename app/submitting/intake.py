@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fastapi import Response
 from sqlalchemy.orm import Session
@@ -35,7 +36,7 @@ class Checked:
     """A request that can be trained as it stands."""
 
     submission: Submission
-    brought: Path | list[str] | None
+    brought: Path | list[dict[str, Any]] | None
     """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
     speed: Speed | None
     """What the plan's duration is from."""
@@ -45,7 +46,7 @@ class Checked:
 
 def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
     """Whether a request waits for more than the database: for data that it brings, or for the hub."""
-    brings = dataset is not None and (dataset.texts is not None or dataset.dataset is not None)
+    brings = dataset is not None and dataset.file_id is None
     return brings or not base_models.is_at_hand(model_name, settings)
 
 
@@ -137,11 +138,14 @@ def store(
     return made
 
 
-def _brought(asked: TrainingRequest, settings: Settings) -> tuple[Path | list[str] | None, Data]:
+def _brought(asked: TrainingRequest, settings: Settings) -> tuple[Path | list[dict[str, Any]] | None, Data]:
     """The samples that a request brings itself, and what they are."""
-    texts, name = asked.dataset_config.texts, asked.dataset_config.dataset
+    inline, name = asked.dataset_config.inline(), asked.dataset_config.dataset
+    if inline is not None:
+        form, lines = inline
+        return lines, Data(file_id="file-0", sha256="", format=form, examples=len(lines))
     if name is None:
-        return texts, Data(file_id="file-0", sha256="", format="text", examples=len(texts or []))
+        return None, Data(file_id="file-0", sha256="", format="text", examples=0)
     path = datasets.find(name, settings)
     checked = files.check(path, settings, field="dataset_config.dataset")
     return path, Data("file-0", checked.sha256, checked.format, checked.examples)
@@ -151,7 +155,7 @@ def _store_brought(checked: Checked, path: Path, settings: Settings) -> files.Ch
     if checked.brought is None:
         return None
     if isinstance(checked.brought, list):
-        return files.store_texts(checked.brought, path)
+        return files.store_lines(checked.submission.spec.data.format, checked.brought, path)
     with checked.brought.open("rb") as source:
         stored = files.store_upload(source, path, settings)
     if stored.sha256 != checked.submission.spec.data.sha256:

@@ -248,7 +248,7 @@ def test_equal_files_mend_a_damaged_one(database: Database, settings: Settings) 
 
     def store() -> Path:
         path = settings.files_dir / new_id("file")
-        checked = files.store_texts(["the same"], path)
+        checked = files.store_lines("text", [{"text": "the same"}], path)
         with database.writing() as session:
             files.add(session, path, checked, filename="a.jsonl", purpose="fine-tune")
         return path

@@ -83,3 +83,38 @@ def test_a_configuration_is_changed_in_part_or_replaced(client: TestClient) -> N
     assert client.patch(own, json={"no_such": 1}).status_code == 422
     assert client.patch(own, json={"accumulation_steps": 0}).status_code == 422
     assert client.patch(f"{config}/accumulation_1", json={}).status_code == 404
+
+
+CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({"texts": ["a", "b"]}, "text"),
+        ({"prompts": [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "", "completion": "x"}]},
+         "prompt_completion"),
+        ({"messages": [CHAT, CHAT]}, "messages"),
+    ],
+)  # fmt: skip
+def test_inline_samples_of_every_format(client: TestClient, given: dict[str, Any], form: str) -> None:
+    job = submit(client, dataset_config=given)
+    assert (job["dataset"]["format"], job["dataset"]["examples"]) == (form, 2)
+    content = client.get(f"/v1/files/{job['dataset']['file_id']}/content").text
+    assert len(content.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"messages": [CHAT, CHAT[:1]]}, "messages.1 has no turn of the assistant"),
+        ({"messages": [[]]}, "messages"), ({"prompts": []}, "prompts is empty"),
+        ({"prompts": [{"prompt": "a"}]}, "completion"), ({"texts": ["a"], "messages": [CHAT]}, "exactly one"),
+        ({"messages": [CHAT], "format": "text"}, "of format messages"),
+        ({"prompts": [{"prompt": "a", "completion": "b", "label": 1}]}, "label"),
+    ],
+)  # fmt: skip
+def test_inline_samples_that_are_none(client: TestClient, given: dict[str, Any], told: str) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "dataset_config": given})
+    assert answer.status_code == 422
+    assert told in answer.text
