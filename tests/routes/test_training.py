@@ -76,7 +76,7 @@ def nothing_is_left(client: TestClient, settings: Settings) -> bool:
         ({"model_name": "no/such-model"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
         ({"model_name": "../../etc/passwd"}, 422, "model_name", ""),
         ({"dataset_config": {"texts": []}}, 422, "dataset_config", "at least one sample"),
-        ({"dataset_config": {}}, 422, "dataset_config", "exactly one of texts, prompts, messages, file_id and dataset"),
+        ({"dataset_config": {}}, 422, "dataset_config", "exactly one of texts, prompts, messages"),
         ({"dataset_config": {"file_id": "file-nope"}}, 404, "dataset_config.file_id", "POST /v1/files"),
         ({"dataset_config": {"texts": ["a"], "max_length": 4096}}, 422, "dataset_config.max_length",
          "accrue/tiny-gpt2's 1024 positions: lower it"),
