@@ -1,6 +1,7 @@
 """Events as they happen: one look at the database for everybody who follows a job."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import structlog
@@ -41,6 +42,8 @@ class EventStream:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._followers: set[_Follower] = set()
+        self._joining = threading.Lock()
+        """They join from threads, while the event loop looks for them."""
         self._looking: asyncio.Task[None] | None = None
 
     def join(self, job_id: str, last: str = "", key_id: str | None = None) -> _Follower:
@@ -49,16 +52,17 @@ class EventStream:
         Raises:
             TooManyRequests: as many follow already as one key, or this service, can have.
         """
-        own = sum(each.key_id == key_id for each in self._followers)
-        if own >= MOST_OF_A_KEY or len(self._followers) >= MOST_FOLLOWERS:
-            raise TooManyRequests(
-                f"{own} event streams of this key are open already: close some, or poll GET "
-                "…/training/{id}/events instead.",
-                retry_after_seconds=30,
-            )
         follower = _Follower(job_id, last, key_id)
-        self._followers.add(follower)
-        return follower
+        with self._joining:
+            own = sum(each.key_id == key_id for each in self._followers)
+            if own < MOST_OF_A_KEY and len(self._followers) < MOST_FOLLOWERS:
+                self._followers.add(follower)
+                return follower
+        raise TooManyRequests(
+            f"{own} event streams of this key are open already: close some, or poll GET "
+            "…/training/{id}/events instead.",
+            retry_after_seconds=30,
+        )
 
     async def follow(self, follower: _Follower) -> AsyncIterator[JobEvent | None]:
         """A job's events behind the last one known, oldest first, to the one that ends it, or to the job's
@@ -82,12 +86,14 @@ class EventStream:
                     if event.type in ENDED:
                         return
         finally:
-            self._followers.discard(follower)
+            with self._joining:
+                self._followers.discard(follower)
 
     async def _look_again_and_again(self) -> None:
         structlog.contextvars.clear_contextvars()  # of the request that happened to be the first
         while self._followers:
-            hungry = [each for each in self._followers if each.waiting.empty()]
+            with self._joining:
+                hungry = [each for each in self._followers if each.waiting.empty()]
             try:
                 found, gone = await to_thread.run_sync(
                     self._look, [(each.job_id, each.last) for each in hungry]

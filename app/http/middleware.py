@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.errors import AccrueError, Forbidden, InvalidRequest, TooLarge
 from app.exposition import Exposition
 from app.http.latency import LatencyGauge
+from app.http.media import is_multipart
 from app.http.problems import known, problem_response, unexpected
 from app.ids import request_id
 from app.schemas.text import is_storable, storable
@@ -36,7 +37,7 @@ _UPLOADS = ("/v1/files",)
 _PAGES = ("/", "/docs")
 _FOR_ANYBODY = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
-"""In which the body of any request but an upload must have arrived."""
+"""In which the body must have arrived; of an upload, the next part of it."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _LONGEST_PATH = 500
 _LONGEST_LENGTH = 15
@@ -121,8 +122,7 @@ class EveryRequest:
             await response(scope, receive, send)
             return
         is_upload = self._is_upload(scope)
-        seconds = None if is_upload else _BODY_SECONDS
-        await self.app(scope, _limited(receive, self._limit(is_upload), seconds), send)
+        await self.app(scope, _limited(receive, self._limit(is_upload), whole=not is_upload), send)
 
     async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer to a request that does not come in; null: it does."""
@@ -145,8 +145,16 @@ class EveryRequest:
             )  # fmt: skip
         if scope["method"] in _READING or path in _FOR_ANYBODY:
             return None  # without a body there is nothing to be gained by asking before the route does
+        is_upload = self._is_upload(scope)
+        if is_upload and not is_multipart(headers):
+            return problem_response(
+                request, 415, "unsupported_media_type", "Unsupported media type",
+                "Send the file as multipart/form-data, in the field file.", headers={"Connection": "close"},
+            )  # fmt: skip
         try:
-            await admit(request)
+            caller = await admit(request)
+            if is_upload and not caller.may("write"):  # before all of it is taken in
+                raise Forbidden("This key may not write: make one with --scope write.")
         except AccrueError as error:
             response = known(request, error)
             response.headers["Connection"] = "close"
@@ -196,18 +204,18 @@ def _too_large(limit: int) -> str:
     )
 
 
-def _limited(receive: Receive, limit: int, seconds: float | None) -> Receive:
+def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
     """Counts what arrives, for bodies that do not say how long they are; and how long that takes.
 
     Args:
-        seconds: for the whole body; null: as long as it takes.
+        whole: the whole body must be there in time; else each part of it.
     """
     taken, arrived = 0, False
-    until = None if seconds is None else time.monotonic() + seconds
+    until = time.monotonic() + _BODY_SECONDS
 
     async def receive_limited() -> Message:
-        nonlocal taken, arrived
-        if until is None or arrived:
+        nonlocal taken, arrived, until
+        if arrived:
             message = await receive()
         else:
             try:
@@ -216,6 +224,7 @@ def _limited(receive: Receive, limit: int, seconds: float | None) -> Receive:
             except TimeoutError:
                 raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "The body arrives too slowly.") from None
         arrived = not message.get("more_body", False)
+        until = until if whole else time.monotonic() + _BODY_SECONDS
         taken += len(message.get("body", b""))
         if taken > limit:
             raise HTTPException(TooLarge.status, _too_large(limit))

@@ -7,6 +7,9 @@ from typing import Any
 HEADER_SECONDS = 15.0
 """In which a request's head must have arrived, from the connection's start or from its own first byte."""
 
+MOST_HEAD_BYTES = 2**16
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
 MOST_CONNECTIONS = 4000
 _OTHER_FILES = 256
 """Open files that are not connections: the database, uploads, logs."""
@@ -28,16 +31,28 @@ def protocol() -> Any:
 
     class Impatient(HttpToolsProtocol):
         _silent: TimerHandle | None = None
+        _head: int | None = 0
+        """Bytes of the head at hand; null: it is whole."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait()
 
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._head is not None:
+                self._head += len(data)
+                if self._head > MOST_HEAD_BYTES and not self.transport.is_closing():
+                    self.transport.write(_TOO_LARGE)
+                    self.transport.close()
+
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._head = 0
             self._wait()
 
         def on_headers_complete(self) -> None:
+            self._head = None
             self._stop_waiting()
             super().on_headers_complete()
 

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from app.database import Database
 from app.errors import Forbidden
+from app.http.media import is_multipart
 from app.ownership import seen_by
 from app.routes.parameters import check_names
 from app.security.authentication import admit
@@ -79,7 +80,7 @@ async def _once(
     ] = None,
 ) -> Once:
     said = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())
-    if not request.headers.get("content-type", "").startswith("multipart/"):
+    if not is_multipart(request.headers):
         said.update(await request.body())
     return Once(idempotency_key, caller.key_id or "", said.digest())
 

@@ -8,7 +8,10 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
+from app.errors import Unprocessable
 from app.models import Job
+
+MOST_LABELS = 16
 
 
 def is_filter(name: str) -> bool:
@@ -17,7 +20,13 @@ def is_filter(name: str) -> bool:
 
 
 def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
-    """The jobs that carry every `metadata[key]=value` of the request's query."""
+    """The jobs that carry every `metadata[key]=value` of the request's query.
+
+    Raises:
+        Unprocessable: more of them than a job can have.
+    """
+    if sum(is_filter(name) for name in request.query_params) > MOST_LABELS:
+        raise Unprocessable(f"A job has at most {MOST_LABELS} metadata: filter by fewer.", field="metadata")
     for name, value in request.query_params.items():
         if is_filter(name):
             query = query.where(_label(Job.labels, literal(name[9:-1])) == value)

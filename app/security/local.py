@@ -38,7 +38,7 @@ def refusal(headers: Headers, allowed_origins: Collection[str] = (), *, is_page:
         if len(headers.getlist(name)) > 1:
             return f"The header {name} is given more than once."
     host, origin = headers.get("host", ""), headers.get("origin")
-    if _host_of(f"//{host}") not in LOOPBACK:
+    if "@" in host or _host_of(f"//{host}") not in LOOPBACK:
         return f"The Host {host[:100]!r} is not this machine: use http://127.0.0.1."
     if origin is not None:
         own = origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_template_without_an_end_is_ended(
             pass
 
     worker(database)
-    monkeypatch.setattr(profiler, "_look", endless)
+    monkeypatch.setattr(profiler, "_preview", endless)
     monkeypatch.setattr(profiler, "_SECONDS", 0.2)
     with pytest.raises(Unprocessable, match="took longer"):
         asked(database, settings, order)
@@ -118,3 +119,27 @@ def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: 
         asyncio.run(previews.ask(database, order, 0.0))
     with database.reading() as session:
         assert session.get(PreviewRequest, "preview-0") is None
+
+
+@pytest.mark.parametrize("how", ["exit", "memory", "panic"])
+def test_a_tokenizer_that_ends_its_process_ends_no_profiler(
+    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    class Panic(BaseException):
+        """As native code raises it."""
+
+    def broken(order: PreviewOrder, settings: Settings) -> DatasetPreview:
+        if how == "exit":
+            os._exit(1)
+        if how == "panic":
+            raise Panic("training text")
+        _ = bytearray(2**40)
+        raise AssertionError
+
+    worker(database)
+    monkeypatch.setattr(profiler, "_preview", broken)
+    made, error = profiler._looked_at(order, settings)
+    assert made is None
+    assert error is not None
+    assert "tokenizer" in error
+    assert "training text" not in error

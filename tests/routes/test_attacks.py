@@ -1,7 +1,9 @@
 """What an attack found once: each stays found."""
 
 import asyncio
+import contextlib
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -396,3 +398,69 @@ def test_events_stay_in_order_when_a_host_s_clock_is_behind(
             select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
         ).all()
     assert types == ["submitted", "behind-0", "behind-3600", "behind-7200"]
+
+
+def test_an_upload_is_a_form_by_a_key_that_may_write(settings: Settings) -> None:
+    with service(settings) as (client, mine):
+        reader = key_for(client.app.state.database, "read")  # type: ignore[attr-defined]
+        form = {"file": ("data.jsonl", b'{"text": "a"}\n')}
+        refused = client.post("/v1/files", files=form, data={"purpose": "fine-tune"}, headers=reader)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        for kind in ("application/json", "application/x-www-form-urlencoded", "text/plain"):
+            answer = client.post("/v1/files", content=b"{}", headers={**mine, "content-type": kind})
+            assert answer.status_code == 415
+        body = (
+            b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+            b'{"text": "a"}\n\r\n--b--\r\n'
+        )
+        capitals = {**mine, "content-type": "Multipart/Form-Data; boundary=b"}
+        assert client.post("/v1/files", content=body, headers=capitals).status_code == 200
+
+
+def test_more_metadata_than_a_job_has_are_not_filtered_by(client: TestClient) -> None:
+    many = {f"metadata[k{number}]": "v" for number in range(17)}
+    assert client.get(PATH, params=many).status_code == 422
+
+
+def test_many_may_join_while_the_looker_looks(database: Database) -> None:
+    """From threads, as routes do."""
+
+    async def crowd() -> None:
+        stream = EventStream(database)
+        follower = stream.join(submitted(database))
+        following = asyncio.create_task(anext(stream.follow(follower)))
+        await asyncio.gather(
+            *(asyncio.to_thread(stream.join, "ftjob-none", "", f"key-{n}") for n in range(500))
+        )
+        assert (await asyncio.wait_for(following, 30)) is not None
+        assert stream._looking is not None
+        assert not stream._looking.done()
+        stream._looking.cancel()
+
+    asyncio.run(crowd())
+
+
+def test_a_head_without_end_is_refused(settings: Settings) -> None:
+    import socket
+
+    import uvicorn
+
+    from app.http.protocol import MOST_HEAD_BYTES, protocol
+
+    config = uvicorn.Config(create_app(settings), http=protocol(), log_config=None, port=0)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(b"GET /healthz HTTP/1.1\r\nx: ")
+            with contextlib.suppress(OSError):  # it may hang up while we are speaking
+                for _ in range(100):
+                    client.sendall(b"a" * MOST_HEAD_BYTES)
+            client.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(65536):  # to its end, which comes: a time-out fails the test
+                    pass
+        server.should_exit = True
+        thread.join(30)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,46 @@ def test_no_field_of_a_tokenizer_names_a_file(
     assert SECRET not in "".join(
         path.read_text(errors="replace") for path in (tmp_path / "staged").iterdir() if path.suffix == ".json"
     )
+
+
+@pytest.mark.parametrize(
+    "tokenizer_class", ["BertTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "EsmTokenizer"]
+)
+@pytest.mark.parametrize("file", ["special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"])
+def test_no_file_outside_of_the_staged_folder_is_opened(
+    model: Path, tmp_path: Path, tokenizer_class: str, file: str
+) -> None:
+    """By whatever file of the model a tokenizer's class is told of it, and whether the tokenizer works."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text(SECRET)
+    (model / "tokenizer.json").unlink()
+    (model / "vocab.json").write_text(json.dumps({"a": 0, "[UNK]": 1, "[SEP]": 2}))
+    (model / "merges.txt").write_text("#version: 0.2\n")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("added_tokens_decoder", None)
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": tokenizer_class}))
+    if not (model / file).exists():
+        (model / file).write_text("{}")
+    named = {name: str(secret) for name in ("vocab", "vocab_file", "merges", "merges_file", "tokenizer_file")}
+    change(model / file, eos_token="[SEP]", **named)
+    opened: list[str] = []
+    told, listening = "", True
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if listening and event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)
+    try:
+        tokenizer = load_tokenizer(stage(model, tmp_path / "staged"))
+        tokenizer.save_pretrained(tmp_path / "saved")
+    except Exception as error:  # whether it works depends on the class: what it may not do is look elsewhere
+        told = str(error)
+    listening = False
+    assert SECRET not in told
+    assert str(secret) not in opened
+    for path in (tmp_path / "saved").glob("*"):
+        assert SECRET not in path.read_text(errors="replace")
 
 
 def test_a_field_that_names_a_file_is_dropped_beside_a_tokenizer_that_works(

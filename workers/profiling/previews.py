@@ -1,11 +1,12 @@
 """Looks at data sets, for those who wait for them."""
 
-import signal
+import multiprocessing
+import os
+import resource
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
 import structlog
 
@@ -21,11 +22,11 @@ from workers.training.preview import preview
 log = structlog.get_logger("accrue.profiler")
 
 _SECONDS = 20.0
-"""A chat template is a program, and may have no end."""
+"""For one look."""
 
-
-class _TooLong(Exception):
-    pass
+_CPU_SECONDS = 60
+_MEMORY_BYTES = 2**31
+"""Of a look, beside what is there before it."""
 
 
 def answer_one(database: Database, settings: Settings) -> bool:
@@ -38,45 +39,69 @@ def answer_one(database: Database, settings: Settings) -> bool:
     if request is None:
         return False
     order = PreviewOrder.model_validate(request.order)
-    made, error = None, None
-    try:
-        with _within(_SECONDS):
-            made = _look(order, settings)
-    except CannotTrain as refused:
-        error = str(refused)
-    except _TooLong:
-        error = f"reading the data took longer than {_SECONDS:.0f} s"
-    except Exception as unexpected:  # a tokenizer's files may be anything; the error may hold training text
-        log.warning("no preview", model=order.model.name, error=type(unexpected).__name__)
-        error = (
-            f"the tokenizer of {order.model.name} could not be loaded or used "
-            f"({type(unexpected).__name__}): look whether the worker has the model's files"
-        )
+    made, error = _looked_at(order, settings)
     with database.writing() as session:
         previews.store(session, request.id, made, error)
     return True
 
 
-def _look(order: PreviewOrder, settings: Settings) -> DatasetPreview:
+def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview | None, str | None]:
+    """What there is to see, or why there is nothing: found out by a child with limits.
+
+    A tokenizer's files may keep it busy for ever, fill the memory, or end the process, in native code that
+    no exception and no signal handler reaches.
+    """
+    fork = multiprocessing.get_context("fork")  # the child has everything imported
+    receiving, sending = fork.Pipe(duplex=False)
+    child = fork.Process(target=_look, args=(order, settings, sending), daemon=True)
+    child.start()
+    sending.close()
+    try:
+        if not receiving.poll(_SECONDS):
+            return None, f"reading the data took longer than {_SECONDS:.0f} s"
+        made, error = receiving.recv()
+    except EOFError:
+        log.warning("no preview: the process that made it ended", model=order.model.name)
+        return None, (
+            f"the tokenizer of {order.model.name} could not be used: it takes too much memory, or its files "
+            "are damaged"
+        )
+    finally:
+        child.kill()
+        child.join()
+        receiving.close()
+    return made, error
+
+
+def _look(order: PreviewOrder, settings: Settings, found: Connection) -> None:
+    """The child: sends a preview or an error."""
+    sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
+    os.dup2(sys.stderr.fileno(), 2)
+    most = _mapped_bytes() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also once nobody waits any more
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        found.send((_preview(order, settings), None))
+    except CannotTrain as refused:
+        found.send((None, str(refused)))
+    except BaseException as unexpected:  # tokenizers panic with one; its message may be training text
+        what = type(unexpected).__name__
+        found.send(
+            (
+                None,
+                f"the tokenizer of {order.model.name} could not be loaded or used ({what}): look whether the "
+                "worker has the model's files",
+            )
+        )
+
+
+def _preview(order: PreviewOrder, settings: Settings) -> DatasetPreview:
     with tempfile.TemporaryDirectory(prefix="accrue-preview-") as folder:
         staged = prepare_files(order.model, base_models.path_of(order.model, settings), Path(folder) / "base")
         tokenizer = load_tokenizer(staged)
     return preview(order, settings.files_dir / order.data.file_id, tokenizer)
 
 
-@contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """Raises:
-    _TooLong: the block is not done by then.
-    """
-
-    def over(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

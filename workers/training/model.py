@@ -91,7 +91,14 @@ def load_tokenizer(folder: Path) -> Any:
 
     disable_progress_bar()
     check_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # malformed files raise anything, and native code panics
+        raise CannotTrain(
+            "model_not_loaded", f"the model's tokenizer could not be loaded ({type(error).__name__})"
+        ) from None
 
 
 def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
@@ -116,7 +123,7 @@ def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
             model, notes = _read(order, folder, "eager"), ["the model has no sdpa attention: eager is used"]
     except ImportError as error:
         raise CannotTrain("not_installed", _first_line(error, order, folder)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise CannotTrain(
             "model_not_loaded",
             f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order, folder)}",

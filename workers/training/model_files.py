@@ -28,9 +28,14 @@ _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.
 """What a tokenizer is read from: one of these sets of files, always from the model's own folder."""
 
 _COPIED = (
-    "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.jinja",
+    "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
+
+_SPECIAL_TOKENS = frozenset({
+    "additional_special_tokens", "bos_token", "cls_token", "eos_token", "extra_special_tokens", "mask_token",
+    "pad_token", "sep_token", "unk_token",
+})  # fmt: skip
+"""Fields of special_tokens_map.json, any other of which becomes an argument of the tokenizer's class, too."""
 
 _TOKENIZER_FIELDS = frozenset({
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder",
@@ -111,10 +116,16 @@ def stage(source: Path, target: Path) -> Path:
     if tokenizer is not None:
         kept = {name: value for name, value in tokenizer.items() if name in _TOKENIZER_FIELDS}
         (target / "tokenizer_config.json").write_text(json.dumps(kept))
-    generation = _json(source, "generation_config.json")
-    if generation is not None:
-        kept = {name: value for name, value in generation.items() if name in _GENERATION_FIELDS}
-        (target / "generation_config.json").write_text(json.dumps(kept))
+    for name, fields in (
+        ("generation_config.json", _GENERATION_FIELDS), ("special_tokens_map.json", _SPECIAL_TOKENS),
+    ):  # fmt: skip
+        if (content := _json(source, name)) is not None:
+            kept = {field: value for field, value in content.items() if field in fields}
+            (target / name).write_text(json.dumps(kept))
+    added = _json(source, "added_tokens.json")
+    if added is not None:
+        numbers = {token: number for token, number in added.items() if type(number) is int}
+        (target / "added_tokens.json").write_text(json.dumps(numbers))
     for name in _COPIED:
         _link(source, target, name, LARGEST_TOKENIZER_BYTES)
     for name in _weights(source):

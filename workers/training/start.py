@@ -171,7 +171,9 @@ def start(
         prepared, samples, validation = _data(run, order, tokenizer, stop)
     except (CannotTrain, Interrupted, OSError, MemoryError):
         raise
-    except Exception as error:  # a tokenizer may raise anything; its message may be training text
+    except BaseException as error:  # tokenizers panic with one; its message may be training text
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         raise CannotTrain(
             "data_not_tokenised", f"the model's tokenizer could not read the data ({type(error).__name__})"
         ) from None
