@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import httpx2 as httpx
 
 NO_CONTENT = 204
+_ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but for tab and line feed, and those that turn the direction of text around."""
 _EXAMPLE = "http://127.0.0.1:8000"
 _PATIENCE = 5
 """Times in a row that a lost connection is made again, each a second later than the last."""
@@ -49,11 +52,11 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **kw: Any) -> Any:
-        return self._ask("GET", path, **kw).json()
+        return printable(self._ask("GET", path, **kw).json())
 
     def post(self, path: str, body: Any) -> Any:
         try:
-            return self._ask("POST", path, json=body).json()
+            return printable(self._ask("POST", path, json=body).json())
         except ValueError as error:  # a number that JSON does not have
             raise ServiceError(str(error)) from None
 
@@ -89,7 +92,7 @@ class Client:
                         return
                     for event_id, data in _sent(answer.iter_lines()):
                         last, failures = event_id, 0
-                        yield json.loads(data)
+                        yield printable(json.loads(data))
             except LostConnection:
                 failures += 1
                 if failures > _PATIENCE:
@@ -149,6 +152,17 @@ def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
         elif "data" in event:
             yield event["id"], event["data"]
             event = {}
+
+
+def printable(told: Any) -> Any:
+    """An answer without what a terminal would act on, such as escape sequences in a file's name."""
+    if isinstance(told, str):
+        return _ACTED_ON.sub("\N{REPLACEMENT CHARACTER}", told)
+    if isinstance(told, dict):
+        return {printable(name): printable(value) for name, value in told.items()}
+    if isinstance(told, list):
+        return [printable(each) for each in told]
+    return told
 
 
 def _detail(answer: "httpx.Response") -> str:

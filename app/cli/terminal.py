@@ -15,7 +15,7 @@ from app.planning.devices import GIB, MIB
 if TYPE_CHECKING:
     from app.upkeep.doctor import Finding
 
-console = Console()
+console = Console(markup=False)  # names and messages are other people's: [/bold] in one is text
 
 _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by measurement"}
 

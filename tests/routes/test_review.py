@@ -1,10 +1,13 @@
 """Answers that a review found wrong or missing."""
 
+import csv
+import time
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from app.database import Database
 from app.planning.devices import GIB
 from tests.routes.test_training import JOB, PATH, submit
 
@@ -118,3 +121,34 @@ def test_inline_samples_that_are_none(client: TestClient, given: dict[str, Any],
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "dataset_config": given})
     assert answer.status_code == 422
     assert told in answer.text
+
+
+def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestClient) -> None:
+    from app.events import tell_of
+    from tests.workers.test_ingest import line
+    from workers.ingest import _store_metrics
+
+    job = submit(client)["id"]
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+    now = time.time()
+    with database.writing() as session:
+        _store_metrics(
+            session, job,
+            [line(step, loss=1 / step).model_copy(update={"time": now + step}) for step in range(1, 31)],
+        )  # fmt: skip
+        tell_of(session, job, 1, "evaluation", "evaluated", data={"step": 20, "loss": 0.25, "best": True})
+    events: list[dict[str, Any]] = []
+    page: dict[str, Any] = {"has_more": True, "last_id": None}
+    while page["has_more"]:
+        query = {"limit": 7} | ({"after": page["last_id"]} if page["last_id"] else {})
+        page = client.get(f"/v1/fine_tuning/jobs/{job}/events", params=query).json()
+        events += page["data"]
+    assert [each["id"] for each in events] == sorted({each["id"] for each in events}, reverse=True)
+    metrics = [each for each in events if each["type"] == "metrics"]
+    assert [each["data"]["step"] for each in metrics] == list(range(30, 0, -1))
+    assert metrics[10]["data"] == {"step": 20, "train_loss": 0.05, "valid_loss": 0.25}
+    assert len(events) == 30 + 2
+    rows = list(csv.DictReader(client.get(f"{PATH}/{job}/metrics?format=csv").text.splitlines()))
+    assert [row["valid_loss"] for row in rows if row["valid_loss"]] == ["0.25"]
+    assert rows[19]["valid_loss"] == "0.25"
+    assert len(client.get(f"{PATH}/{job}/log?from_step=28").text.splitlines()) == 3

@@ -181,6 +181,21 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
     assert float((half - exact).norm() / exact.norm()) <= 1e-2
 
 
+@pytest.mark.parametrize("count", [0, 8])
+def test_under_fp16_weights_of_nothing_and_no_target_at_all_give_zeros(count: int) -> None:
+    hidden = torch.randn(count, 16, requires_grad=True)
+    weight = torch.randn(60, 16, requires_grad=True)
+    head = loss.Head(weight, None, 1.0, None)
+    targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+    total = loss._ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, None, targets, weights, 0.0, head, torch.float16, (True, True, False)
+    )
+    total.backward()
+    assert total.item() == 0.0
+    assert weight.grad is not None
+    assert bool((weight.grad == 0).all())
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(
     "changes",
