@@ -146,11 +146,6 @@ class EveryRequest:
         if scope["method"] in _READING or path in _FOR_ANYBODY:
             return None  # without a body there is nothing to be gained by asking before the route does
         is_upload = self._is_upload(scope)
-        if is_upload and not is_multipart(headers):
-            return problem_response(
-                request, 415, "unsupported_media_type", "Unsupported media type",
-                "Send the file as multipart/form-data, in the field file.", headers={"Connection": "close"},
-            )  # fmt: skip
         try:
             caller = await admit(request)
             if is_upload and not caller.may("write"):  # before all of it is taken in
@@ -159,6 +154,11 @@ class EveryRequest:
             response = known(request, error)
             response.headers["Connection"] = "close"
             return response
+        if is_upload and not is_multipart(headers):
+            return problem_response(
+                request, 415, "unsupported_media_type", "Unsupported media type",
+                "Send the file as multipart/form-data, in the field file.", headers={"Connection": "close"},
+            )  # fmt: skip
         return None
 
     def _is_for_others(self, headers: Headers) -> bool:
