@@ -13,7 +13,7 @@ RUN apt-get update \
     && install -d -o accrue -m 700 /data
 
 WORKDIR /srv/accrue
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 # Everything that pyproject.toml asks for but what only a trainer needs, all of which would bring torch along.
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(d for d in p['dependencies'] + p['optional-dependencies']['postgresql'] if not d.startswith(('torch', 'transformers', 'safetensors', 'pyarrow', 'peft', 'pytorch_optimizer'))))" > /tmp/service.txt \
     && pip install -c constraints.txt -r /tmp/service.txt

@@ -15,7 +15,7 @@ RUN apt-get update \
     && install -d -o accrue -m 700 /data
 
 WORKDIR /srv/accrue
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 # torch by itself, since it is most of the image and changes least.
 RUN torch="$(grep '^torch==' constraints.txt)" \
     && pip install -c constraints.txt "$torch"
