@@ -13,6 +13,7 @@ from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from app.data import pending
 from app.database import database_now
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from app.ids import new_id
@@ -49,7 +50,9 @@ def incoming(settings: Settings) -> Iterator[Path]:
     except BaseException as error:
         if not (isinstance(error, DBAPIError) and error.connection_invalidated):
             path.unlink(missing_ok=True)
+            pending.settle(path)
         raise
+    pending.settle(path)
 
 
 def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
@@ -59,6 +62,7 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
         TooLarge, InvalidRequest: too many bytes, or a line that is no example.
     """
     written = 0
+    pending.mark(path)
     with path.open("xb") as target:
         path.chmod(0o600)
         while block := source.read(_BLOCK):
@@ -76,6 +80,7 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
 def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> Checked:
     """Writes inline samples as a training file."""
     examples = 0
+    pending.mark(path)
     with path.open("wb") as target:
         path.chmod(0o600)
         for line in lines:

@@ -86,8 +86,12 @@ class EventStream:
                     if event.type in ENDED:
                         return
         finally:
-            with self._joining:
-                self._followers.discard(follower)
+            self.leave(follower)
+
+    def leave(self, follower: _Follower) -> None:
+        """Gives a place back; also that of one who never came to `follow`."""
+        with self._joining:
+            self._followers.discard(follower)
 
     async def _look_again_and_again(self) -> None:
         structlog.contextvars.clear_contextvars()  # of the request that happened to be the first

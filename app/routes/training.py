@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, String, cast, select
 from sqlalchemy.orm import Session
+from starlette.background import BackgroundTask
 
 from app import glance, jobs, profiles
 from app.errors import AccrueError
@@ -201,6 +202,7 @@ def events(
     return StreamingResponse(
         _as_sent_events(request, stream.follow(follower)),
         media_type="text/event-stream",
+        background=BackgroundTask(stream.leave, follower),  # the client may be gone before the first event
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 

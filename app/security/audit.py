@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 from sqlalchemy import delete, insert
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from app.database import Database
 from app.errors import ReplacedDatabase
@@ -104,18 +104,23 @@ class AuditLog:
             if rows:
                 self._store(rows)
             if time.monotonic() > self._forgets_at:
-                self._forget_old()
+                try:
+                    self._forget_old()
+                except (SQLAlchemyError, ReplacedDatabase) as error:
+                    log.warning("old entries cannot be deleted right now", error=str(error))
 
     def _store(self, rows: list[dict[str, Any]]) -> None:
         try:
             with self._database.writing() as session:
                 _INSERT.run_for_each(session, rows)
         except (SQLAlchemyError, ReplacedDatabase) as error:
-            if len(rows) == 1:
-                log.error("not in the audit log", **rows[0], error=str(error))
+            database_is_away = isinstance(error, OperationalError | ReplacedDatabase)
+            if len(rows) > 1 and not database_is_away:
+                for row in rows:  # one that cannot be stored must not take the others with it
+                    self._store([row])
                 return
-            for row in rows:  # one that cannot be stored must not take the others with it
-                self._store([row])
+            for row in rows:
+                log.error("not in the audit log", **row, error=str(error))
 
     def _forget_old(self) -> None:
         self._forgets_at = time.monotonic() + _FORGETS_EVERY_SECONDS

@@ -1,18 +1,20 @@
 """The data folder of a service that runs: held by a lock, and freed of what earlier ones left behind.
 
 A service that is killed may leave an upload that no row names, or the run directory of a job that was being
-deleted. Both are removed when a service starts and no other one works in the same folder.
+deleted. Both are marked while they are under way, and removed when a service starts and no other one works in
+the same folder.
 """
 
 import contextlib
 import fcntl
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import structlog
-from sqlalchemy import select
 
+from app.data import pending
 from app.database import Database
 from app.errors import BadSetting
 from app.models import File, Job
@@ -45,7 +47,7 @@ class DataFolder:
 
 
 @contextlib.contextmanager
-def held_alone(settings: Settings):  # type: ignore[no-untyped-def]
+def held_alone(settings: Settings) -> Iterator[None]:
     """Holds the folder for one who changes all of it.
 
     Raises:
@@ -63,19 +65,32 @@ def held_alone(settings: Settings):  # type: ignore[no-untyped-def]
 
 
 def clean(database: Database, settings: Settings) -> int:
-    """Removes files and run directories that no row names; gives how many. No upload may be under way."""
-    with database.reading() as session:
-        known = {*session.scalars(select(File.id)), *session.scalars(select(Job.id))}
-    left = [path for path in settings.files_dir.glob("file-*") if path.name not in known]
-    left += [path for path in settings.runs_dir.glob("ftjob-*") if path.name not in known]
-    for path in left:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    if left:
-        log.info("removed what an earlier service left behind", files=len(left))
-    return len(left)
+    """Removes what was begun when a service was killed, and is named by no row; gives how many.
+
+    Only what is marked as begun (`data/pending.py`): of everything else that no row names the database may be
+    the wrong one. No upload may be under way.
+    """
+    removed = 0
+    for folder, table in ((settings.files_dir, File), (settings.runs_dir, Job)):
+        for name in pending.marked(folder):
+            with database.reading() as session:
+                is_named = session.get(table, name) is not None
+            if not is_named:
+                _remove(folder / name)
+                removed += 1
+            pending.settle(folder / name)
+    for link in settings.files_dir.glob("file-*.link"):
+        link.unlink(missing_ok=True)
+    if removed:
+        log.info("removed what an earlier service left behind", files=removed)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _opened(settings: Settings) -> IO[bytes]:

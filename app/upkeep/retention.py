@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import jobs
-from app.data import files
+from app.data import files, pending
 from app.database import Database, database_now
 from app.errors import AccrueError, ReplacedDatabase
 from app.models import File, Job
@@ -31,9 +31,15 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
     """
     with database.writing() as session:
         job_id, file_id = jobs.remove(session, job_id)
+        going = [settings.runs_dir / job_id]
+        going += [] if file_id is None else [settings.files_dir / file_id]
+        for path in going:
+            pending.mark(path)
     remove_run(settings, job_id)
     if file_id is not None:
         (settings.files_dir / file_id).unlink(missing_ok=True)
+    for path in going:
+        pending.settle(path)
 
 
 def delete_file(database: Database, settings: Settings, file_id: str) -> None:
@@ -44,7 +50,9 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
     """
     with database.writing() as session:
         files.remove(session, file_id)
+        pending.mark(settings.files_dir / file_id)
     (settings.files_dir / file_id).unlink(missing_ok=True)
+    pending.settle(settings.files_dir / file_id)
 
 
 def forget(database: Database, settings: Settings, days: float) -> int:

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
 from app import jobs
-from app.data import files
+from app.data import files, pending
 from app.database import Database
 from app.errors import ReplacedDatabase
 from app.events import tell_of
@@ -266,20 +266,38 @@ def test_equal_files_mend_a_damaged_one(database: Database, settings: Settings) 
 def test_what_a_killed_service_left_behind_is_removed_at_the_next_start(settings: Settings) -> None:
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
         job = submit(client)
-    left = [settings.files_dir / new_id("file"), settings.files_dir / f"{new_id('file')}.link"]
-    for path in left:
-        path.write_text("half an upload")
+    upload = settings.files_dir / new_id("file")
+    pending.mark(upload)  # as an upload does, which was killed before its row was there
+    upload.write_text("half an upload")
+    (settings.files_dir / f"{new_id('file')}.link").write_text("half a link")
     run = settings.runs_dir / new_id("ftjob")
     run.mkdir()
+    pending.mark(run)  # as a deletion does, which was killed after its row was gone
+    pending.mark(settings.runs_dir / job["id"])  # and one that was killed before
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
         assert client.get(f"{PATH}/{job['id']}").status_code == 200
         assert len(list(settings.files_dir.iterdir())) == 1
         assert not run.exists()
+        assert not pending.marked(settings.files_dir) + pending.marked(settings.runs_dir)
+
+
+def test_another_database_costs_nobody_their_files_and_models(settings: Settings) -> None:
+    """A database that was deleted, or the URL of another: what it does not name is not ours to remove."""
+    with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
+        job = submit(client)
+    run = settings.runs_dir / job["id"]
+    run.mkdir()
+    other = settings.model_copy(update={"database_url": f"sqlite:///{settings.data_dir}/other.db"})
+    with TestClient(create_app(other), base_url="http://127.0.0.1:8000") as client:
+        assert client.get(f"{PATH}/{job['id']}").status_code == 404
+    assert run.exists()
+    assert (settings.files_dir / job["dataset"]["file_id"]).exists()
 
 
 def test_nothing_is_removed_while_another_service_works(settings: Settings, database: Database) -> None:
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000"):
         upload = settings.files_dir / new_id("file")
+        pending.mark(upload)
         upload.write_text("on its way")
         with TestClient(create_app(settings), base_url="http://127.0.0.1:8000"):
             assert upload.exists()
