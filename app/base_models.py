@@ -27,6 +27,8 @@ _HUB_TIMEOUT_SECONDS = 5.0
 _HUB_READ_SECONDS = 2.0
 _HUB_BLOCK_BYTES = 2**14
 _LARGEST_CONFIG_BYTES = 2**20
+_MOST_CONFIG_FIELDS = 20_000
+"""Some list a class by its number, or a setting for each layer."""
 
 
 @dataclass(frozen=True)
@@ -184,15 +186,15 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
     if settings.offline:
         raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
     import httpx2 as httpx
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub import get_token, hf_hub_url
 
+    token = get_token()  # this machine's, where it has one
     until, content = time.monotonic() + _HUB_TIMEOUT_SECONDS, b""
     try:
         with httpx.stream(
             "GET",
             hf_hub_url(name, "config.json"),
-            headers=build_hf_headers(),  # with the token of this machine, where it has one
+            headers={"Authorization": f"Bearer {token}"} if token else None,
             follow_redirects=True,
             timeout=_HUB_READ_SECONDS,
         ) as answer:
@@ -243,7 +245,9 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
         raise Unprocessable(f"The config.json of {name} is not JSON.", field="model_name") from None
     if not isinstance(config, dict):
         raise Unprocessable(f"The config.json of {name} is no object.", field="model_name")
-    why = oversized(config) or ("has a text with a NUL character" if unstorable(config) else None)
+    why = oversized(config, most_fields=_MOST_CONFIG_FIELDS) or (
+        "has a text with a NUL character" if unstorable(config) else None
+    )
     if why is not None:
         raise Unprocessable(f"The config.json of {name} {why}.", field="model_name")
     return config

@@ -32,6 +32,7 @@ _PAGES_BETWEEN_CHECKPOINTS = 4000
 """Of SQLite's log, 16 MiB: then every commit copies what it can into the database."""
 
 _UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
+"""Looks at a database for changes, of which one says yes where it cannot tell, and where it can tell no."""
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
 
@@ -203,7 +204,7 @@ class Changes:
             return True
         if self._connection is None:
             name = self._database.engine.url.database or ""
-            self._connection = sqlite3.connect(name, check_same_thread=False)
+            self._connection = sqlite3.connect(name)
         (version,) = self._connection.execute("PRAGMA data_version").fetchone()
         changed = bool(version != self._seen)
         self._seen = version

@@ -1,5 +1,6 @@
 """Training files: streamed to disk, checked line by line, kept under their ids; equal ones take room once."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import structlog
 from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from app.data import pending
-from app.database import database_now
+from app.database import Database, database_now
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from app.ids import new_id
 from app.models import File, Job
@@ -23,8 +25,10 @@ from app.schemas.examples import BadLine, DataFormat, parse_line
 from app.settings import Settings
 
 _BLOCK = 2**20
-_MOST_EQUAL = 100
-"""Names of one content that are looked at: there is a limit to a file's links."""
+_MOST_READ = 3
+"""Files of one content that are read for one more: usually there is one, with many names."""
+
+log = structlog.get_logger("accrue.service")
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,21 @@ def check(path: Path, settings: Settings, field: str) -> Checked:
 
 
 def add(
-    session: Session, path: Path, checked: Checked, *, filename: str, purpose: str, inline: bool = False
+    session: Session,
+    path: Path,
+    checked: Checked,
+    *,
+    filename: str,
+    purpose: str,
+    equal: str | None = None,
+    inline: bool = False,
 ) -> File:
-    """Records a stored file, whose name on the disk is its id."""
-    _keep_once(session, path, checked)
+    """Records a stored file, whose name on the disk is its id.
+
+    Args:
+        equal: as `equal_to` gives it.
+    """
+    _keep_once(path, equal)
     file = File(
         id=path.name,
         created_at=session.scalar(select(database_now())),
@@ -141,26 +156,47 @@ def add(
     return file
 
 
-def _keep_once(session: Session, path: Path, checked: Checked) -> None:
-    """Where the same content lies under other ids, whosever those are, all names come to stand for the new
-    file: it is there until the last of them is deleted.
+def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
+    """An id under which the same content lies, whosever that is; null: there is none.
 
-    The new one, since it was read just now: an older one may have been damaged since, and is mended by this.
+    It is read before it is taken, outside of any transaction: a file that was damaged since must not become
+    another one's content. A damaged one is mended instead: its names come to stand for the new file.
     """
     table = File.__table__
-    equal = session.scalars(
-        select(table.c.id).where(table.c.sha256 == checked.sha256).order_by(table.c.id).limit(_MOST_EQUAL)
-    )
-    link = path.with_name(f"{path.name}.link")
-    for file_id in equal:
-        try:
-            link.hardlink_to(path)
-            link.replace(path.with_name(file_id))
-        except OSError:  # this file system has no links, or no more of them: then it is there twice
-            link.unlink(missing_ok=True)
-            break
-        link.unlink(missing_ok=True)  # where both were one file already, replacing leaves it
-    _sync(path.parent)
+    with database.reading() as session:
+        equal = select(table.c.id).where(table.c.sha256 == checked.sha256).order_by(table.c.id.desc())
+        names = [path.with_name(file_id) for file_id in session.scalars(equal)]
+    by_inode: dict[int, list[Path]] = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # it was deleted just now
+            by_inode.setdefault(name.stat().st_ino, []).append(name)
+    for same in list(by_inode.values())[:_MOST_READ]:
+        if _digest(same[0]) == checked.sha256:
+            return same[0].name
+        log.error(
+            "a stored file was damaged, and is mended by an equal one", files=[each.name for each in same]
+        )
+        for name in same:
+            _link(path, name)
+    return None
+
+
+def _keep_once(path: Path, equal: str | None) -> None:
+    """One content under two names: it is there until the last of them is deleted."""
+    if equal is not None:
+        _link(path.with_name(equal), path)
+
+
+def _link(source: Path, name: Path) -> None:
+    """Makes a name stand for another's content; where that cannot be, both stay as they are."""
+    link = name.with_name(f"{name.name}.link")
+    try:
+        link.hardlink_to(source)
+        link.replace(name)
+    except OSError:  # the source was deleted just now, or this file system has no (more) links
+        link.unlink(missing_ok=True)
+        return
+    _sync(name.parent)
 
 
 def get(session: Session, file_id: str, field: str | None = None) -> File:

@@ -110,7 +110,7 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     fields = complaints(error.errors(), _body_of(request))
     detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5])
-    detail += f"; and {len(fields) - 5} more" if len(fields) > 5 else ""
+    detail += "; and more" if len(fields) > 5 else ""
     detail = detail if detail.endswith("?") else f"{detail}."
     first = fields[0].field if fields else None
     return problem_response(

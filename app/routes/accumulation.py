@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import AliasChoices, ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -74,14 +74,27 @@ def replace(session: Writing, config_id: ConfigId, asked: ConfigurationRequest) 
 
 @router.patch("/config/{config_id}", summary="Change some fields of a configuration")
 def change(session: Writing, config_id: ConfigId, asked: dict[str, Any]) -> ConfigurationAnswer:
-    """Fields that are not given stay as they are; null takes a field's default back."""
+    """Fields that are not given stay as they are."""
     row = configurations.find(session, config_id)
-    merged = {**row.given, "num_gpus": row.num_gpus, **asked}
+    merged = {
+        **row.given,
+        "num_gpus": row.num_gpus,
+        **{_NAMES.get(name, name): asked[name] for name in asked},
+    }
     try:
         whole = ConfigurationRequest.model_validate(merged)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
     return _change(session, config_id, whole)
+
+
+_NAMES = {
+    str(other): name
+    for name, field in ConfigurationRequest.model_fields.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for other in field.validation_alias.choices
+}
+"""A field's own name by each of its others."""
 
 
 def _change(session: Session, config_id: str, asked: ConfigurationRequest) -> ConfigurationAnswer:

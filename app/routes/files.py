@@ -41,9 +41,12 @@ def upload(
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
     with files.incoming(settings) as path:
         checked = files.store_upload(file.file, path, settings)
+        equal = files.equal_to(database, path, checked)
         made = once.with_content(f"{name} {checked.sha256}").make(
             database,
-            lambda session: answer(files.add(session, path, checked, filename=name, purpose=purpose)),
+            lambda session: answer(
+                files.add(session, path, checked, filename=name, purpose=purpose, equal=equal)
+            ),
         )
         if isinstance(made, Response):  # the same file as before, under the id that it has
             path.unlink()

@@ -10,7 +10,7 @@ from typing import Any
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 MOST_FIELDS = 500
-"""Keys of one object in a request or a config.json; no schema has half as many."""
+"""Keys of one object in a request; no schema has half as many."""
 
 DEEPEST = 32
 
@@ -57,17 +57,23 @@ def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None
     return None
 
 
-def oversized(value: Any, depth: int = 0) -> str | None:
-    """Why a request's value is not worth validating field by field; null: it is."""
+def oversized(value: Any, most_fields: int = MOST_FIELDS, depth: int = 0) -> str | None:
+    """Why a value is not worth looking at field by field; null: it is."""
     if depth > DEEPEST:
         return f"is nested deeper than {DEEPEST} levels"
     if isinstance(value, dict):
-        if len(value) > MOST_FIELDS:
-            return f"has {len(value)} fields, more than {MOST_FIELDS}"
-        return next((why for each in value.values() if (why := oversized(each, depth + 1))), None)
+        if len(value) > most_fields:
+            return f"has {len(value)} fields, more than {most_fields}"
+        return next(
+            (why for each in value.values() if (why := oversized(each, most_fields, depth + 1))), None
+        )
     if isinstance(value, list):
         return next(
-            (why for each in value if isinstance(each, dict | list) and (why := oversized(each, depth + 1))),
+            (
+                why
+                for each in value
+                if isinstance(each, dict | list) and (why := oversized(each, most_fields, depth + 1))
+            ),
             None,
         )
     return None

@@ -118,12 +118,13 @@ def store(
     """The job and the data that it brings, once; gives the answer made of it."""
     with files.incoming(settings) as path:
         stored = _store_brought(checked, path, settings)
+        equal = None if stored is None else files.equal_to(database, path, stored)
 
         def create(session: Session) -> Answer:
             submission = checked.submission
             if stored is not None:
                 name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
-                files.add(session, path, stored, filename=name, purpose="fine-tune", inline=True)
+                files.add(session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True)
                 data = submission.spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
                 submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
             check_quota(session, settings)

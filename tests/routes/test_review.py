@@ -83,6 +83,7 @@ def test_a_configuration_is_changed_in_part_or_replaced(client: TestClient) -> N
     replaced = client.put(own, json={"target_effective_batch_size": 32}).json()
     assert (replaced["effective_batch_size"], replaced["config"]["accumulation_steps"]) == (32, None)
     assert client.get(own).json()["config"] == replaced["config"]
+    assert client.patch(own, json={"target_batch_size": 48}).json()["effective_batch_size"] == 48
     assert client.patch(own, json={"no_such": 1}).status_code == 422
     assert client.patch(own, json={"accumulation_steps": 0}).status_code == 422
     assert client.patch(f"{config}/accumulation_1", json={}).status_code == 404

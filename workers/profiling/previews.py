@@ -16,6 +16,7 @@ from app.database import Database
 from app.schemas.preview import DatasetPreview, PreviewOrder
 from app.settings import Settings
 from workers.training.faults import CannotTrain
+from workers.training.limits import limit_memory
 from workers.training.model import load_tokenizer, prepare_files
 from workers.training.preview import preview
 
@@ -77,8 +78,7 @@ def _look(order: PreviewOrder, settings: Settings, found: Connection) -> None:
     """The child: sends a preview or an error."""
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
     os.dup2(sys.stderr.fileno(), 2)
-    most = _mapped_bytes() + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_memory(_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also once nobody waits any more
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -101,7 +101,3 @@ def _preview(order: PreviewOrder, settings: Settings) -> DatasetPreview:
         staged = prepare_files(order.model, base_models.path_of(order.model, settings), Path(folder) / "base")
         tokenizer = load_tokenizer(staged)
     return preview(order, settings.files_dir / order.data.file_id, tokenizer)
-
-
-def _mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -158,7 +158,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
         places = list(range(len(few)))
         with models.without_randomness(model):
             found = compare(twin.window, accumulate, [places], [[place] for place in places])
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError):
+    except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or no room for either
         return None
     return found.gradient_error
 

@@ -1,6 +1,8 @@
 """What a trainer may take of its machine, beside the memory that its plan allows it."""
 
+import os
 import resource
+from pathlib import Path
 
 OPEN_FILES = 4096
 """Many times what a trainer opens: shards, samples, checkpoints."""
@@ -16,3 +18,13 @@ def limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def limit_memory(bytes_more: int) -> None:
+    """For this process: so many bytes beside what it has mapped by now, which with many processors may be
+    gigabytes of nothing."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # not Linux
+        return
+    most = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + bytes_more
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))

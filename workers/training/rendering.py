@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from workers.training.faults import CannotTrain
+from workers.training.limits import limit_memory
 
 CPU_SECONDS = 5
 """For one conversation."""
@@ -114,8 +115,7 @@ def main() -> None:
     """The child. Ends with its standard input."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    most = _mapped_bytes() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_memory(MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
@@ -127,14 +127,6 @@ def main() -> None:
             told = {"error": type(error).__name__}
         sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _mapped_bytes() -> int:
-    """What the libraries have mapped by now, which with many processors may be gigabytes of nothing."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():  # not Linux
-        return 0
-    return int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _texts(render: Any, first: dict[str, Any], asked: dict[str, Any]) -> list[str]:
