@@ -1,6 +1,7 @@
 """Every setting of the service and the worker: ACCRUE_* variables, or lines of an .env file."""
 
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -101,6 +102,13 @@ class Settings(BaseSettings):
     @classmethod
     def _gpus_are_understood(cls, value: str) -> str:
         parse_declared([phrase for phrase in value.split(",") if phrase.strip()])
+        return value
+
+    @field_validator("rate_limit_storage")
+    @classmethod
+    def _its_client_is_installed(cls, value: str) -> str:
+        if not value.startswith("memory:") and find_spec("coredis") is None:
+            raise ValueError("needs a client of Redis: pip install 'accrue[redis]'")
         return value
 
     @field_validator("database_url")

@@ -7,6 +7,7 @@ from app.logs import configure
 from app.migrations import migrate
 from app.parent import end_with_parent
 from app.settings import get_settings
+from app.upkeep.data_folder import held_by_worker
 from workers.supervisor import Supervisor
 from workers.trainer_process import check_network_can_be_kept_away
 
@@ -23,14 +24,15 @@ def main(*, until_empty: bool = False) -> None:
     if not settings.trainer_network:
         check_network_can_be_kept_away()
     settings.make_directories()
-    migrate(settings.url)
-    database = Database(settings.url)
-    supervisor = Supervisor(settings, database, until_empty=until_empty)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, supervisor.stop)
-    signal.signal(signal.SIGUSR1, supervisor.drain)
-    supervisor.run()
-    database.close()
+    with held_by_worker(settings):
+        migrate(settings.url)
+        database = Database(settings.url)
+        supervisor = Supervisor(settings, database, until_empty=until_empty)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, supervisor.stop)
+        signal.signal(signal.SIGUSR1, supervisor.drain)
+        supervisor.run()
+        database.close()
 
 
 if __name__ == "__main__":

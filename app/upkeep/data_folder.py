@@ -1,4 +1,4 @@
-"""The data folder of a service that runs: held by a lock, and freed of what earlier ones left behind.
+"""The data folder of services and workers that run: held by locks, freed of what earlier ones left behind.
 
 A service that is killed may leave an upload that no row names, or the run directory of a job that was being
 deleted. Both are marked while they are under way, and removed when a service starts and no other one works in
@@ -22,11 +22,12 @@ from app.settings import Settings
 
 log = structlog.get_logger("accrue.service")
 
-_LOCK = ".in-use"
+_SERVED, _WORKED_IN = ".in-use", ".worked-in"
+"""Two locks, since the first service cleans up also where a worker runs already."""
 
 
 class DataFolder:
-    """From `hold()` to `release()` nobody restores a backup into it."""
+    """A service's: from `hold()` to `release()` nobody restores a backup into it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -34,7 +35,7 @@ class DataFolder:
 
     def hold(self, database: Database) -> None:
         """Holds the folder together with other services and workers; the first service cleans it up."""
-        self._lock = _opened(self._settings)
+        self._lock = _opened(self._settings, _SERVED)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             clean(database, self._settings)
@@ -47,20 +48,29 @@ class DataFolder:
 
 
 @contextlib.contextmanager
+def held_by_worker(settings: Settings) -> Iterator[None]:
+    """Holds the folder together with services and other workers."""
+    with _opened(settings, _WORKED_IN) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@contextlib.contextmanager
 def held_alone(settings: Settings) -> Iterator[None]:
     """Holds the folder for one who changes all of it.
 
     Raises:
-        BadSetting: a service works in it.
+        BadSetting: a service or a worker works in it.
     """
     settings.make_directories()
-    with _opened(settings) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadSetting(
-                f"a service is running on {settings.data_dir.absolute()}: stop it first"
-            ) from None
+    with contextlib.ExitStack() as locks:
+        for name, user in ((_SERVED, "service"), (_WORKED_IN, "worker")):
+            try:
+                fcntl.flock(locks.enter_context(_opened(settings, name)), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BadSetting(
+                    f"a {user} is running on {settings.data_dir.absolute()}: stop it first"
+                ) from None
         yield
 
 
@@ -93,5 +103,5 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _opened(settings: Settings) -> IO[bytes]:
-    return (Path(settings.data_dir.absolute()) / _LOCK).open("ab")
+def _opened(settings: Settings, name: str) -> IO[bytes]:
+    return (Path(settings.data_dir.absolute()) / name).open("ab")

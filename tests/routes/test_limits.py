@@ -43,12 +43,14 @@ def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> N
         ("ACCRUE_RATE_LIMIT", "often"),
         ("ACCRUE_RATE_LIMIT", "0/minute"),
         ("ACCRUE_RATE_LIMIT_STORAGE", "carrier-pigeon://"),
+        ("ACCRUE_RATE_LIMIT_STORAGE", "redis://localhost"),  # without its client
     ],
 )
 def test_a_limit_that_makes_no_sense_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
+    monkeypatch.setattr("app.settings.find_spec", lambda _: None)
     get_settings.cache_clear()
     with pytest.raises(BadSetting, match=name):
         get_settings()

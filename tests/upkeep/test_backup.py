@@ -11,10 +11,11 @@ from sqlalchemy import select
 from app import jobs
 from app.data import files
 from app.database import Database
-from app.errors import InvalidRequest
+from app.errors import BadSetting, InvalidRequest
 from app.models import Job
 from app.settings import Settings
 from app.upkeep import backup, doctor
+from app.upkeep.data_folder import DataFolder, held_alone, held_by_worker
 from tests.submissions import submitted
 
 pytestmark = pytest.mark.sqlite
@@ -72,9 +73,10 @@ def test_equal_files_take_room_once_in_a_backup_and_after_it(
     for number, text in enumerate(("same", "same", "other")):
         path = settings.files_dir / f"file-{number}"
         path.write_text(json.dumps({"text": text}) + "\n")
+        checked = files.check(path, settings, "file")
+        equal = files.equal_to(database, path, checked)
         with database.writing() as session:
-            checked = files.check(path, settings, "file")
-            files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune")
+            files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", equal=equal)
     taken = backup.take(settings, tmp_path / "backup", runs=False)
     restored = elsewhere(settings, tmp_path / "restored")
     assert backup.restore(restored, taken.folder).files == taken.files == 3
@@ -153,3 +155,20 @@ def test_the_doctor_finds_what_is_wrong_and_changes_nothing(
 )
 def test_sqlite_with_a_known_fault_is_named(version: tuple[int, int, int], verdict: str) -> None:
     assert doctor._sqlite_version(version).verdict == verdict
+
+
+def test_nothing_is_restored_under_a_running_service_or_worker(
+    settings: Settings, database: Database
+) -> None:
+    served = DataFolder(settings)
+    with held_by_worker(settings):
+        served.hold(database)  # both work in it at once
+        served.release()
+        with pytest.raises(BadSetting, match="a worker is running"), held_alone(settings):
+            pass
+    served.hold(database)
+    with pytest.raises(BadSetting, match="a service is running"), held_alone(settings):
+        pass
+    served.release()
+    with held_alone(settings):
+        pass

@@ -80,7 +80,7 @@ def source_of(model: ModelReference, path: str) -> Path:
     if model.source != "hub":
         return Path(path)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # is documented
 
     disable_progress_bars()
     wanted = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
