@@ -6,20 +6,22 @@
       │ └─► paused ◄────┤ pause
       └──── resume ─────┘
 
-Pausing and cancelling a running job are requests that its worker carries out. Everything that a worker
+Ended is ended, with one exception: a person may resume a job that timed out. Pausing, cancelling and stopping
+a running job are requests that its worker carries out. Everything that a worker
 writes about a job carries its fence (job, attempt, worker): where the job has moved on, nothing is
 written and `LostJob` is raised. The caller owns the transaction.
 """
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 from sqlalchemy import (
     JSON,
     BindParameter,
     Double,
+    Integer,
     String,
     and_,
     bindparam,
@@ -43,7 +45,7 @@ from app.prepared import Prepared
 from app.schemas.run import Failure, Level
 from app.schemas.spec import Plan, Spec
 from app.schemas.text import storable
-from app.schemas.training import ENDED, JobStatus
+from app.schemas.training import ENDED, JobStatus, Requested
 
 MAX_FAILURES = 3
 """A job ends as failed with this many crashes since its last new checkpoint."""
@@ -58,6 +60,10 @@ AGEING_SECONDS = 600.0
 
 LONGEST_LEASE_SECONDS = 600.0
 """A lease that ends later was given before the clock was set back: nobody knows whether it still holds."""
+
+
+TIMEOUT = "timeout"
+"""The error's code of a job that ran longer than it may."""
 
 
 class LostJob(Exception):
@@ -89,6 +95,8 @@ class Submission:
     suffix: str | None = None
     """Of the trained model's name."""
     webhook_url: str | None = None
+    gpu_id: int | None = None
+    """The only GPU that may have it."""
 
 
 _COLUMNS = Job.__table__.columns
@@ -100,7 +108,7 @@ _INSERT = Prepared(lambda dialect: insert(Job), _COLUMNS.keys())
 def submit(session: Session, submission: Submission) -> Job:
     """Stores a job; it exists once the caller's transaction is committed. What is given is for looking at:
     its `spec` and `plan` are those of the submission, not documents."""
-    ((now,),) = _NOW.run(session, {})
+    now = _now(session)
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
         "id": new_id("ftjob"),
         "owner": session.info.get("maker"),
@@ -120,6 +128,7 @@ def submit(session: Session, submission: Submission) -> Job:
         "training_config": submission.training_config,
         "spec": submission.spec,
         "plan": submission.plan,
+        "gpu_id": submission.gpu_id,
         "attempt": 0,
         "failures": 0,
         "checkpoint_step": 0,
@@ -139,9 +148,10 @@ def _as_json(value: Any) -> str:
 
 def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
+    may_go_there = or_(jobs.c.gpu_id.is_(None), jobs.c.gpu_id == bindparam("gpu_id", type_=Integer))
     following = (
         select(jobs.c.id)
-        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now())
+        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now(), may_go_there)
         .order_by(jobs.c.place, jobs.c.id)
         .limit(1)
         .with_for_update(skip_locked=True)
@@ -169,9 +179,13 @@ def _begin_attempt(dialect: str) -> Any:
 _CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
 
 
-def claim(session: Session, worker_id: str, lease_seconds: float) -> Fence | None:
-    """The next queued job, now running under this worker with a new attempt; null if there is none."""
-    told = {"worker": worker_id, "lease_seconds": lease_seconds}
+def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | None = None) -> Fence | None:
+    """The next queued job, now running under this worker with a new attempt; null if there is none.
+
+    Args:
+        gpu_id: the GPU that it is for; null: a CPU.
+    """
+    told = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
     claimed = _CLAIM.run(session, told)
     if not claimed:
         return None
@@ -190,7 +204,7 @@ def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
     session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
 
 
-def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Literal["pause", "cancel"] | None:
+def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Requested | None:
     """Renews the lease; gives what was requested of the job meanwhile.
 
     Raises:
@@ -204,7 +218,7 @@ def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Literal["
     ).one_or_none()
     if row is None:
         raise LostJob(fence.job_id)
-    requested: Literal["pause", "cancel"] | None = row.requested
+    requested: Requested | None = row.requested
     return requested
 
 
@@ -258,9 +272,14 @@ def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> N
 
 
 def seconds_run(session: Session, fence: Fence) -> float:
-    """For how long earlier attempts at a job had it."""
+    """For how long earlier attempts at a job had it, since it was submitted or resumed after a timeout."""
+    timed_out = select(func.coalesce(func.max(Attempt.attempt), 0)).where(
+        Attempt.job_id == fence.job_id, Attempt.outcome == "failed"
+    )
     earlier = select(func.sum(Attempt.ended_at - Attempt.claimed_at)).where(
-        Attempt.job_id == fence.job_id, Attempt.attempt < fence.attempt
+        Attempt.job_id == fence.job_id,
+        Attempt.attempt < fence.attempt,
+        Attempt.attempt > timed_out.scalar_subquery(),
     )
     return float(session.scalar(earlier) or 0.0)
 
@@ -324,7 +343,7 @@ def cancel(session: Session, job_id: str) -> Job:
     if job.status == "running":
         _request(session, job, "cancel")
     elif job.status != "cancelled":
-        job.status = "cancelled"
+        job.status, job.requested = "cancelled", None
         job.finished_at = session.scalar(select(database_now()))
         tell(session, job, "cancelled", "Job cancelled.")
     return job
@@ -336,9 +355,8 @@ def pause(session: Session, job_id: str) -> Job:
     job = get(session, job_id, lock=True)
     if job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to pause.")
+    _check_not_ending(job)
     if job.status == "running":
-        if job.requested == "cancel":
-            raise Conflict(f"Job {job_id} is being cancelled.")
         _request(session, job, "pause")
     elif job.status == "queued":
         job.status = "paused"
@@ -346,19 +364,65 @@ def pause(session: Session, job_id: str) -> Job:
     return job
 
 
+def stop(session: Session, job_id: str) -> Job:
+    """Ends training early and keeps the model: after the window at hand, or of the last checkpoint.
+
+    Raises:
+        NotFound, Conflict: no such job, or there is nothing of it to keep.
+    """
+    rescue(session)
+    job = get(session, job_id, lock=True)
+    if job.status in ENDED:
+        raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to stop.")
+    if job.requested == "cancel":
+        raise Conflict(f"Job {job_id} is being cancelled.")
+    if job.spec["tune"] == "only":
+        raise Conflict(f"Job {job_id} only measures, and makes no model: cancel it instead.")
+    if job.status != "running" and not job.checkpoint_step:
+        raise Conflict(f"Job {job_id} has not learned anything yet that could be kept: cancel it instead.")
+    if job.status != "running":
+        job.status, job.not_before = "queued", 0.0
+    _request(session, job, "stop")
+    return job
+
+
 def resume(session: Session, job_id: str) -> Job:
-    """Puts a paused job back into the queue, or takes back a pause that was only requested."""
+    """Puts a job that is paused or timed out back into the queue, or takes back a pause that was only
+    requested."""
     job = get(session, job_id, lock=True)
     if job.status == "paused":
         job.status, job.not_before = "queued", 0.0
         tell(session, job, "queued", "Job resumed.")
     elif job.status == "running" and job.requested == "pause":
         job.requested = None
+    elif timed_out(job):
+        job.status, job.error, job.finished_at, job.not_before, job.failures = "queued", None, None, 0.0, 0
+        job.place = _now(session) - job.priority * AGEING_SECONDS
+        message = f"Job resumed: it has its timeout_seconds ({job.spec['timeout_seconds']:g}) once more."
+        tell(session, job, "queued", message)
     elif job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
-    elif job.requested == "cancel":
-        raise Conflict(f"Job {job_id} is being cancelled.")
+    else:
+        _check_not_ending(job)
     return job
+
+
+def timed_out(job: Job) -> bool:
+    """Whether a job has ended for its `timeout_seconds` alone."""
+    return job.status == "failed" and (job.error or {}).get("code") == TIMEOUT
+
+
+def _now(session: Session) -> float:
+    ((now,),) = _NOW.run(session, {})
+    return float(now)
+
+
+def _check_not_ending(job: Job) -> None:
+    """Raises:
+    Conflict: the job is to end, which is not taken back.
+    """
+    if job.requested in ("cancel", "stop"):
+        raise Conflict(f"Job {job.id} is being {'cancelled' if job.requested == 'cancel' else 'stopped'}.")
 
 
 def retry(session: Session, job_id: str) -> Job:
@@ -382,6 +446,7 @@ def retry(session: Session, job_id: str) -> Job:
         paused=False,
         suffix=job.suffix,
         webhook_url=job.webhook_url,
+        gpu_id=job.gpu_id,
     )
     return submit(session, again)
 
@@ -448,10 +513,13 @@ def _write(session: Session, fence: Fence, **values: Any) -> None:
         raise LostJob(fence.job_id)
 
 
-def _request(session: Session, job: Job, what: Literal["pause", "cancel"]) -> None:
+def _request(session: Session, job: Job, what: Requested) -> None:
     if job.requested != what:
         job.requested = what
-        tell(session, job, f"{what}_requested", f"To be {what}{'d' if what == 'pause' else 'led'}.")
+        tell(session, job, f"{what}_requested", f"To be {_DONE[what]}.")
+
+
+_DONE: dict[Requested, str] = {"pause": "paused", "cancel": "cancelled", "stop": "stopped"}
 
 
 def _end(
@@ -481,7 +549,8 @@ def _end(
 def _leave(
     session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
 ) -> None:
-    """Running to queued, or to what was requested meanwhile."""
+    """Running to queued, or to what was requested meanwhile. A stop is still to be done then: whoever claims
+    the job next saves the model of its last checkpoint."""
     requested = session.scalar(select(Job.requested).where(_held(fence)))
     status = {"cancel": "cancelled", "pause": "paused"}.get(requested or "", "queued")
     _write(
@@ -490,7 +559,7 @@ def _leave(
         status=status,
         worker_id=None,
         lease_until=None,
-        requested=None,
+        requested="stop" if requested == "stop" else None,
         failures=failures,
         not_before=database_now() + wait_seconds,
         finished_at=database_now() if status == "cancelled" else None,

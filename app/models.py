@@ -9,7 +9,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from app.schemas.examples import DataFormat
 from app.schemas.run import Level
-from app.schemas.training import JobStatus
+from app.schemas.training import JobStatus, Requested
 
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
@@ -84,8 +84,8 @@ class Job(Owned, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]
     status: Mapped[JobStatus] = mapped_column(String)
-    requested: Mapped[Literal["pause", "cancel"] | None] = mapped_column(String)
-    """`pause` or `cancel`, asked for while a worker has the job."""
+    requested: Mapped[Requested | None] = mapped_column(String)
+    """What a person wants of it that its worker has yet to do."""
     priority: Mapped[int]
     place: Mapped[float]
     """In the queue, the lowest first: when it was submitted, earlier by so much for each priority."""
@@ -111,6 +111,8 @@ class Job(Owned, Base):
     worker_id: Mapped[str | None]
     lease_until: Mapped[float | None]
     device: Mapped[str | None]
+    gpu_id: Mapped[int | None]
+    """The only GPU that may have it; null: any device."""
     failures: Mapped[int]
     """Crashes since the last checkpoint that moved on."""
     checkpoint_step: Mapped[int]
@@ -154,6 +156,12 @@ class JobTotals(Base):
     samples: Mapped[int] = mapped_column(BigInteger)
     tokens: Mapped[int] = mapped_column(BigInteger)
     skipped: Mapped[int] = mapped_column(BigInteger)
+    seconds: Mapped[float] = mapped_column(server_default="0")
+    """Of its windows."""
+    device_seconds: Mapped[float] = mapped_column(server_default="0")
+    """Of its attempts, during each of which it has a device."""
+    final_loss: Mapped[float | None]
+    """Of its last step."""
 
 
 class StepMetric(Base):
@@ -188,6 +196,8 @@ class StepMetric(Base):
     data_seconds: Mapped[float]
     forward_backward_seconds: Mapped[float]
     optimizer_seconds: Mapped[float]
+    synchronise_seconds: Mapped[float | None]
+    temperature_celsius: Mapped[float | None]
     aux_loss: Mapped[float | None]
     largest_tokens: Mapped[int | None]
     micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)

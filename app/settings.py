@@ -98,6 +98,13 @@ class Settings(BaseSettings):
     log_level: str = "INFO"
     log_format: str = Field("console", pattern="^(console|json)$")
 
+    max_gpu_temperature: float | None = Field(
+        None,
+        ge=30,
+        le=150,
+        description="Degrees Celsius above which a GPU is given ten minutes to cool down",
+    )
+
     @field_validator("gpus")
     @classmethod
     def _gpus_are_understood(cls, value: str) -> str:

@@ -11,13 +11,19 @@ from app.models import Configuration, Job, JobEvent, Measurement, StepMetric
 from app.prepared import Prepared
 from app.schemas.statistics import (
     ConfigurationStatistics,
+    CostOfSteps,
     JobPerformance,
     JobStatistics,
     Statistics,
 )
 from app.schemas.training import ENDED
 
-_SECONDS = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
+_SECONDS = (
+    StepMetric.data_seconds
+    + StepMetric.forward_backward_seconds
+    + StepMetric.optimizer_seconds
+    + func.coalesce(StepMetric.synchronise_seconds, 0.0)
+)
 
 _THEIRS: BindParameter[list[str]] = bindparam("job_ids", expanding=True)
 
@@ -82,8 +88,34 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
     )
 
 
-def performance(session: Session, job: Job) -> JobPerformance:
-    """Where a job's time went: seconds and shares by part of the window."""
+_ALIKE = 0.8, 1.25
+"""Micro-batches whose tokens are in this ratio are of the same size."""
+
+
+def performances(session: Session, jobs: Sequence[Job]) -> list[JobPerformance]:
+    """Of several jobs; accumulating is compared with single micro-batches of the same size, be it of the same
+    job or of one that trained the same model in the same way on such a device."""
+    single = [job for job in jobs if job.plan["accumulation_steps"] == 1]
+    return [
+        performance(session, job, [other.id for other in single if _trains_like(other, job)]) for job in jobs
+    ]
+
+
+def _trains_like(job: Job, other: Job) -> bool:
+    same = ("model", "method", "attention", "compile", "gradient_checkpointing")
+    return (
+        all(job.spec[name] == other.spec[name] for name in same)
+        and job.plan["precision"] == other.plan["precision"]
+        and job.device == other.device
+    )
+
+
+def performance(session: Session, job: Job, alike: Sequence[str] = ()) -> JobPerformance:
+    """Where a job's time went: seconds and shares by part of the window.
+
+    Args:
+        alike: other jobs in which a single micro-batch may have been measured.
+    """
     row = session.execute(
         select(
             func.sum(StepMetric.data_seconds),
@@ -92,10 +124,16 @@ def performance(session: Session, job: Job) -> JobPerformance:
             func.sum(StepMetric.input_tokens),
             func.sum(StepMetric.padded_tokens),
             func.sum(StepMetric.samples),
+            func.sum(StepMetric.synchronise_seconds),
         ).where(StepMetric.job_id == job.id)
     ).one()
-    data, computing, optimizer, tokens, padded, samples = (value or 0 for value in row)
-    seconds = {"data": data, "forward_backward": computing, "optimizer": optimizer, "synchronisation": 0.0}
+    data, computing, optimizer, tokens, padded, samples, synchronise = (value or 0 for value in row)
+    seconds = {
+        "data": data,
+        "forward_backward": computing,
+        "optimizer": optimizer,
+        "synchronisation": synchronise,
+    }
     whole = sum(seconds.values())
     return JobPerformance(
         training_id=job.id,
@@ -105,7 +143,50 @@ def performance(session: Session, job: Job) -> JobPerformance:
         seconds=seconds,
         share={name: value / whole for name, value in seconds.items()} if whole else {},
         padding_share=1 - tokens / padded if padded else None,
+        by_accumulation_steps=_by_steps(session, job),
+        accumulation_overhead=_overhead(session, job, alike),
     )
+
+
+def _by_steps(session: Session, job: Job) -> list[CostOfSteps]:
+    """What a window cost, by the micro-batches that it was made of."""
+    steps = StepMetric.gradient_accumulation_steps
+    rows = session.execute(
+        select(
+            steps, func.count(), func.avg(_SECONDS), func.sum(StepMetric.forward_backward_seconds),
+            func.sum(StepMetric.padded_tokens), func.sum(StepMetric.optimizer_seconds), func.sum(_SECONDS),
+        ).where(StepMetric.job_id == job.id).group_by(steps).order_by(steps)
+    )  # fmt: skip
+    return [
+        CostOfSteps(
+            accumulation_steps=count,
+            windows=windows,
+            seconds_per_window=each,
+            seconds_per_micro_batch=computing / (windows * count),
+            padded_tokens_per_second=padded / computing if computing else None,
+            optimizer_share=optimizer / whole if whole else 0.0,
+        )
+        for count, windows, each, computing, padded, optimizer, whole in rows
+    ]
+
+
+def _overhead(session: Session, job: Job, alike: Sequence[str]) -> float | None:
+    """By how much longer a token takes in windows of several micro-batches than in windows of a single one of
+    the same size; null where not both were measured."""
+    several = StepMetric.gradient_accumulation_steps > 1
+    cost = func.sum(StepMetric.forward_backward_seconds) / func.sum(StepMetric.padded_tokens)
+    usual = select(func.avg(StepMetric.largest_tokens), cost)
+    size, accumulating = session.execute(usual.where(StepMetric.job_id == job.id, several)).one()
+    if size is None:
+        return None
+    low, high = (ratio * float(size) for ratio in _ALIKE)
+    single = select(cost).where(
+        StepMetric.job_id.in_([job.id, *alike]),
+        StepMetric.gradient_accumulation_steps == 1,
+        StepMetric.largest_tokens.between(low, high),
+    )
+    alone = session.scalar(single)
+    return float(accumulating / alone - 1) if alone else None
 
 
 def _statistics(

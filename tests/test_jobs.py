@@ -300,3 +300,70 @@ def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
         assert (again.status, old.status) == ("queued", "cancelled")
         assert (again.spec, again.file_id, again.labels) == (old.spec, old.file_id, old.labels)
         assert again.plan["predicted"]
+
+
+def test_a_stopped_job_is_claimed_again_until_its_model_is_kept(database: Database) -> None:
+    job_id = submitted(database)
+    with pytest.raises(Conflict, match="not learned anything"):
+        on(database, jobs.stop, job_id)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, jobs.note_progress, fence, {"step": 3}, 3)
+    assert on(database, jobs.stop, job_id).requested == "stop"
+    assert on(database, jobs.heartbeat, fence, 15.0) == "stop"
+    for refused in (jobs.pause, jobs.resume):
+        with pytest.raises(Conflict, match="being stopped"):
+            on(database, refused, job_id)
+    on(database, jobs.release, fence, "the worker was shut down")
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
+    again = claimed(database)
+    assert again is not None
+    on(database, jobs.succeed, again, {"files": []})
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("succeeded", None)
+    with pytest.raises(Conflict, match="nothing to stop"):
+        on(database, jobs.stop, job_id)
+
+
+def test_a_paused_job_with_a_checkpoint_can_be_stopped_or_still_cancelled(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, jobs.note_progress, fence, {"step": 3}, 3)
+    on(database, jobs.pause, job_id)
+    on(database, jobs.release, fence, "paused")
+    assert state(database, job_id).status == "paused"
+    on(database, jobs.stop, job_id)
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
+    on(database, jobs.cancel, job_id)
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("cancelled", None)
+
+
+def test_only_a_timeout_is_taken_back_and_has_its_time_once_more(database: Database) -> None:
+    job_id = submitted(database, make_spec(timeout_seconds=60.0))
+    fence = claimed(database)
+    assert fence is not None
+    on(database, jobs.release, fence, "shut down")
+    with database.writing() as session:
+        session.execute(update(Attempt).values(ended_at=Attempt.claimed_at + 50.0))
+    fence = claimed(database)
+    assert fence is not None
+    assert on(database, jobs.seconds_run, fence) == pytest.approx(50.0)
+    on(database, jobs.fail, fence, Failure(code=jobs.TIMEOUT, message="too long", permanent=True))
+    assert state(database, job_id).finished_at is not None
+    resumed = on(database, jobs.resume, job_id)
+    assert (resumed.status, resumed.error, resumed.finished_at) == ("queued", None, None)
+    fence = claimed(database)
+    assert fence is not None
+    assert on(database, jobs.seconds_run, fence) == 0.0
+    on(database, jobs.fail, fence, Failure(code="no_targets", message="nothing to learn", permanent=True))
+    with pytest.raises(Conflict, match="has ended"):
+        on(database, jobs.resume, job_id)
+
+
+def test_a_job_for_one_gpu_goes_to_no_other_device(database: Database) -> None:
+    job_id = submitted(database, gpu_id=2)
+    other = submitted(database)
+    assert claimed(database) == Fence(other, 1, "worker-1")
+    with database.writing() as session:
+        assert jobs.claim(session, "worker-1", 15.0, 0) is None
+        assert jobs.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")

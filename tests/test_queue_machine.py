@@ -32,6 +32,7 @@ from tests.submissions import submitted
 
 CRASH = Failure(code="trainer_killed", message="killed", permanent=False)
 BROKEN = Failure(code="bad_data", message="no token to learn", permanent=True)
+TOO_LONG = Failure(code=jobs.TIMEOUT, message="too long", permanent=True)
 WORKERS = st.sampled_from(["worker-1", "worker-2", "worker-3"])
 
 
@@ -46,6 +47,7 @@ class Modelled:
     failures: int = 0
     checkpoint: int = 0
     expired: bool = False
+    timed_out: bool = False
     ended: dict[str, Any] = field(default_factory=dict)
     """The row when it ended."""
 
@@ -156,13 +158,15 @@ class Queue(RuleBasedStateMachine):
         if own.status == "running":
             own.requested = "cancel"
         elif own.status in ("queued", "paused"):
-            own.status = "cancelled"
+            own.status, own.requested = "cancelled", None
 
     @rule(job_id=submissions)
     def pause(self, job_id: str) -> None:
         own = self.model[job_id]
         cancelling = own.status == "running" and not own.expired and own.requested == "cancel"
         refused = ENDED if not cancelling else (*ENDED, "running")
+        if own.requested == "stop":
+            refused = (*ENDED, own.status)
         if own.expired and own.requested == "cancel":
             refused = (*refused, "cancelled")
         done = self._by_person(lambda session: jobs.pause(session, job_id), job_id, refused=refused)
@@ -172,13 +176,37 @@ class Queue(RuleBasedStateMachine):
             own.status = "paused"
 
     @rule(job_id=submissions)
+    def stop(self, job_id: str) -> None:
+        own = self.model[job_id]
+        nothing_learned = not own.checkpoint and (own.status != "running" or own.expired)
+        refused = ENDED
+        if nothing_learned or own.requested == "cancel":
+            refused = (*ENDED, own.status)
+        if own.expired:
+            refused = (*refused, "cancelled")
+        done = self._by_person(lambda session: jobs.stop(session, job_id), job_id, refused=refused)
+        if done:
+            own.status = "running" if own.status == "running" else "queued"
+            own.requested = "stop"
+
+    @rule(fence=fences)
+    def time_out(self, fence: Fence) -> None:
+        self._by_holder(fence, lambda session: jobs.fail(session, fence, TOO_LONG))
+        self.model[fence.job_id].timed_out |= self._holds(fence)
+        self._ends(fence, "failed")
+
+    @rule(job_id=submissions)
     def resume(self, job_id: str) -> None:
         own = self.model[job_id]
-        refused = (*ENDED, *(("running",) if own.requested == "cancel" else ()))
+        refused = (*ENDED, *((own.status,) if own.requested in ("cancel", "stop") else ()))
+        if own.timed_out:
+            refused = ("succeeded", "cancelled")
         done = self._by_person(
             lambda session: jobs.resume(session, job_id), job_id, refused=refused, rescues=False
         )
-        if done and own.status == "paused":
+        if done and own.timed_out:
+            own.status, own.failures, own.timed_out, own.ended = "queued", 0, False, {}
+        elif done and own.status == "paused":
             own.status = "queued"
         elif done and own.status == "running":
             own.requested = None
@@ -242,7 +270,8 @@ class Queue(RuleBasedStateMachine):
 
     def _leaves(self, own: Modelled) -> None:
         own.status = {"cancel": "cancelled", "pause": "paused"}.get(own.requested or "", "queued")
-        own.requested, own.holder, own.expired = None, None, False
+        own.requested = "stop" if own.requested == "stop" else None
+        own.holder, own.expired = None, False
 
     def _ends(self, fence: Fence, status: str) -> None:
         own = self.model[fence.job_id]

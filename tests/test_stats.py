@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 import pytest
 from sqlalchemy import insert, update
 
-from app import stats, totals
+from app import jobs, stats, totals
 from app.database import Database
-from app.models import Job, StepMetric
+from app.models import Attempt, Job, StepMetric
 from app.results import series as module
 from app.results.series import each_step, last_step, series
 from app.schemas.run import LogLine
@@ -54,6 +54,9 @@ def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Databas
         counted = totals.count(session.connection(), None)
     assert (counted.jobs, counted.steps, counted.samples) == (2, 9, 72)
     assert counted.by_status == {"succeeded": 1, "running": 1}
+    assert counted.final_loss == 1.0
+    assert counted.tokens_per_second == pytest.approx(80 / 0.6)
+    assert counted.samples_per_second == pytest.approx(8 / 0.6)
     assert counted.by_day == {datetime.now(UTC).date().isoformat(): 2}
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == running).values(status="failed"))
@@ -86,3 +89,52 @@ def test_a_long_series_is_read_page_by_page(database: Database) -> None:
         session.execute(insert(StepMetric), rows)
     with database.reading() as session:
         assert [each["step"] for each in each_step(session, job_id)] == list(range(1, steps + 1))
+
+
+def test_totals_of_the_jobs_that_filters_leave(database: Database) -> None:
+    chosen, other = finished(database, "cpu", steps=5), finished(database, "cpu", steps=3)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == other).values(model_name="other", user_id=7))
+        for number, job_id in enumerate((chosen, other)):
+            session.add(
+                Attempt(
+                    job_id=job_id, attempt=1, worker_id="w", claimed_at=0.0, ended_at=1800.0 * (number + 1)
+                )
+            )
+            session.flush()
+            totals.keep(session, job_id)
+    with database.reading() as session:
+        connection = session.connection()
+        own = totals.count(connection, None, [Job.model_name != "other"])
+        assert (own.jobs, own.steps, own.device_hours) == (1, 5, 0.5)
+        assert own.by_model == {"accrue/tiny-gpt2": 1}
+        own = totals.count(connection, None, [Job.model_name == "other", Job.status == "succeeded"])
+        assert (own.jobs, own.steps, own.by_user, own.device_hours) == (1, 3, {"7": 1}, 1.0)
+        assert totals.count(connection, None, [Job.status == "failed"]).tokens_per_second is None
+        assert totals.count(connection, None).device_hours == 1.5
+
+
+def test_accumulating_is_compared_with_single_micro_batches_of_the_same_size(database: Database) -> None:
+    several, single = submitted(database), submitted(database)
+    with database.writing() as session:
+        for job_id, steps, seconds in ((several, 4, 0.88), (single, 1, 0.2)):
+            changed = {
+                "gradient_accumulation_steps": steps, "forward_backward_seconds": seconds,
+                "padded_tokens": 100 * steps, "largest_tokens": 100, "synchronise_seconds": 0.01,
+            }  # fmt: skip
+            for step in (1, 2):
+                own = line(step).model_copy(update=changed)
+                session.add(StepMetric(job_id=job_id, **own.model_dump()))
+            job = session.get_one(Job, job_id)
+            job.plan = {**job.plan, "accumulation_steps": steps}
+    with database.reading() as session:
+        both = [jobs.get(session, several), jobs.get(session, single)]
+        first, second = stats.performances(session, both)
+        assert stats.performance(session, both[0]).accumulation_overhead is None
+    assert first.accumulation_overhead == pytest.approx(0.1)
+    assert second.accumulation_overhead is None
+    assert first.seconds["synchronisation"] == pytest.approx(0.02)
+    [cost] = first.by_accumulation_steps
+    assert (cost.accumulation_steps, cost.windows) == (4, 2)
+    assert cost.seconds_per_micro_batch == pytest.approx(0.22)
+    assert cost.seconds_per_window == pytest.approx(0.1 + 0.88 + 0.3 + 0.01)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ _READ_AT_ONCE = 2**18
 _CHUNKS_AT_ONCE = 16
 """Then the caller commits: a long log is read in several transactions, none of them as long as a lease."""
 
+_NEW_SECONDS = 10.0
+"""A line so old was there before: what the GPU was then, nobody knows."""
+
 _GIB = 2**30
 
 
@@ -45,6 +49,7 @@ class Sums:
     def with_line(self, line: LogLine) -> "Sums":
         """With the step after those that it is of."""
         took = line.data_seconds + line.forward_backward_seconds + line.optimizer_seconds
+        took += line.synchronise_seconds or 0.0
         return Sums(
             line.step, self.steps + 1, self.samples + line.samples, self.tokens + line.tokens,
             self.seconds + took,
@@ -69,8 +74,17 @@ class Position:
     """Whether everything that was there has been read."""
 
 
-def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position) -> Position:
+def ingest(
+    session: Session,
+    run: RunDirectory,
+    fence: Fence,
+    position: Position,
+    temperature_celsius: float | None = None,
+) -> Position:
     """Stores what the trainer has written since `position`.
+
+    Args:
+        temperature_celsius: of its GPU now: that of the steps it has just made.
 
     Returns:
         The new position, true once the caller's transaction is committed; after a rollback the old one is.
@@ -87,7 +101,7 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
             break
         jobs.hold(session, fence)
         position = replace(_store_events(session, fence, told, position), events=at_events)
-        lines = _log_lines([raw for _, raw in made])
+        lines = _warmed(_log_lines([raw for _, raw in made]), temperature_celsius)
         _store_metrics(session, fence.job_id, lines)
         sums = _summed(session, fence.job_id, position.sums, lines)
         position = replace(position, metrics=at_metrics, sums=sums)
@@ -99,6 +113,15 @@ def ingest(session: Session, run: RunDirectory, fence: Fence, position: Position
         progress = _progress(session, fence.job_id, position)
         jobs.note_progress(session, fence, progress, position.checkpoint_step)
     return replace(position, caught_up=caught_up)
+
+
+def _warmed(lines: list[LogLine], temperature_celsius: float | None) -> list[LogLine]:
+    """With the GPU's temperature, where they are new."""
+    if temperature_celsius is None:
+        return lines
+    since = time.time() - _NEW_SECONDS
+    own = {"temperature_celsius": temperature_celsius}
+    return [line.model_copy(update=own) if line.time > since else line for line in lines]
 
 
 def _summed(session: Session, job_id: str, sums: Sums | None, lines: list[LogLine]) -> Sums | None:
@@ -113,6 +136,7 @@ def _summed(session: Session, job_id: str, sums: Sums | None, lines: list[LogLin
 
 def _sums_before(session: Session, job_id: str, step: int) -> Sums:
     seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds + StepMetric.optimizer_seconds
+    seconds += func.coalesce(StepMetric.synchronise_seconds, 0.0)
     row = session.execute(
         select(
             func.count(), func.coalesce(func.sum(StepMetric.samples), 0),

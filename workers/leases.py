@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,6 +20,7 @@ from app.errors import ReplacedDatabase
 from app.jobs import Fence, LostJob
 from app.models import Worker
 from app.planning.devices import Device
+from app.schemas.training import Requested
 from app.settings import Settings
 from workers.ingest import Position
 from workers.run_directory import RunDirectory
@@ -52,7 +52,7 @@ class Running:
     """When it was last looked at whether it had written anything."""
     heard_bytes: int = 0
     """What it had written by then."""
-    requested: Literal["pause", "cancel"] | None = None
+    requested: Requested | None = None
     """What people want of the job, as of the last renewal."""
     stopping: str | None = None
     """Why it was asked to stop."""

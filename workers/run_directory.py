@@ -13,6 +13,7 @@
     outcome.json     how a successful run ended         }
     failure.json     why an attempt failed, if it could say so
     trainer.log      what the trainer printed
+    finish           says that training is to end early, with a model (written by the supervisor)
     lock             held by the trainer while it lives
 
 Needs the standard library and pydantic.
@@ -53,6 +54,8 @@ SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
 """Silence on that pipe for so long ends the trainer too: the supervisor is halted, and its lease runs out."""
 
 
+_FINISH = "finish"
+
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 """A pipe from which the trainer reads the hub's token once, so that it is in no environment."""
 
@@ -77,7 +80,7 @@ class RunDirectory:
     def write_order(self, order: Order) -> None:
         """Lays the directory for an attempt, and removes what an earlier one said of its end."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for end in ("failure.json", "outcome.json"):
+        for end in ("failure.json", "outcome.json", _FINISH):
             (self.path / end).unlink(missing_ok=True)
         write_whole(self.path / "spec.json", order.model_dump_json(indent=1))
 
@@ -104,6 +107,13 @@ class RunDirectory:
         with contextlib.suppress(FileNotFoundError):
             return WindowProgress.model_validate_json((self.path / "progress.json").read_bytes())
         return None
+
+    def ask_to_finish(self) -> None:
+        """The trainer is to end after the window at hand, and to save its model."""
+        (self.path / _FINISH).touch()
+
+    def is_to_finish(self) -> bool:
+        return (self.path / _FINISH).exists()
 
     def write_completions(self, completions: Completions) -> None:
         write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))

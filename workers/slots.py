@@ -38,6 +38,12 @@ class Slots:
         now = time.monotonic()
         return [device for device in self.there() if self._aside_until.get(device.id, 0.0) <= now]
 
+    def temperature(self, device: Device) -> float | None:
+        """Degrees Celsius of a GPU, as of a moment ago; null: nobody knows, as of a CPU."""
+        if device.kind == "cpu":
+            return None
+        return next((gpu.temperature_celsius for gpu in gpus.seen() if gpu.id == device.id), None)
+
     def set_aside(self, device: Device, why: str) -> None:
         """Gives a device no job for a while."""
         log.error("device set aside", device=device.name, id=device.id, why=why, seconds=ASIDE_SECONDS)

@@ -130,11 +130,18 @@ class Supervisor:
         elif running.trainer.status() is not None:
             if self.stopped and now > running.lease_ends:
                 self._forget(running)  # its end could not be written: whoever comes next takes the job up
-        elif running.requested and not running.stopping:
+        elif running.requested == "stop" and not running.run.is_to_finish():
+            running.run.ask_to_finish()
+        elif running.requested in ("pause", "cancel") and not running.stopping:
             self._ask_to_stop(running, "paused" if running.requested == "pause" else "cancelled")
         elif running.times_out is not None and now > running.times_out and not running.stopping:
             running.timed_out = True
             self._ask_to_stop(running, "timeout")
+        elif self._is_too_hot(running.device) and not running.stopping:
+            limit = self.settings.max_gpu_temperature
+            why = f"its GPU {running.device.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
+            self.slots.set_aside(running.device, why)
+            self._ask_to_stop(running, why)
         elif self._is_stuck(running) and not running.stopping:
             running.stuck = True
             running.trainer.kill()
@@ -142,6 +149,10 @@ class Supervisor:
             running.stopping = f"its GPU {running.device.name} is no longer there"
             self.slots.set_aside(running.device, "nvidia-smi does not show it")
             running.trainer.kill()
+
+    def _is_too_hot(self, device: Device) -> bool:
+        limit, now = self.settings.max_gpu_temperature, self.slots.temperature(device)
+        return limit is not None and now is not None and now > limit
 
     def _is_stuck(self, running: Running) -> bool:
         """Whether nothing in its run directory has grown for too long."""
@@ -173,7 +184,8 @@ class Supervisor:
     def _claim(self, device: Device, lock: int) -> bool:
         asked_at = time.monotonic()
         with self.database.writing() as session:
-            fence = jobs.claim(session, self.id, self.settings.lease_seconds)
+            gpu_id = device.id if isinstance(device.id, int) else None
+            fence = jobs.claim(session, self.id, self.settings.lease_seconds, gpu_id)
         if fence is None:
             return False
         with self.database.reading() as session:
@@ -214,6 +226,8 @@ class Supervisor:
                 events.tell(session, jobs.get(session, job.id), "plan_changed", message, level="warning")
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.write_order(order)
+        if job.requested == "stop":
+            run.ask_to_finish()
         fail_point("supervisor.ordered")
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
@@ -263,7 +277,8 @@ class Supervisor:
         caught_up = False
         while not caught_up:
             with self.database.writing() as session:
-                position = ingest(session, running.run, running.fence, running.position)
+                warm = self.slots.temperature(running.device)
+                position = ingest(session, running.run, running.fence, running.position, warm)
                 fail_point("supervisor.ingested")
                 if position.tuning not in (None, running.position.tuning):
                     self._note_sweep(session, running, position.tuning)
@@ -284,8 +299,8 @@ class Supervisor:
         if outcome is not None:
             jobs.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
-            message = "The job ran longer than its timeout_seconds."
-            jobs.fail(session, fence, Failure(code="timeout", message=message, permanent=True))
+            message = "The job ran longer than its timeout_seconds: resume lets it go on from its checkpoint."
+            jobs.fail(session, fence, Failure(code=jobs.TIMEOUT, message=message, permanent=True))
         elif status == INTERRUPTED or running.stopping:
             jobs.release(session, fence, running.stopping or "interrupted")
         elif failure is not None and failure.code in _WAITS:

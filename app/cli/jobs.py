@@ -52,7 +52,7 @@ def pause(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 @commands.command()
 def resume(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Resume a paused job, or start one that was submitted paused."""
+    """Resume a job that is paused or timed out, or start one that was submitted paused."""
     _act(job_id, "resume", url, as_json)
 
 
@@ -60,6 +60,12 @@ def resume(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
 def cancel(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Cancel a job; it ends without a model."""
     _act(job_id, "cancel", url, as_json)
+
+
+@commands.command()
+def stop(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """End a job's training early, and keep the model as it is by then."""
+    _act(job_id, "stop", url, as_json)
 
 
 @commands.command()
@@ -166,7 +172,8 @@ def _act(job_id: str, what: str, url: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(job, indent=2))
     else:
-        soon = {"cancel": " and will be cancelled", "pause": " and will be paused"}
+        soon = {"cancel": " and will be cancelled", "pause": " and will be paused",
+                "stop": " and will be stopped, with its model"}  # fmt: skip
         typer.echo(f"{job['id']} is {job['status']}{soon.get(job['requested'], '')}")
 
 

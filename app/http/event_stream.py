@@ -83,8 +83,8 @@ class EventStream:
                     return
                 for event in events:
                     yield event
-                    if event.type in ENDED:
-                        return
+                if events[-1].type in ENDED:  # one before it was taken back: a timeout, by resuming the job
+                    return
         finally:
             self.leave(follower)
 

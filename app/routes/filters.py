@@ -1,15 +1,17 @@
-"""What lists of jobs are filtered by."""
+"""What lists and totals of jobs are filtered by."""
 
-from typing import Any
+import json
+from typing import Annotated, Any
 
-from fastapi import Request
-from sqlalchemy import Select, String, literal
+from fastapi import Depends, Query, Request
+from sqlalchemy import ColumnElement, Select, String, cast, literal
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from app.errors import Unprocessable
 from app.models import Job
+from app.schemas.training import JobStatus
 
 MOST_LABELS = 16
 
@@ -31,6 +33,33 @@ def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
         if is_filter(name):
             query = query.where(_label(Job.labels, literal(name[9:-1])) == value)
     return query
+
+
+def _filters(
+    status: Annotated[JobStatus | None, Query()] = None,
+    user_id: Annotated[str | None, Query(max_length=200)] = None,
+    model: Annotated[str | None, Query(max_length=200, description="model_name")] = None,
+    since: Annotated[float | None, Query(ge=0, le=2**33, description="Submitted then or later")] = None,
+    until: Annotated[
+        float | None, Query(ge=0, le=2**33, description="Submitted before; Unix seconds")
+    ] = None,
+) -> list[ColumnElement[bool]]:
+    filters: list[ColumnElement[bool]] = []
+    if status is not None:
+        filters.append(Job.status == status)
+    if user_id is not None:
+        filters.append(cast(Job.user_id, String).in_([user_id, json.dumps(user_id)]))
+    if model is not None:
+        filters.append(Job.model_name == model)
+    if since is not None:
+        filters.append(Job.created_at >= since)
+    if until is not None:
+        filters.append(Job.created_at < until)
+    return filters
+
+
+Filters = Annotated[list[ColumnElement[bool]], Depends(_filters)]
+"""Conditions on jobs, by the query's `status`, `user_id`, `model`, `since` and `until`."""
 
 
 class _label(FunctionElement[str]):  # noqa: N801

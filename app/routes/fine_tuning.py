@@ -99,8 +99,8 @@ def pause(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
 
 
 @router.post("/{fine_tuning_job_id}/resume", summary="Resume a paused fine-tuning job")
-def resume(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
-    return answer(jobs.resume(session, fine_tuning_job_id))
+def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(intake.resume(session, fine_tuning_job_id, settings))
 
 
 @router.get("/{fine_tuning_job_id}/events", summary="What happened to a job, newest first")

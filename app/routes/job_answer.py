@@ -8,6 +8,7 @@ from app.outlook import Outlook
 from app.planning.plan import samples_of
 from app.schemas.spec import Plan, Spec
 from app.schemas.training import (
+    ENDED,
     AccumulationStatus,
     DatasetAnswer,
     DryRunAnswer,
@@ -26,6 +27,7 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
     """Everything about a job, in API.md's shape."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
+    steps, micro_batch = _split(job, spec, plan, progress)
     return JobAnswer(
         id=job.id,
         training_id=job.id,
@@ -43,7 +45,7 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
         training_config=job.training_config,
         dataset=_dataset(spec),
         device=job.device,
-        accumulation_status=_accumulation_status(job, spec, plan, progress),
+        accumulation_status=_accumulation_status(job, spec, steps, progress),
         plan=plan,
         progress=progress,
         result=_result(job),
@@ -53,8 +55,8 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
         links=_links(job),
         learning_rate=spec.optimizer.learning_rate,
         effective_batch_size=spec.effective_batch_size,
-        accumulation_steps=plan.accumulation_steps,
-        actual_batch_size_per_gpu=plan.actual_batch_size_per_gpu,
+        accumulation_steps=steps,
+        actual_batch_size_per_gpu=micro_batch,
     )
 
 
@@ -102,10 +104,19 @@ def _dataset(spec: Spec) -> DatasetAnswer:
     )
 
 
-def _accumulation_status(job: Job, spec: Spec, plan: Plan, progress: Progress) -> AccumulationStatus:
+def _split(job: Job, spec: Spec, plan: Plan, progress: Progress) -> tuple[int, int]:
+    """Accumulation steps and samples per micro-batch: of a job that has ended as they were, on average, else
+    as planned for samples of full length."""
+    if job.status not in ENDED or not progress.step:
+        return plan.accumulation_steps, plan.actual_batch_size_per_gpu
+    steps = max(1, round(progress.micro_step / (progress.step + progress.skipped)))
+    return steps, -(-spec.effective_batch_size // steps)
+
+
+def _accumulation_status(job: Job, spec: Spec, steps: int, progress: Progress) -> AccumulationStatus:
     return AccumulationStatus(
         enabled=bool(job.config["use_gradient_accumulation"]),
-        steps=plan.accumulation_steps,
+        steps=steps,
         effective_batch_size=spec.effective_batch_size,
         sync_gradients=True,
         clip_before_accumulation=spec.clip_mode == "each_micro_batch",

@@ -39,7 +39,7 @@ def metrics(request: Request, session: Reading) -> PerformanceMetrics:
     newest = session.scalars(select(Job).where(Job.attempt > 0).order_by(Job.id.desc()).limit(_NEWEST)).all()
     return PerformanceMetrics(
         gpus=[asdict(gpu) for gpu in gpus.seen()],
-        jobs=[stats.performance(session, job) for job in newest],
+        jobs=stats.performances(session, newest),
         api_latency=request.app.state.latency.read(),
     )
 

@@ -9,15 +9,17 @@ from app import configurations, jobs, stats, totals
 from app.results import charts
 from app.results.compare import MOST_POINTS, compare
 from app.routes.dependencies import CurrentDatabase, Reading
+from app.routes.filters import Filters
 from app.schemas.statistics import Comparison, ConfigurationStatistics, JobStatistics, Totals
 
 router = APIRouter(prefix="/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")
-def everything(database: CurrentDatabase) -> Totals:
+def everything(database: CurrentDatabase, filters: Filters) -> Totals:
+    """Of all jobs, or of those with a `status`, `user_id`, `model`, or submitted `since` and `until` then."""
     with database.glancing() as connection:
-        return totals.count(connection, database.owner)
+        return totals.count(connection, database.owner, filters)
 
 
 @router.get(

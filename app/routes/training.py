@@ -1,15 +1,14 @@
 """Jobs: submitted, looked at, stopped, deleted."""
 
-import json
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
-from sqlalchemy import Connection, String, cast, select
+from sqlalchemy import Connection, select
 from sqlalchemy.orm import Session
 from starlette.background import BackgroundTask
 
@@ -28,12 +27,12 @@ from app.routes.dependencies import (
     Writing,
     foresight_of,
 )
-from app.routes.filters import with_metadata
+from app.routes.filters import Filters, with_metadata
 from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
 from app.routes.submitting import as_json, submitted
 from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
-from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, JobStatus, TrainingRequest
+from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, TrainingRequest
 from app.schemas.wire import Page
 from app.security.authentication import Authenticate
 from app.submitting import intake
@@ -80,28 +79,12 @@ async def large_batch(request: Request, asked: TrainingRequest, once: CurrentOnc
 def list_jobs(
     request: Request,
     database: CurrentDatabase,
+    filters: Filters,
     limit: Limit = 20,
     after: After = None,
-    status: Annotated[JobStatus | None, Query()] = None,
-    user_id: Annotated[str | None, Query(max_length=200)] = None,
-    model: Annotated[str | None, Query(max_length=200, description="model_name")] = None,
-    since: Annotated[float | None, Query(ge=0, le=2**33, description="Submitted then or later")] = None,
-    until: Annotated[
-        float | None, Query(ge=0, le=2**33, description="Submitted before; Unix seconds")
-    ] = None,
 ) -> Response:
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
-    query = with_metadata(glance.JOBS, request)
-    if model is not None:
-        query = query.where(Job.model_name == model)
-    if since is not None:
-        query = query.where(Job.created_at >= since)
-    if until is not None:
-        query = query.where(Job.created_at < until)
-    if status is not None:
-        query = query.where(Job.status == status)
-    if user_id is not None:
-        query = query.where(cast(Job.user_id, String).in_([user_id, json.dumps(user_id)]))
+    query = with_metadata(glance.JOBS, request).where(*filters)
     documents: Documents = request.app.state.documents
     with database.glancing() as connection:
         outlook = Outlook(connection)
@@ -135,9 +118,16 @@ def pause(session: Writing, training_id: JobId) -> JobAnswer:
     return _answer(session, jobs.pause(session, training_id))
 
 
-@router.post("/{training_id}/resume", summary="Resume a paused job")
-def resume(session: Writing, training_id: JobId) -> JobAnswer:
-    return _answer(session, jobs.resume(session, training_id))
+@router.post("/{training_id}/stop", summary="End training early, and keep the model")
+def stop(session: Writing, training_id: JobId) -> JobAnswer:
+    """A running job makes the step at hand and saves its model; a waiting one that of its last checkpoint."""
+    return _answer(session, jobs.stop(session, training_id))
+
+
+@router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
+def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
+    """What timed out goes on from its last checkpoint, and has its `timeout_seconds` once more."""
+    return _answer(session, intake.resume(session, training_id, settings))
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")

@@ -60,6 +60,10 @@ class LogLine(Frozen):
     data_seconds: float
     forward_backward_seconds: float
     optimizer_seconds: float
+    synchronise_seconds: float | None = None
+    """Reading the window's sums back from the device, and with several devices adding them up."""
+    temperature_celsius: float | None = None
+    """Of the GPU, as the worker saw it when it read this line."""
     aux_loss: float | None = None
     """A mixture of experts' balance loss, weighted as trained."""
     micro_losses: tuple[float, ...] | None = None

@@ -76,6 +76,8 @@ class Comparison(Answer):
 
 
 class Totals(Answer):
+    """Of all jobs, or of those that the filters leave."""
+
     jobs: int
     by_status: dict[str, int]
     by_model: dict[str, int]
@@ -85,6 +87,13 @@ class Totals(Answer):
     samples: int
     tokens: int
     skipped: int
+    final_loss: float | None
+    """Mean of the jobs' last losses."""
+    tokens_per_second: float | None
+    """Of training: target tokens over the seconds of all windows."""
+    samples_per_second: float | None
+    device_hours: float
+    """During which devices were taken; of a job that runs, its earlier attempts."""
     configurations: int
     files: int
 
@@ -100,6 +109,20 @@ class CompletionsAnswer(Answer):
     data: list[Completion]
 
 
+class CostOfSteps(Answer):
+    """Windows of so many micro-batches, as measured. Seconds of wall time, means."""
+
+    accumulation_steps: int
+    windows: int
+    seconds_per_window: float
+    seconds_per_micro_batch: float
+    """Of forward and backward."""
+    padded_tokens_per_second: float | None
+    """In forward and backward."""
+    optimizer_share: float
+    """Of the window."""
+
+
 class JobPerformance(Answer):
     training_id: str
     status: JobStatus
@@ -108,6 +131,10 @@ class JobPerformance(Answer):
     seconds: dict[str, float]
     share: dict[str, float]
     padding_share: float | None
+    by_accumulation_steps: list[CostOfSteps]
+    accumulation_overhead: float | None
+    """By what share a token takes longer in windows of several micro-batches than in windows of a single one
+    of the same size; null where not both were measured."""
 
 
 class Latency(Answer):

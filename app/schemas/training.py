@@ -31,6 +31,7 @@ from app.schemas.spec import (
 from app.schemas.wire import Answer, Flag, Request
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+Requested = Literal["pause", "cancel", "stop"]
 DEFAULT_LEARNING_RATE = 5e-5
 LORA_LEARNING_RATE = 2e-4
 """Of adapters, which begin at nothing and take a higher rate (Hu et al. 2021; Dettmers et al. 2023)."""
@@ -338,7 +339,7 @@ class JobAnswer(Answer):
     training_id: str
     object: Literal["accumulation.training"] = "accumulation.training"
     status: JobStatus
-    requested: Literal["pause", "cancel"] | None = Field(description="Asked for, not done yet")
+    requested: Requested | None = Field(description="What its worker has yet to do")
     created_at: int
     started_at: int | None
     finished_at: int | None

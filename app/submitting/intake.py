@@ -184,6 +184,13 @@ def _webhook(asked: TrainingRequest, settings: Settings) -> str | None:
     return url
 
 
+def resume(session: Session, job_id: str, settings: Settings) -> Job:
+    """`jobs.resume`, within the quota: what timed out waits again."""
+    if jobs.timed_out(jobs.get(session, job_id)):
+        check_quota(session, settings)
+    return jobs.resume(session, job_id)
+
+
 def check_quota(session: Session, settings: Settings) -> None:
     """Raises:
     QuotaExceeded: as many jobs wait as this key may have.

@@ -315,3 +315,16 @@ def test_damaged_checkpoints_are_told_and_where_all_are_the_job_ends(tmp_path: P
     with pytest.raises(CannotTrain, match="every checkpoint is damaged"):
         run_to_end(run)
     assert older.exists()
+
+
+def test_a_run_that_is_stopped_keeps_the_model_of_the_step_at_hand(tmp_path: Path) -> None:
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=1000))
+    run.ask_to_finish()  # before the first step, which is made nevertheless
+    outcome = run_to_end(run)
+    assert outcome.steps == 1
+    assert "model.safetensors" in outcome.files
+    stopped = [event for event in events_of(run) if event["type"] == "stopped_early"]
+    assert [event["message"] for event in stopped] == ["Stopped as requested at step 1 of 1000."]
+    [line] = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert line["peak_gb"] >= line["memory_gb"]
+    assert 0 < line["synchronise_seconds"] < line["forward_backward_seconds"]

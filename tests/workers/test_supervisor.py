@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from app import gpus, jobs
 from app.database import Database
 from app.gpus import SeenGpu
-from app.models import Job, JobEvent
+from app.models import Job, JobEvent, StepMetric
 from app.planning.devices import GIB
 from app.schemas.spec import Plan
 from app.settings import Settings
@@ -287,3 +287,43 @@ def test_leases_are_renewed_while_the_supervisor_is_held_up(
         assert not held_up.running[0].lost
     assert job(database, job_id).status == "running"
     end_all(held_up)
+
+
+def test_a_stop_ends_training_with_a_model(
+    supervisor: Supervisor, settings: Settings, database: Database
+) -> None:
+    job_id = endless(settings, database)
+    turn(supervisor)
+    with supervisor.leases.at_work():
+        until(lambda: bool(supervisor.turn() or job(database, job_id).progress.get("step")))
+        with database.writing() as session:
+            jobs.stop(session, job_id)
+        until(lambda: bool(supervisor.turn() or job(database, job_id).status == "succeeded"))
+    ended = job(database, job_id)
+    assert "model.safetensors" in ended.result["files"]
+    assert ended.result["steps"] < 100_000
+
+
+def test_a_gpu_that_is_too_hot_is_given_time_to_cool_down(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = endless(settings, database)
+    turn(supervisor)
+    until(lambda: bool(supervisor.turn() or job(database, job_id).progress.get("step")))
+    monkeypatch.setattr(supervisor.slots, "temperature", lambda device: 91.5)
+    supervisor.turn()
+    assert supervisor.running[0].stopping is None  # no limit is set
+    until(lambda: bool(supervisor.turn() or warmth(database, job_id) == 91.5))
+    supervisor.settings = supervisor.settings.model_copy(update={"max_gpu_temperature": 90.0})
+    until(lambda: bool(supervisor.turn() or job(database, job_id).status == "queued"))
+    assert supervisor.slots.usable() == []
+    with database.reading() as session:
+        told = session.scalars(select(JobEvent.message).where(JobEvent.type == "queued")).one()
+    assert "hotter than 90 °C" in told
+
+
+def warmth(database: Database, job_id: str) -> float | None:
+    """Of the newest step."""
+    with database.reading() as session:
+        own = select(StepMetric.temperature_celsius).where(StepMetric.job_id == job_id)
+        return session.scalar(own.order_by(StepMetric.step.desc()).limit(1))

@@ -93,6 +93,9 @@ def train(training: Training) -> None:
     while not training.finished:
         if training.stop():
             raise StopRequested
+        if state.step and training.run.is_to_finish():
+            _stop_early(training)
+            break
         if spec.tune is not None and not state.tuned and state.step >= sweep.AFTER_STEPS:
             sweep.settle(training, sweep.sweep(training))
         advance(training)
@@ -103,6 +106,13 @@ def train(training: Training) -> None:
     if training.validation is not None and state.evaluated_at != state.step:
         evaluate(training)
     save_checkpoint(training)
+
+
+def _stop_early(training: Training) -> None:
+    """Somebody wants the model as it is by now."""
+    training.state.stopped_early = True
+    message = f"Stopped as requested at step {training.state.step} of {training.steps_total}."
+    training.reporter.event("stopped_early", message)
 
 
 def _evaluate_if_due(training: Training) -> None:

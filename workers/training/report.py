@@ -49,16 +49,19 @@ def _banner(training: Training) -> dict[str, str]:
     name = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
     by = training.cut
     epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.samples), 2)
+    steps_each = _micro_batches(training)
+    samples_each = -(-spec.effective_batch_size // steps_each)
     size = f"{by.tokens} tokens" if isinstance(by, TokenBudget) else f"{device.micro_batch_size} samples"
     return {
         "epochs": f"{epochs:g}",
         "steps": str(steps),
         "optimizer": spec.optimizer.name,
         "learning rate": f"{spec.optimizer.learning_rate:g}, {spec.schedule.name}",
+        "weight decay": f"{spec.optimizer.weight_decay:g}",
         "device": name,
         "micro-batch": f"at most {size}",
-        "accumulation steps": f"about {_micro_batches(training)}",
-        "effective batch": str(spec.effective_batch_size),
+        "accumulation steps": f"about {steps_each}",
+        "effective batch": f"{spec.effective_batch_size}, about {steps_each} × {samples_each}",
         "precision": plan.precision,
         "predicted memory": f"{device.predicted_peak_bytes / 2**30:.2f} GiB",
     }
@@ -104,7 +107,7 @@ def log_line(
         padded_tokens=trained.padded_tokens,
         tokens_per_second=tokens / trained.seconds,
         memory_gb=memory.gib(closed.memory_bytes) if remembers else None,
-        peak_gb=memory.gib(memory.peak(training.device)) if remembers else None,
+        peak_gb=memory.gib(max(closed.memory_bytes, memory.peak(training.device))) if remembers else None,
         largest_tokens=max(
             tokens_of(training.lengths_of(window)[group], training.form.packed) for group in trained.groups
         ),
@@ -112,8 +115,12 @@ def log_line(
         skipped=state.skipped,
         time=time.time(),
         data_seconds=trained.data_seconds,
-        forward_backward_seconds=trained.seconds - trained.data_seconds - closed.optimizer_seconds,
+        forward_backward_seconds=trained.seconds
+        - trained.data_seconds
+        - closed.optimizer_seconds
+        - closed.synchronise_seconds,
         optimizer_seconds=closed.optimizer_seconds,
+        synchronise_seconds=closed.synchronise_seconds,
         aux_loss=closed.share if training.balance else None,
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
         gradient_norms=dict(closed.layer_norms) if spec.log_gradients else None,

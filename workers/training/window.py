@@ -94,6 +94,8 @@ class Closed:
     """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
     """The host's time in the optimizer; on a GPU that only starts its kernels."""
+    synchronise_seconds: float = 0.0
+    """Reading the window's sums back, once the device has worked them out."""
     memory_bytes: int = 0
     """In use when the window was closed: allocated on a GPU, resident on a CPU."""
 
@@ -267,7 +269,12 @@ class Window:
         values += [*self._micro_losses, *(_norm(own) for own in layers.values())]
         wider = torch.promote_types(norm.dtype, self._loss.dtype)
         with record_function("accrue.synchronise"):
-            numbers = iter(torch.stack([value.to(self._loss.device, wider) for value in values]).tolist())
+            together = torch.stack([value.to(self._loss.device, wider) for value in values])
+            if together.is_cuda:
+                torch.cuda.current_stream(together.device).synchronize()  # the wait for forward and backward
+            began = time.perf_counter()
+            numbers = iter(together.tolist())
+            seconds = time.perf_counter() - began
         return Closed(
             loss=next(numbers),
             grad_norm=next(numbers),
@@ -277,6 +284,7 @@ class Window:
             tapped_norm=None if self._tapped is None else next(numbers),
             micro_losses=tuple(next(numbers) for _ in self._micro_losses),
             layer_norms={name: next(numbers) for name in layers},
+            synchronise_seconds=seconds,
         )
 
     def _ended(

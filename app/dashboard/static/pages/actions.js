@@ -3,14 +3,15 @@
 import { post, remove } from "../api.js";
 import { announce, h } from "../dom.js";
 
-const POSSIBLE = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"], failed: ["retry", "delete"], cancelled: ["retry", "delete"], succeeded: ["delete"] };
+const POSSIBLE = { queued: ["pause", "cancel"], running: ["pause", "stop", "cancel"], paused: ["resume", "cancel"], failed: ["retry", "delete"], cancelled: ["retry", "delete"], succeeded: ["delete"] };
 const SURE = { cancel: "Cancel this job? What it has learned so far is lost.", delete: "Delete this job with its model, its log and its checkpoints?" };
-const NAMES = { pause: "Pause", cancel: "Cancel", resume: "Resume", retry: "Train again", delete: "Delete" };
+const NAMES = { pause: "Pause", cancel: "Cancel", stop: "Stop, keep model", resume: "Resume", retry: "Train again", delete: "Delete" };
 
 /**
  * @param {() => Promise} done looks again at what has changed
  */
 export function actions(job, done) {
+  const timedOut = job.status === "failed" && job.error?.code === "timeout";
   const told = h("small", { class: "is-bad", role: "alert" });
   async function act(name, button) {
     if (SURE[name] && !confirm(SURE[name])) return;
@@ -32,7 +33,7 @@ export function actions(job, done) {
       button.disabled = false;
     }
   }
-  const possible = job.requested ? [] : POSSIBLE[job.status];
+  const possible = job.requested ? [] : [...(timedOut ? ["resume"] : []), ...POSSIBLE[job.status]];
   return h("div", { class: "actions" }, possible.map((name) => h("button", {
     type: "button", class: name === "cancel" || name === "delete" ? "quiet danger" : "quiet", "aria-label": `${NAMES[name]} job ${job.id.slice(-6)}`,
     onclick: (event) => act(name, event.target),
