@@ -42,15 +42,25 @@ def devices(session: Session) -> list[Device]:
 
 
 def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
-    """The GPUs of workers that live, numbered from 0 where there are several workers."""
+    """The GPUs of workers that live, numbered from 0 where they are of several machines."""
+    machines = _by_machine(session, silent_seconds)
+    found = [device for own in machines for device in own]
+    return found if len(machines) < 2 else [replace(device, id=n) for n, device in enumerate(found)]
+
+
+def machines_with_gpus(session: Session) -> int:
+    """How many machines have workers that live and GPUs."""
+    return len(_by_machine(session, SILENT_SECONDS))
+
+
+def _by_machine(session: Session, silent_seconds: float) -> list[list[Device]]:
+    """The GPUs of each machine; several workers of one see the same."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)
-    workers = [
-        [Device(**device) for device in worker.devices if device["kind"] == "cuda"]
-        for worker in session.scalars(alive)
-    ]
-    workers = [own for own in workers if own]
-    found = [device for own in workers for device in own]
-    return found if len(workers) < 2 else [replace(device, id=n) for n, device in enumerate(found)]
+    machines: dict[str, dict[int | str, Device]] = {}
+    for worker in session.scalars(alive):
+        own = [Device(**device) for device in worker.devices if device["kind"] == "cuda"]
+        machines.setdefault(worker.hostname, {}).update({device.id: device for device in own})
+    return [list(own.values()) for own in machines.values() if own]
 
 
 def forget(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:

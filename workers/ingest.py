@@ -177,7 +177,8 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
         if position.window is None:
             return started
         own = position.window
-        return {**started, "micro_step": own.micro_step, "accumulation_step": own.accumulation_step}
+        started |= {"micro_step": own.micro_step, "accumulation_step": own.accumulation_step}
+        return {**started, "within_window": True}
     sums = position.sums
     if sums is None or sums.step != last.step:
         sums = _sums_before(session, job_id, last.step + 1)
@@ -191,6 +192,7 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
         "accumulation_step": window.accumulation_step
         if within and window
         else last.gradient_accumulation_steps,
+        "within_window": within,
         "skipped": max(last.skipped, position.skipped),
         "epoch": last.epoch,
         "samples_seen": sums.samples,

@@ -252,7 +252,8 @@ class Supervisor:
         """An earlier attempt's plan as it stands, where the device is alike."""
         limit = spec.memory.budget(device.memory_bytes)
         own = earlier.devices[0]
-        if earlier.predicted or earlier.device != device.kind or own.memory_limit_bytes != limit:
+        alike = earlier.device == device.kind and own.memory_limit_bytes == limit
+        if earlier.predicted or not alike or own.name not in (None, device.name):
             return None
         return earlier.model_copy(update={"devices": (own.model_copy(update={"gpu_id": device.id}),)})
 

@@ -149,8 +149,9 @@ def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
         name, _, value = line.partition(":")
         if line:
             event[name] = value.removeprefix(" ")
-        elif "data" in event:
-            yield event["id"], event["data"]
+        else:
+            if "id" in event and "data" in event:  # else a comment, or how far a window is
+                yield event["id"], event["data"]
             event = {}
 
 

@@ -132,7 +132,7 @@ def _report(client: Client, job_id: str, folder: Path, entropy: float) -> int:
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
     title = f"{BUILT_IN_MODEL}, effective batch {EFFECTIVE_BATCH}"
-    chart = loss_curve(series["data"], folder / "loss.png", title, entropy)
+    chart = loss_curve(series, folder / "loss.png", title, entropy)
     first, final = job["result"]["first_loss"], job["result"]["final_loss"]
     console.print(
         f"first loss {first:.3f}, final loss {final:.3f} ({final / first:.0%}); bytes alone {entropy:.3f}",

@@ -39,14 +39,15 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
     """
     path = f"/gradient-accumulation/training/{job_id}"
     columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[steps]}"),
+        TextColumn("{task.description}"), BarColumn(),
+        TextColumn("{task.fields[steps]}{task.fields[within]}"),
         TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[speed]} tokens/s"),
         TimeElapsedColumn(), TextColumn("ETA {task.fields[eta]}"),
     )  # fmt: skip
     job, warned = client.get(path), _Warned(client, path)
     try:
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task(job_id, total=None, steps="", loss="-", speed="-", eta="-")
+            task = bar.add_task(job_id, total=None, steps="", within="", loss="-", speed="-", eta="-")
             _show_progress(bar, task, job)
             polls = 0
             while job["status"] not in _ENDED:
@@ -222,6 +223,7 @@ def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
         total=progress["steps_total"],
         completed=progress["step"],
         steps=f"{progress['step']}/{progress['steps_total'] or '?'}",
+        within=f" +{progress['accumulation_step']}" if progress["within_window"] else "",
         loss=_number(progress["loss"]),
         speed=f"{progress['tokens_per_second']:,.0f}" if progress["tokens_per_second"] else "-",
         eta=_duration(progress["eta_seconds"]),

@@ -51,6 +51,18 @@ _KNOWN_ELSEWHERE_AS = {
 }
 """Names that other trainers have for our fields."""
 
+_SAID_BY = {
+    "use_peft": 'training_config.method: "lora"',
+    "use_lora": 'training_config.method: "lora"',
+    "peft_config": 'training_config.method: {"lora": {"r": 16, "alpha": 32}}',
+    "load_in_4bit": 'training_config.method: "qlora"',
+    "load_in_8bit": 'training_config.optimizer: "adamw_8bit", or training_config.method: "qlora"',
+    "fp16": 'mixed_precision: "fp16"',
+    "bf16": 'mixed_precision: "bf16"',
+    "tf32": 'mixed_precision: "tf32"',
+}
+"""What says the same here as a switch of other trainers."""
+
 
 _OTHER_KINDS = ("_type", "_parsing", "literal_error", "missing", "extra_forbidden")
 """How pydantic's types of error end that say that a value is of another kind."""
@@ -140,6 +152,8 @@ def _unknown(field: str, asked: type[BaseModel] | None) -> str:
     first = next((path for path, others in there.items() if field in others), None)
     if first is not None:
         return f"is another name of {first}, which is given, too: leave one out"
+    if name in _SAID_BY and asked is not None:
+        return f"{told}: say {_SAID_BY[name]}"
     meant = _KNOWN_ELSEWHERE_AS.get(name, name)
     beside = [each for each in there if each.rpartition(".")[0] == group]
     named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]

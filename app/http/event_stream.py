@@ -12,11 +12,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.database import Database
 from app.errors import TooManyRequests
 from app.models import Job, JobEvent
+from app.schemas.run import WindowProgress
 from app.schemas.training import ENDED
 
 log = structlog.get_logger("accrue.service")
 
 _LOOK_EVERY_SECONDS = 0.25
+_LOOKS_BETWEEN_PROGRESS = 4
+"""How far a window is, is told once a second."""
 _SIGN_OF_LIFE_SECONDS = 15.0
 _AT_ONCE = 2000
 """Events that one look brings at most; the next goes on from there."""
@@ -32,7 +35,9 @@ class _Follower:
 
     def __init__(self, job_id: str, last: str, key_id: str | None) -> None:
         self.job_id, self.last, self.key_id = job_id, last, key_id
-        self.waiting: asyncio.Queue[list[JobEvent] | None] = asyncio.Queue()
+        self.within: WindowProgress | None = None
+        """How far its window was when that was told last."""
+        self.waiting: asyncio.Queue[list[JobEvent] | WindowProgress | None] = asyncio.Queue()
         """Null: the job is no longer there."""
 
 
@@ -64,9 +69,9 @@ class EventStream:
             retry_after_seconds=30,
         )
 
-    async def follow(self, follower: _Follower) -> AsyncIterator[JobEvent | None]:
+    async def follow(self, follower: _Follower) -> AsyncIterator[JobEvent | WindowProgress | None]:
         """A job's events behind the last one known, oldest first, to the one that ends it, or to the job's
-        deletion.
+        deletion; and between them how far a window is that takes longer than a second.
 
         Yields null where nothing happened for a while, so that whoever is gone is noticed.
         """
@@ -81,6 +86,9 @@ class EventStream:
                     continue
                 if events is None:
                     return
+                if isinstance(events, WindowProgress):
+                    yield events
+                    continue
                 for event in events:
                     yield event
                 if events[-1].type in ENDED:  # one before it was taken back: a timeout, by resuming the job
@@ -95,13 +103,18 @@ class EventStream:
 
     async def _look_again_and_again(self) -> None:
         structlog.contextvars.clear_contextvars()  # of the request that happened to be the first
+        looks = 0
         while self._followers:
             with self._joining:
                 hungry = [each for each in self._followers if each.waiting.empty()]
+            looks += 1
             try:
                 found, gone = await to_thread.run_sync(
                     self._look, [(each.job_id, each.last) for each in hungry]
                 )
+                within = {}
+                if looks % _LOOKS_BETWEEN_PROGRESS == 0:
+                    within = await to_thread.run_sync(self._windows, {each.job_id for each in hungry})
             except SQLAlchemyError as error:
                 log.warning("events cannot be read right now", error=str(error))
             else:
@@ -110,7 +123,29 @@ class EventStream:
                 for number, events in found.items():
                     hungry[number].last = events[-1].id
                     hungry[number].waiting.put_nowait(events)
+                for each in hungry:
+                    now = within.get(each.job_id)
+                    if now not in (None, each.within):
+                        each.within = now
+                        each.waiting.put_nowait(now)
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
+
+    def _windows(self, job_ids: set[str]) -> dict[str, WindowProgress]:
+        """How far the windows are of jobs that run."""
+        running = select(Job.id, Job.attempt, Job.progress).where(
+            Job.status == "running", Job.id.in_(job_ids)
+        )
+        with self._database.reading() as session:
+            return {
+                job_id: WindowProgress(
+                    attempt=attempt,
+                    step=progress.get("step", 0),
+                    micro_step=progress["micro_step"],
+                    accumulation_step=progress["accumulation_step"],
+                )
+                for job_id, attempt, progress in session.execute(running)
+                if progress.get("within_window")
+            }
 
     def _look(self, wanted: Sequence[tuple[str, str]]) -> tuple[dict[int, list[JobEvent]], list[int]]:
         """New events by the number of the one who wants them: a job, and the last event known of it; and the

@@ -25,8 +25,8 @@ def scale(rule: Rule, growth: float) -> float:
 
 
 def default_rule(optimizer: str) -> Rule:
-    """Linear for SGD, square root for adaptive optimizers."""
-    return "linear" if optimizer == "sgd" else "sqrt"
+    """Linear for SGD and LARS, which is SGD with layer-wise rates; square root for adaptive optimizers."""
+    return "linear" if optimizer in ("sgd", "lars") else "sqrt"
 
 
 def warmup_steps(effective_batch: int, steps_total: int | None = None) -> int:

@@ -204,6 +204,7 @@ def _planned(estimate: Estimate, capacity: Capacity, sizes: list[int], cut: Cut)
     memory = estimate.memory(rows, accumulating=len(sizes) > 1)
     return PlannedDevice(
         gpu_id=capacity.device.id,
+        name=capacity.device.name,
         micro_batch_size=rows,
         accumulation_steps=len(sizes),
         token_budget=cut.tokens if isinstance(cut, TokenBudget) else None,

@@ -6,9 +6,12 @@ from typing import Any, Literal
 from app.planning import learning_rate
 from app.planning.estimate import Source
 from app.planning.speeds import CPU_TOKENS
+from app.schemas.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH, ClipMode
 from app.schemas.architecture import Architecture
 from app.schemas.calculators import Recommendation
 from app.schemas.run import NoiseScale
+from app.schemas.spec import OptimizerName, RunPrecision
+from app.schemas.training import LORA_LEARNING_RATE
 
 SIZES = {"small": 125_000_000, "medium": 350_000_000, "large": 760_000_000, "xl": 1_300_000_000}
 """Parameters that people mean by a size, after the GPT-3 paper's table (Brown et al. 2020, table 2.1)."""
@@ -18,13 +21,22 @@ Confidence = Literal["low", "medium", "high"]
 
 _FINE_TUNING_BATCH = 32
 _LARGE_BATCH = 8192
+_LARGE_VISION_BATCH = 4096
+"""From here on convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
 _NARROW, _WIDE = 2.0, 6.0
 """Upper over lower end of a noise scale's band: up to here it is told with high, and medium, confidence."""
 
-_SHARE_OF_DATA = 0.01
+_LEAST_SHARE_OF_DATA, _SHARE_OF_DATA = 0.001, 0.01
+_MOST_BY_SHARE = 512
 
 _BASE_RATES = ((200e6, 5e-5), (1e9, 3e-5), (5e9, 2e-5))
 _BASE_RATE_BEYOND = 1e-5
+_OF_ADAMW: dict[str, float] = {"lion": 0.2, "lamb": 3.0}
+"""Rates of optimizers over AdamW's: Lion's is three to ten times lower (Chen et al. 2023), and LAMB's trust
+ratio takes more (You et al. 2020, table 4, scaled to a batch of 32)."""
+_OF_ITS_OWN: dict[str, float] = {"sgd": 1e-2, "lars": 0.025, "adafactor": 1e-3}
+"""Rates that do not go by AdamW's: Adafactor's are relative (Raffel et al. 2020), LARS trained with 6.4 at a
+batch of 8192 (You et al. 2017), and SGD's is custom."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,19 @@ class MeasuredNoise:
     job_id: str
     scale: NoiseScale
     samples: int | None
+
+
+@dataclass(frozen=True)
+class MeasuredRate:
+    """A peak learning rate with which a job's loss fell, at its batch and with its optimizer."""
+
+    job_id: str
+    rate: float
+    batch: int
+    optimizer: OptimizerName
+    adapters: bool
+    first_loss: float
+    final_loss: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,15 @@ class Situation:
     device_kind: Literal["cpu", "cuda"]
     source: Source = "formula"
     """Where `micro_batch` is from."""
-    optimizer: str = "adamw"
+    precision: RunPrecision = "fp32"
+    optimizer: OptimizerName | None = None
+    """null: to be recommended."""
+    adapters: bool = False
+    """LoRA or QLoRA, instead of all weights."""
+    samples: int | None = None
+    """Of the training data; null: not known."""
+    clip_mode: ClipMode = "after_accumulation"
+    learned: MeasuredRate | None = None
     noise: MeasuredNoise | None = None
     useful: int | None = None
     """The micro-batch beyond which throughput does not grow; null: nothing is known of that."""
@@ -63,17 +96,17 @@ def recommended_batch(samples: int | None) -> int:
     if samples is None:
         return _FINE_TUNING_BATCH
     by_share = int(samples * _SHARE_OF_DATA)
-    return max(1, min(samples, max(_FINE_TUNING_BATCH, min(by_share, 512))))
+    return max(1, min(samples, max(_FINE_TUNING_BATCH, min(by_share, _MOST_BY_SHARE))))
 
 
 def recommend(situation: Situation) -> dict[str, Recommendation]:
-    """A recommendation for each choice, by name."""
-    batch = situation.target or _batch_by_noise(situation.noise) or recommended_batch(None)
-    most = min(situation.micro_batch, situation.useful or situation.micro_batch)
-    micro = max(1, min(most, -(-batch // situation.devices)))
+    """A recommendation for each choice, by name; together they can be submitted as they are."""
+    wanted = situation.target or _batch_by_noise(situation.noise) or recommended_batch(situation.samples)
+    batch, micro = _that_can_be_made(situation, min(wanted, MAX_EFFECTIVE_BATCH))
     steps = -(-batch // (micro * situation.devices))
+    optimizer = _optimizer(situation, batch)
     return {
-        "effective_batch_size": _batch(situation, batch),
+        "effective_batch_size": _batch(situation, batch, wanted),
         "micro_batch_size": _micro_batch(situation, micro),
         "accumulation_steps": _predicted(
             situation,
@@ -82,14 +115,14 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
             f"micro-batches of {micro}",
             "high",
         ),
-        "learning_rate": recommended_rate(situation.architecture.parameters, situation.optimizer, batch),
+        "learning_rate": _rate(situation, optimizer.value, batch),
         "warmup_steps": _literature(
             learning_rate.warmup_steps(batch, situation.steps_total),
             "larger batches take a longer warmup (Goyal et al. 2017), but at most a tenth of a run's steps"
             + ("" if situation.steps_total is None else f", which are {situation.steps_total}"),
             "medium",
         ),
-        "optimizer": _optimizer(batch),
+        "optimizer": optimizer,
         "precision": _precision(situation),
         "gradient_checkpointing": _predicted(
             situation,
@@ -99,8 +132,18 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
             else "memory suffices without it, and it costs about a third more computation (Chen et al. 2016)",
             "medium",
         ),
-        "gradient_clipping": _clipping(batch, situation.kind),
+        "gradient_clipping": _clipping(situation, batch, steps),
     }
+
+
+def _that_can_be_made(situation: Situation, batch: int) -> tuple[int, int]:
+    """A batch and a micro-batch that make no more accumulation steps than a job may have."""
+    devices = situation.devices
+    most = min(situation.micro_batch, situation.useful or situation.micro_batch)
+    if most * devices * MAX_ACCUMULATION_STEPS < batch:
+        most = situation.micro_batch  # more at once than is of use: it is that, or a smaller batch
+    micro = max(1, min(most, -(-batch // devices)))
+    return min(batch, micro * devices * MAX_ACCUMULATION_STEPS), micro
 
 
 def _tells(noise: MeasuredNoise | None) -> bool:
@@ -117,11 +160,28 @@ def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
     return max(1, min(round(noise.scale.value), noise.samples or round(noise.scale.value)))
 
 
-def _batch(situation: Situation, batch: int) -> Recommendation:
+def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
+    if batch < wanted:
+        return _predicted(
+            situation,
+            batch,
+            f"the most that {MAX_ACCUMULATION_STEPS} accumulation steps make with the micro-batches "
+            "that fit; "
+            f"wanted were {wanted}",
+            "medium",
+        )
     if situation.target is not None:
         return _literature(situation.target, "the target that was given", "high")
     if situation.noise is not None and _tells(situation.noise):
         return _measured_batch(situation.noise, batch)
+    if situation.samples is not None:
+        usual = [max(1.0, situation.samples * share) for share in (_LEAST_SHARE_OF_DATA, _SHARE_OF_DATA)]
+        return _literature(
+            batch,
+            f"0.1 to 1 % of {situation.samples} samples by custom, and at least {_FINE_TUNING_BATCH} where "
+            "there are so many, since no gradient noise was measured; run a job and ask again with its id",
+            "low",
+        ).model_copy(update={"range": [usual[0], max(usual[1], float(batch))]})
     return _literature(
         batch,
         "fine-tuning works well with 32 to 64 samples a step where no gradient noise was measured; run a job "
@@ -171,7 +231,20 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     )
 
 
-def _clipping(batch: int, kind: ModelKind) -> Recommendation:
+def _clipping(situation: Situation, batch: int, steps: int) -> Recommendation:
+    whole = _clipping_of_the_whole(batch, situation.kind)
+    if situation.clip_mode != "each_micro_batch" or steps == 1:
+        return whole
+    return _literature(
+        float(f"{whole.value / steps**0.5:.3g}"),
+        f"{whole.value:g} over the square root of {steps} accumulation steps, since each micro-batch is "
+        "clipped: "
+        "as far as its gradient is noise, the sum of K of them grows with the root of K",
+        "low",
+    )
+
+
+def _clipping_of_the_whole(batch: int, kind: ModelKind) -> Recommendation:
     if batch > _LARGE_BATCH:
         return _literature(
             0.25, "beyond 8k samples a step the gradient is little noise: a tighter norm, by custom", "low"
@@ -192,20 +265,54 @@ def _clipping(batch: int, kind: ModelKind) -> Recommendation:
     )
 
 
-def recommended_rate(parameters: int, optimizer: str, batch: int) -> Recommendation:
-    """A peak learning rate by rule: by the model's size, scaled for the batch as the optimizer asks."""
-    base = next((rate for size, rate in _BASE_RATES if parameters <= size), _BASE_RATE_BEYOND)
+def _rate(situation: Situation, optimizer: OptimizerName, batch: int) -> Recommendation:
+    learned = situation.learned
+    if learned is None or (learned.optimizer, learned.adapters) != (optimizer, situation.adapters):
+        return recommended_rate(
+            situation.architecture.parameters, optimizer, batch, adapters=situation.adapters
+        )
     rule = learning_rate.default_rule(optimizer)
-    scale = learning_rate.scale(rule, batch / _FINE_TUNING_BATCH)
+    scale = learning_rate.scale(rule, batch / learned.batch)
+    scaled = "" if batch == learned.batch else f", scaled by {scale:.3g}: {learning_rate.WHY[rule]}"
+    return Recommendation(
+        value=float(f"{learned.rate * scale:.3g}"),
+        why=f"with {learned.rate:g} at a batch of {learned.batch} the loss of job {learned.job_id} fell from "
+        f"{learned.first_loss:.3g} to {learned.final_loss:.3g}{scaled}",
+        evidence="measured",
+        confidence="medium",
+    )
+
+
+def recommended_rate(
+    parameters: int, optimizer: OptimizerName, batch: int, *, adapters: bool = False
+) -> Recommendation:
+    """A peak learning rate by rule: by the model's size, scaled for the batch as the optimizer asks."""
+    by_size = next((rate for size, rate in _BASE_RATES if parameters <= size), _BASE_RATE_BEYOND)
+    base = (LORA_LEARNING_RATE if adapters else by_size) * _OF_ADAMW.get(optimizer, 1.0)
+    base = _OF_ITS_OWN.get(optimizer, base)
+    rule = learning_rate.default_rule(optimizer)
+    grown = min(batch, _LARGE_BATCH) if rule == "linear" else batch  # the rule was found to hold so far
+    scale = learning_rate.scale(rule, grown / _FINE_TUNING_BATCH)
+    what = "adapters" if adapters else "a model of this size"
     return _literature(
         float(f"{base * scale:.3g}"),
-        f"{base:g} at a batch of {_FINE_TUNING_BATCH} for a model of this size, scaled by {scale:.3g}: "
+        f"{base:g} with {optimizer} at a batch of {_FINE_TUNING_BATCH} for {what}, scaled by {scale:.3g}: "
         f"{learning_rate.WHY[rule]}",
         "low",
     )
 
 
-def _optimizer(batch: int) -> Recommendation:
+def _optimizer(situation: Situation, batch: int) -> Recommendation:
+    if situation.optimizer is not None:
+        return _literature(situation.optimizer, "the optimizer that was given", "high")
+    if situation.kind == "vision" and batch >= _LARGE_VISION_BATCH:
+        return _literature(
+            "lars",
+            f"from {_LARGE_VISION_BATCH} images a step on, layer-wise rates keep the accuracy of image "
+            "models "
+            "(You et al. 2017)",
+            "medium",
+        )
     if batch > _LARGE_BATCH:
         return _literature(
             "lamb", "beyond 8k samples a step layer-wise rates hold up (You et al. 2020)", "low"
@@ -216,10 +323,10 @@ def _optimizer(batch: int) -> Recommendation:
 def _precision(situation: Situation) -> Recommendation:
     if situation.device_kind == "cpu":
         return _literature("no", "fp32 on a CPU", "high")
+    if situation.precision == "fp16":
+        return _literature("fp16", "this GPU is from before bf16: fp16 with a loss scale", "high")
     return _literature(
-        "bf16",
-        "half the activation memory at the range of fp32 (Kalamkar et al. 2019); fp16 on older GPUs",
-        "high",
+        "bf16", "half the activation memory at the range of fp32 (Kalamkar et al. 2019)", "high"
     )
 
 

@@ -7,21 +7,26 @@ from typing import Any
 from app.schemas.statistics import Comparison
 
 
-def loss_curve(series: list[dict[str, Any]], path: Path, title: str, entropy: float | None = None) -> Path:
-    """Draws loss, its moving average and the learning rate over the steps.
+def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float | None = None) -> Path:
+    """Draws loss, its moving average, the loss on held-back samples and the learning rate over the steps.
 
     Args:
-        series: the points of a job's metrics.
+        metrics: a job's.
         entropy: nats; drawn as the loss of knowing only how often each byte occurs.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    series = metrics["data"]
+    held = [each for each in metrics["evaluations"] if each["loss"] is not None]
     steps = [point["step"] for point in series]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, [point["loss"] for point in series], color="#9dbbe0", linewidth=1, label="loss")
     axes.plot(steps, [point["loss_ema"] for point in series], color="#1f5fa8", label="moving average")
+    if held:
+        at, losses = [each["step"] for each in held], [each["loss"] for each in held]
+        axes.plot(at, losses, color="#3f8f5f", marker="o", markersize=3, label="on held-back samples")
     if entropy is not None:
         axes.axhline(entropy, color="#777777", linestyle=":", label="bytes alone")
     rate = axes.twinx()

@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.schemas.run import Completions
+from app.schemas.run import Completions, Operators
 from app.settings import Settings
 
 _BLOCK = 2**20
@@ -29,6 +29,22 @@ def completions(settings: Settings, job_id: str) -> Completions:
     """What the job's model makes of held-back prompts; none as long as it was not asked."""
     path = settings.runs_dir / job_id / "completions.json"
     return Completions.model_validate_json(path.read_bytes()) if path.exists() else Completions(data=())
+
+
+PROFILE_FILES = ("trace.json", "memory.pickle")
+"""What of a profile can be downloaded."""
+
+
+def operators(settings: Settings, job_id: str) -> Operators | None:
+    """The operators of the window that was profiled; null: none was, so far."""
+    path = settings.runs_dir / job_id / "profile" / "operators.json"
+    return Operators.model_validate_json(path.read_bytes()) if path.exists() else None
+
+
+def profile_file(settings: Settings, job_id: str, name: str) -> Path | None:
+    """A file of a profile, if it is one that can be downloaded and is there."""
+    path = settings.runs_dir / job_id / "profile" / name
+    return path if name in PROFILE_FILES and path.is_file() else None
 
 
 def tar_size(folder: Path) -> int:

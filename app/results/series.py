@@ -35,13 +35,10 @@ def series(
     return list(each_step(where, job_id, from_step))
 
 
-def validation_losses(session: Session, job_id: str) -> dict[int, float | None]:
+def validation_losses(where: Session | Connection, job_id: str) -> dict[int, float | None]:
     """The loss of each evaluation, by step; of two at a step, the later attempt's."""
-    told = session.scalars(
-        select(JobEvent.data)
-        .where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
-        .order_by(JobEvent.attempt, JobEvent.id)
-    )
+    found = [data for (data,) in _EVALUATIONS.run(where, {"id": job_id})]
+    told = [json.loads(data) if isinstance(data, str) else data for data in found]
     return {data["step"]: data["loss"] for data in told}
 
 
@@ -87,6 +84,13 @@ def _chosen(dialect: str) -> Any:
     return own.order_by(StepMetric.step)
 
 
+def _evaluations(dialect: str) -> Any:
+    job_id: BindParameter[str] = bindparam("id")
+    own = select(JobEvent.data).where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
+    return own.order_by(JobEvent.attempt, JobEvent.id)
+
+
+_EVALUATIONS = Prepared(_evaluations)
 _CHOSEN = Prepared(_chosen)
 _FOLLOWING = Prepared(lambda dialect: _from_step_on(_COLUMNS).order_by(StepMetric.step).limit(PAGE))
 _BETWEEN = Prepared(lambda dialect: _from_step_on((func.min(StepMetric.step), func.max(StepMetric.step))))

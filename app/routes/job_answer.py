@@ -52,7 +52,7 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
         error=ErrorAnswer.model_validate(job.error) if job.error else None,
         waiting=outlook.of(job),
         tune=spec.tune,
-        links=_links(job),
+        links=_links(job, spec),
         learning_rate=spec.optimizer.learning_rate,
         effective_batch_size=spec.effective_batch_size,
         accumulation_steps=steps,
@@ -144,7 +144,7 @@ def _result(job: Job) -> ResultAnswer | None:
     )
 
 
-def _links(job: Job) -> Links:
+def _links(job: Job, spec: Spec) -> Links:
     own = f"{PREFIX}/training/{job.id}"
     return Links(
         self=own,
@@ -153,6 +153,7 @@ def _links(job: Job) -> Links:
         events=f"{own}/events",
         stats=f"{PREFIX}/stats/{job.id}",
         model=f"{own}/model" if job.result and job.result["files"] else None,
+        profile=f"{own}/profile" if spec.profile else None,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from pydantic_core import to_json
 from sqlalchemy.orm import Session
 
@@ -18,7 +18,7 @@ from app.results.series import each_step, last_step, series, validation_losses
 from app.routes.dependencies import CurrentDatabase, CurrentSettings, Reading
 from app.routes.training import JobId
 from app.schemas.run import LogLine
-from app.schemas.statistics import CompletionsAnswer, Metrics
+from app.schemas.statistics import CompletionsAnswer, Metrics, Profile
 from app.schemas.training import ENDED
 
 router = APIRouter(prefix="/training", tags=["training"])
@@ -37,15 +37,16 @@ def metrics(
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:
-    """A point per step, or fewer, evenly spread with the first and the last among them."""
+    """A point per step, or fewer, evenly spread with the first and the last; and every evaluation."""
     with database.glancing() as connection:
         glance.row(connection, training_id, database.owner)
         lines = series(connection, training_id, from_step, points)
         steps = last_step(connection, training_id)
+        evaluated = validation_losses(connection, training_id)
     if format == "csv":
-        with database.reading() as session:
-            return _csv_response(lines, training_id, validation_losses(session, training_id))
-    answer = {"training_id": training_id, "steps": steps, "data": lines}
+        return _csv_response(lines, training_id, evaluated)
+    evaluations = [{"step": step, "loss": loss} for step, loss in evaluated.items() if step >= from_step]
+    answer = {"training_id": training_id, "steps": steps, "data": lines, "evaluations": evaluations}
     return Response(to_json(answer, inf_nan_mode="null"), media_type="application/json")
 
 
@@ -69,6 +70,41 @@ def completions(session: Reading, settings: CurrentSettings, training_id: JobId)
     jobs.get(session, training_id)
     found = run_files.completions(settings, training_id)
     return CompletionsAnswer(training_id=training_id, data=list(found.data))
+
+
+@router.get("/{training_id}/profile", summary="Where the time of one window went, operator by operator")
+def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> Profile:
+    """Of a job that was submitted with `profile`, once its third step is made."""
+    jobs.get(session, training_id)
+    found = run_files.operators(settings, training_id)
+    if found is None:
+        raise NotFound(
+            f"Job {training_id} has no profile: submit with profile: true, and wait for its third step."
+        )
+    files = [
+        name
+        for name in run_files.PROFILE_FILES
+        if run_files.profile_file(settings, training_id, name) is not None
+    ]
+    return Profile(training_id=training_id, operators=list(found.data), files=files)
+
+
+@router.get(
+    "/{training_id}/profile/{name}",
+    summary="A profile's trace, or its snapshot of a GPU's memory",
+    response_class=FileResponse,
+)
+def profile_file(
+    session: Reading,
+    settings: CurrentSettings,
+    training_id: JobId,
+    name: Literal["trace.json", "memory.pickle"],
+) -> FileResponse:
+    jobs.get(session, training_id)
+    path = run_files.profile_file(settings, training_id, name)
+    if path is None:
+        raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists what there is.")
+    return FileResponse(path, filename=f"{training_id}-{name}")
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)

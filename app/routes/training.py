@@ -32,6 +32,7 @@ from app.routes.job_answer import dry_run_answer, job_answer
 from app.routes.pages import page
 from app.routes.submitting import as_json, submitted
 from app.routes.tagged import NOT_MODIFIED, Document, Documents, tagged
+from app.schemas.run import WindowProgress
 from app.schemas.training import ENDED, DryRunAnswer, EventAnswer, JobAnswer, TrainingRequest
 from app.schemas.wire import Page
 from app.security.authentication import Authenticate
@@ -180,7 +181,8 @@ def events(
     last_event_id: Annotated[str, Header(max_length=100)] = "",
 ) -> Page[EventAnswer] | Response:
     """With `Accept: text/event-stream`: server-sent events, oldest first, each with its id. They begin at
-    the start, or after `Last-Event-ID`; the stream ends with the job."""
+    the start, or after `Last-Event-ID`; the stream ends with the job. Between them, events named `progress`,
+    without an id, say once a second how far a window is that takes longer than that."""
     job = jobs.get(session, training_id)
     query = select(JobEvent).where(JobEvent.job_id == training_id)
     if "text/event-stream" not in accept:
@@ -197,7 +199,9 @@ def events(
     )
 
 
-async def _as_sent_events(request: Request, events: AsyncIterator[JobEvent | None]) -> AsyncIterator[bytes]:
+async def _as_sent_events(
+    request: Request, events: AsyncIterator[JobEvent | WindowProgress | None]
+) -> AsyncIterator[bytes]:
     """Until the job ends, or the key that follows it is revoked."""
     who: Authenticate = request.app.state.authenticate
     async for event in events:
@@ -207,6 +211,8 @@ async def _as_sent_events(request: Request, events: AsyncIterator[JobEvent | Non
             return
         if event is None:
             yield format_sse_event(comment="still here")
+        elif isinstance(event, WindowProgress):  # of no id: nothing goes on from here
+            yield format_sse_event(event="progress", data_str=event.model_dump_json())
         else:
             yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
 

@@ -2,10 +2,21 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from app.schemas.spec import OptimizerName, ScheduleName
 from app.schemas.wire import Flag, Request
+
+
+def _as_ours(given: Any) -> Any:
+    """An optimizer's name however it is spelt. Adam is AdamW without weight decay (`TrainingConfig`)."""
+    if not isinstance(given, str):
+        return given
+    name = given.lower().replace("-", "_")
+    return {"adam": "adamw", "adamw_torch": "adamw", "adamw8bit": "adamw_8bit"}.get(name, name)
+
+
+OptimizerChoice = Annotated[OptimizerName, BeforeValidator(_as_ours)]
 
 
 class OptimizerArguments(Request):

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.schemas.accumulation import MAX_MICRO_BATCH, Precision
-from app.schemas.arguments import Method
-from app.schemas.spec import OptimizerName
+from app.schemas.arguments import Method, OptimizerChoice
 from app.schemas.training import ModelName
 from app.schemas.wire import Answer, Flag, Request
 
@@ -46,7 +45,7 @@ class BatchSizeRequest(Request):
     )
     max_length: int | None = Field(None, ge=2, description="Tokens; null: the positions, at most 1024")
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerChoice = "adamw"
     mixed_precision: Flag | Precision = True
     gradient_checkpointing: Flag = False
     max_memory_usage: float = Field(0.9, gt=0, le=1)

@@ -151,6 +151,24 @@ class Completions(Frozen):
     data: tuple[Completion, ...]
 
 
+class Operator(Frozen):
+    """One of PyTorch's operators in the window that was profiled. Seconds; `own` without what it calls."""
+
+    name: str
+    calls: int
+    seconds: float
+    own_seconds: float
+    device_seconds: float | None
+    """Of its kernels; null: on a CPU."""
+
+
+class Operators(Frozen):
+    """The content of a run directory's profile/operators.json."""
+
+    data: tuple[Operator, ...]
+    """Those that took longest by themselves, the first of them first."""
+
+
 class Outcome(Frozen):
     """How a successful run ended."""
 

@@ -246,6 +246,8 @@ Cut = Annotated[TokenBudget | FixedCount | FixedSize, Field(discriminator="rule"
 
 class PlannedDevice(Frozen):
     gpu_id: int | str
+    name: str | None = None
+    """Of the device; null in plans from before it was kept."""
     micro_batch_size: int
     accumulation_steps: int
     token_budget: int | None

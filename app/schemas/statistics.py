@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from app.schemas.calculators import Recommendation
-from app.schemas.run import Completion
+from app.schemas.run import Completion, Operator
 from app.schemas.training import JobStatus
 from app.schemas.wire import Answer
 
@@ -98,10 +98,26 @@ class Totals(Answer):
     files: int
 
 
+class Evaluation(Answer):
+    step: int
+    loss: float | None
+    """On the validation data; null: it was no number."""
+
+
 class Metrics(Answer):
     training_id: str
     steps: int
     data: list[dict[str, Any]]
+    evaluations: list[Evaluation]
+
+
+class Profile(Answer):
+    training_id: str
+    operators: list[Operator]
+    """Those that took longest by themselves, the first of them first."""
+    files: list[str]
+    """To be had below this address: `trace.json` is for Perfetto or chrome://tracing, `memory.pickle` for
+    pytorch.org/memory_viz."""
 
 
 class CompletionsAnswer(Answer):
@@ -163,6 +179,8 @@ class Recommendations(Answer):
     precision: Recommendation
     gradient_checkpointing: Recommendation
     gradient_clipping: Recommendation
+    submission: dict[str, Any]
+    """The values above as part of a request for a job."""
     advice: list[str]
 
 

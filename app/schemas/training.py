@@ -11,6 +11,7 @@ from app.schemas.arguments import (
     SCHEDULE_ARGUMENTS,
     Method,
     OptimizerArguments,
+    OptimizerChoice,
     ScheduleArguments,
     refuse_surplus,
 )
@@ -20,7 +21,6 @@ from app.schemas.spec import (
     Attention,
     AuxScope,
     EarlyStopping,
-    OptimizerName,
     Overlength,
     Plan,
     ScheduleName,
@@ -145,7 +145,7 @@ class TrainingConfig(Request):
     )
     learning_rate: float = Field(DEFAULT_LEARNING_RATE, gt=0, le=100)
     weight_decay: float = Field(0.0, ge=0, le=1)
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerChoice = "adamw"
     optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)
     lr_scheduler: ScheduleName = "linear"
     warmup_steps: int | None = Field(None, ge=0)
@@ -192,6 +192,21 @@ class TrainingConfig(Request):
                 return {**given, "learning_rate": LORA_LEARNING_RATE}
         return given
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adam_has_no_weight_decay(cls, given: Any) -> Any:
+        if (
+            isinstance(given, dict)
+            and str(given.get("optimizer")).lower() == "adam"
+            and given.get("weight_decay")
+        ):
+            raise ValueError(
+                "optimizer adam is taken for adamw, which is the same without weight_decay; with it "
+                "they differ: "
+                "say adamw, or leave weight_decay out"
+            )
+        return given
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":
         if self.epochs is not None and self.max_steps is not None:
@@ -219,7 +234,13 @@ class JobOptions(AccumulationConfig):
 
     config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
     num_gpus: int | None = Field(None, ge=1, le=1024)
-    gpu_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=1024)
+    gpu_ids: list[int] | None = Field(
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=1024,
+        description="One: the job waits for that GPU; several: so many are planned for",
+    )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")
@@ -285,6 +306,9 @@ class Progress(Answer):
     steps_total: int | None = None
     micro_step: int = 0
     accumulation_step: int = 0
+    """Micro-batches of the window at hand; between two of them, of the one before."""
+    within_window: bool = False
+    """A window has been at hand for a second or longer."""
     skipped: int = 0
     epoch: int = 0
     samples_seen: int = 0
@@ -330,6 +354,7 @@ class Links(Answer):
     events: str
     stats: str
     model: str | None
+    profile: str | None
 
 
 class JobAnswer(Answer):

@@ -64,6 +64,10 @@ class Foresight:
         """As `workers_seen.gpus`."""
         return self._found("gpus", workers_seen.gpus)
 
+    def machines_with_gpus(self) -> int:
+        """As `workers_seen.machines_with_gpus`."""
+        return self._found("machines", workers_seen.machines_with_gpus)
+
     def devices(self) -> list[Device]:
         """As `workers_seen.devices`."""
         return self._found("devices", workers_seen.devices)

@@ -17,7 +17,7 @@ from app.fail_points import fail_point
 from app.jobs import Submission
 from app.models import Job
 from app.planning.devices import Device
-from app.planning.plan import make_plan, recipe_of
+from app.planning.plan import make_plan, recipe_of, unsupported
 from app.profiles import Wanted
 from app.schemas.accumulation import AccumulationConfig
 from app.schemas.spec import Plan, Spec
@@ -89,6 +89,7 @@ def check(
         tune=asked.tune,
         measured_margin=foresight.margin(devices[0].kind),
     )
+    _check_that_workers_can(spec, foresight)
     wanted = _wanted(spec, base, devices[0])
     plan, speed = _plan(spec, wanted, devices[0], foresight)
     submission = Submission(
@@ -103,6 +104,7 @@ def check(
         paused=not asked.auto_start,
         suffix=suffix,
         webhook_url=_webhook(asked, settings),
+        gpu_id=asked.gpu_ids[0] if asked.gpu_ids is not None and len(asked.gpu_ids) == 1 else None,
     )
     return Checked(submission, brought, speed, wanted)
 
@@ -277,11 +279,39 @@ def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settin
     """The devices that the job is planned for: those named, else the first of those that workers have.
 
     Declared devices are for those who ask beforehand: while no worker lives, nobody knows any better.
+
+    Raises:
+        Unprocessable: a GPU was named that no worker has, or that is not one alone.
     """
-    if gpu_ids is None and (of_workers := foresight.devices()):
+    of_workers = foresight.devices()
+    if gpu_ids is None and of_workers:
         return first_devices(count, of_workers)
     there = gpus.for_planning(settings.declared_devices, foresight.gpus())
-    return first_devices(count, there) if gpu_ids is None else select_devices(gpu_ids, there)
+    if gpu_ids is None:
+        return first_devices(count, there)
+    machines = foresight.machines_with_gpus()
+    if of_workers and not machines:
+        raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
+    if machines > 1:
+        raise Unprocessable(
+            f"gpu_ids: GPUs are numbered by machine, and workers run on {machines}: leave gpu_ids out.",
+            field="gpu_ids",
+        )
+    return select_devices(gpu_ids, foresight.gpus() if of_workers else there)
+
+
+def _check_that_workers_can(spec: Spec, foresight: Foresight) -> None:
+    """Raises:
+    Unprocessable: there are workers, and what was asked for is for devices that none of them has.
+    """
+    of_workers = foresight.devices()
+    kinds = {device.kind for device in of_workers}
+    why = [] if "cuda" in kinds else unsupported(
+        "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
+    )  # fmt: skip
+    if of_workers and why:
+        field = "method" if spec.method.name == "qlora" else "optimizer"
+        raise Unprocessable(f"{why[0]}.", field=f"training_config.{field}")
 
 
 def first_devices(count: int, there: list[Device]) -> list[Device]:

@@ -39,7 +39,10 @@ def _check(asked: FineTuningRequest, foresight: Foresight, settings: Settings) -
     if _rate_is_ours(asked):
         spec = checked.submission.spec
         rate = recommended_rate(
-            spec.model.architecture.parameters, spec.optimizer.name, spec.effective_batch_size
+            spec.model.architecture.parameters,
+            spec.optimizer.name,
+            spec.effective_batch_size,
+            adapters=spec.method.lora is not None,
         )
         training = native.training_config.model_copy(update={"learning_rate": rate.value})
         native = native.model_copy(update={"training_config": training})

@@ -163,6 +163,16 @@ def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data:
     assert job_id not in run(shared, "jobs", "--limit", "100")
 
 
+def test_a_job_is_stopped_and_its_model_kept(shared: Accrue, data: Path) -> None:
+    job_id = run(shared, "submit", str(data), "--max-steps", "100000", "--max-length", "32").split()[0]
+    until(lambda: shared.job(job_id)["progress"]["step"] > 0, 60)
+    assert "will be stopped" in run(shared, "stop", job_id)
+    ended = shared.ended(job_id)
+    assert ended["status"] == "succeeded"
+    assert ended["links"]["model"] is not None
+    assert 0 < ended["progress"]["step"] < 100_000
+
+
 def test_jobs_are_compared(shared: Accrue, data: Path, tmp_path: Path) -> None:
     asked = ("submit", str(data), "--max-length", "32", "--epochs", "4")
     ids = [run(shared, *asked, "--batch", batch).split()[0] for batch in ("2", "4")]

@@ -34,6 +34,8 @@ def test_whoever_stops_watching_hears_that_the_job_goes_on(
                 "loss": 2.0,
                 "tokens_per_second": None,
                 "eta_seconds": None,
+                "within_window": True,
+                "accumulation_step": 3,
             }
             return {"status": "running", "waiting": None, "progress": progress}
 

@@ -33,5 +33,10 @@ def test_the_entropy_of_bytes(tmp_path: Path) -> None:
 
 def test_the_loss_curve_is_a_picture(tmp_path: Path) -> None:
     series = [{"step": i, "loss": 5 / i, "loss_ema": 5 / i, "learning_rate": 0.1} for i in range(1, 9)]
-    chart = loss_curve(series, tmp_path / "loss.png", "title", entropy=3.0)
+    chart = loss_curve(
+        {"data": series, "evaluations": [{"step": 2, "loss": 4.0}]},
+        tmp_path / "loss.png",
+        "title",
+        entropy=3.0,
+    )
     assert chart.read_bytes().startswith(b"\x89PNG")

@@ -3,8 +3,17 @@ from dataclasses import replace
 import pytest
 
 from app.planning.architectures import named
-from app.planning.recommendations import MeasuredNoise, ModelKind, Situation, recommend, recommended_batch
+from app.planning.recommendations import (
+    MeasuredNoise,
+    MeasuredRate,
+    ModelKind,
+    Situation,
+    recommend,
+    recommended_batch,
+)
+from app.schemas.accumulation import MAX_ACCUMULATION_STEPS
 from app.schemas.run import NoiseScale
+from app.schemas.spec import OptimizerName
 
 
 @pytest.mark.parametrize(
@@ -79,3 +88,57 @@ def test_clipping_goes_by_the_kind_of_model_and_the_batch(kind: ModelKind, batch
     assert gpt2 is not None
     situation = Situation(gpt2, batch, micro_batch=8, devices=1, device_kind="cuda", kind=kind)
     assert recommend(situation)["gradient_clipping"].value == limit
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 8192, 500_000, 1_000_000])
+@pytest.mark.parametrize("micro_batch", [0, 1, 3, 5000])
+@pytest.mark.parametrize("useful", [None, 1, 2])
+def test_what_is_recommended_agrees_and_can_be_made(batch: int, micro_batch: int, useful: int | None) -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, batch, micro_batch, devices=2, device_kind="cuda", useful=useful)
+    found = {name: own.value for name, own in recommend(situation).items()}
+    made = found["micro_batch_size"] * found["accumulation_steps"] * 2
+    assert found["accumulation_steps"] <= MAX_ACCUMULATION_STEPS
+    assert made - 2 * found["micro_batch_size"] < found["effective_batch_size"] <= made
+    if found["effective_batch_size"] < batch:
+        assert found["accumulation_steps"] == MAX_ACCUMULATION_STEPS
+
+
+def test_the_rate_is_that_of_the_optimizer_that_is_recommended() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    large = Situation(gpt2, 16_384, micro_batch=64, devices=1, device_kind="cuda")
+    assert recommend(large)["optimizer"].value == "lamb"
+    assert "with lamb" in recommend(large)["learning_rate"].why
+    assert recommend(replace(large, kind="vision"))["optimizer"].value == "lars"
+    given: dict[OptimizerName, float] = {
+        name: recommend(replace(large, target=32, optimizer=name))["learning_rate"].value
+        for name in ("adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor")
+    }
+    assert given["adamw"] == given["adamw_8bit"] == 5e-5
+    assert given["lion"] < given["adamw"] < given["lamb"] < given["sgd"]
+    assert recommend(replace(large, target=32, adapters=True))["learning_rate"].value == 2e-4
+
+
+def test_a_rate_that_worked_goes_before_the_literature() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    learned = MeasuredRate("ftjob-1", 3e-3, 16, "adamw", adapters=False, first_loss=5.0, final_loss=2.5)
+    situation = Situation(gpt2, 16, micro_batch=16, devices=1, device_kind="cpu", learned=learned)
+    rate = recommend(situation)["learning_rate"]
+    assert (rate.value, rate.evidence) == (3e-3, "measured")
+    assert "ftjob-1" in rate.why
+    assert recommend(replace(situation, target=64))["learning_rate"].value == 6e-3
+    assert recommend(replace(situation, optimizer="lion"))["learning_rate"].evidence == "literature"
+    assert recommend(replace(situation, adapters=True))["learning_rate"].evidence == "literature"
+
+
+def test_the_data_bound_the_batch_and_clipping_each_micro_batch_its_limit() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda", samples=20_000)
+    batch = recommend(situation)["effective_batch_size"]
+    assert (batch.value, batch.range) == (200, [20.0, 200.0])
+    clipped = replace(situation, target=64, clip_mode="each_micro_batch")
+    assert recommend(clipped)["gradient_clipping"].value == 0.5  # four steps

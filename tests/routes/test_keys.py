@@ -52,6 +52,7 @@ def theirs(client: TestClient, database: Database) -> tuple[dict[str, str], dict
         "file_id": file["id"], "config_id": config["config_id"], "training_id": job["id"],
         "fine_tuning_job_id": job["id"], "identifier": job["id"],
         "profile_id": "profile-000000000000",  # measurements are everybody's
+        "name": "trace.json",
         "model": f"ft:accrue/tiny-gpt2:accrue::{job['id'].removeprefix('ftjob-')}",
     }  # fmt: skip
     return header, made

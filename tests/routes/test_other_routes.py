@@ -55,7 +55,7 @@ def test_statistics_of_an_empty_service_and_of_a_waiting_job(client: TestClient)
     stats = client.get(f"{ROOT}/stats/{job['id']}").json()
     assert (stats["status"], stats["stats"]["steps"], stats["stats"]["loss_mean"]) == ("queued", 0, None)
     metrics = client.get(f"{ROOT}/training/{job['id']}/metrics").json()
-    assert metrics == {"training_id": job["id"], "steps": 0, "data": []}
+    assert metrics == {"training_id": job["id"], "steps": 0, "data": [], "evaluations": []}
     assert client.get(f"{ROOT}/training/{job['id']}/log").text == ""
 
 

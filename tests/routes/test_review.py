@@ -1,14 +1,22 @@
 """Answers that a review found wrong or missing."""
 
 import csv
+import json
 import time
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from app import jobs, workers_seen
 from app.database import Database
+from app.events import tell
+from app.jobs import Fence
+from app.models import Job, Worker
 from app.planning.devices import GIB
+from app.schemas.run import Failure
+from app.settings import Settings
+from app.submitting.foresight import KEPT_SECONDS
 from tests.routes.test_training import JOB, PATH, submit
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
@@ -153,3 +161,126 @@ def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestC
     assert [row["valid_loss"] for row in rows if row["valid_loss"]] == ["0.25"]
     assert rows[19]["valid_loss"] == "0.25"
     assert len(client.get(f"{PATH}/{job}/log?from_step=28").text.splitlines()) == 3
+
+
+@pytest.mark.parametrize("given", ["LAMB", "lamb", "adam", "AdamW", "adamw-8bit"])
+def test_optimizers_are_known_however_they_are_spelt(client: TestClient, given: str) -> None:
+    body = {**JOB, "dry_run": True, "training_config": {"optimizer": given}}
+    answer = client.post(f"{PATH}/with-accumulation", json=body)
+    assert answer.status_code == 200, answer.text
+    query = f"model_name=accrue/tiny-gpt2&optimizer={given}"
+    assert client.get(f"/gradient-accumulation/calculate-batch-size?{query}").status_code == 200
+
+
+def test_adam_with_weight_decay_is_no_adamw(client: TestClient) -> None:
+    body = {**JOB, "training_config": {"optimizer": "Adam", "weight_decay": 0.1}}
+    answer = client.post(f"{PATH}/with-accumulation", json=body)
+    assert answer.status_code == 422
+    assert "adamw" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("field", "said"), [("use_peft", '"lora"'), ("load_in_4bit", '"qlora"'), ("fp16", "mixed_precision")]
+)
+def test_a_switch_of_another_trainer_is_answered_by_ours(client: TestClient, field: str, said: str) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "training_config": {field: True}})
+    assert said in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "model_name=accrue/tiny-gpt2",
+        "model_name=accrue/tiny-gpt2&target_effective_batch_size=1000000",
+        "model_name=gpt2&optimizer=SGD&target_batch_size=16384&gpus=24GB",
+        "model_name=accrue/tiny-gpt2&method=lora&dataset_size=100000&gpus=24GB&gpus=24GB",
+        "model_name=accrue/tiny-gpt2&target_batch_size=16384&kind=vision&clip_mode=each_micro_batch",
+    ],
+)
+def test_what_is_recommended_can_be_submitted(client: TestClient, query: str) -> None:
+    answer = client.get(f"/gradient-accumulation/performance/recommendations?{query}")
+    assert answer.status_code == 200, answer.text
+    own = {"model_name": "accrue/tiny-gpt2", "dataset_config": JOB["dataset_config"], "dry_run": True}
+    devices = {"num_gpus": max(1, query.count("gpus="))}
+    made = client.post(f"{PATH}/with-accumulation", json={**own, **devices, **answer.json()["submission"]})
+    assert made.status_code == 200, made.text
+
+
+def test_jobs_are_for_devices_that_workers_have(client: TestClient) -> None:
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+
+    def asked(changes: dict[str, Any]) -> str:
+        time.sleep(KEPT_SECONDS + 0.1)  # for so long it is taken as it was found
+        answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
+        return "" if answer.status_code == 202 else str(answer.json()["detail"])
+
+    assert asked({"training_config": {"method": "qlora"}}) == ""  # nobody knows of any worker
+    beat(database, "worker-1", "here", [CPU])
+    assert "qlora needs an NVIDIA GPU" in asked({"training_config": {"method": "qlora"}})
+    assert "no worker has a GPU" in asked({"gpu_ids": [0]})
+    beat(database, "worker-2", "there", [GPU])
+    assert asked({"gpu_ids": [2]}) == ""
+    assert "There are: 2" in asked({"gpu_ids": [0]})
+    beat(database, "worker-3", "elsewhere", [GPU])
+    assert "numbered by machine" in asked({"gpu_ids": [2]})
+
+
+CPU = {"id": "cpu", "name": "CPU", "memory_bytes": 2**34, "kind": "cpu"}
+GPU = {"id": 2, "name": "NVIDIA L4", "memory_bytes": 2**34, "kind": "cuda"}
+
+
+def beat(database: Database, worker_id: str, hostname: str, devices: list[dict[str, Any]]) -> None:
+    with database.writing() as session:
+        workers_seen.beat(
+            session, Worker(id=worker_id, hostname=hostname, started_at=1.0, devices=devices, running=[])
+        )
+
+
+def test_a_profile_is_listed_and_its_files_fetched(client: TestClient, settings: Settings) -> None:
+    job = submit(client, profile=True)
+    own = job["links"]["profile"]
+    assert client.get(own).status_code == client.get(f"{own}/trace.json").status_code == 404
+    folder = settings.runs_dir / job["id"] / "profile"
+    folder.mkdir(parents=True)
+    (folder / "trace.json").write_text('{"traceEvents": []}')
+    operator = {"name": "aten::mm", "calls": 3, "seconds": 0.2, "own_seconds": 0.1, "device_seconds": None}
+    (folder / "operators.json").write_text(json.dumps({"data": [operator]}))
+    found = client.get(own).json()
+    assert (found["operators"], found["files"]) == ([operator], ["trace.json"])
+    assert client.get(f"{own}/trace.json").json() == {"traceEvents": []}
+    assert client.get(f"{own}/operators.json").status_code == 422
+    assert client.get(f"{own}/..%2Fspec.json").status_code in (404, 422)
+    assert submit(client)["links"]["profile"] is None
+
+
+def test_evaluations_are_among_the_metrics(client: TestClient) -> None:
+    job_id = submit(client)["id"]
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+    with database.writing() as session:
+        for step, loss in ((2, 3.5), (4, None)):
+            data = {"step": step, "loss": loss}
+            tell(session, session.get_one(Job, job_id), "evaluation", "evaluated", data=data)
+    found = client.get(f"{PATH}/{job_id}/metrics").json()["evaluations"]
+    assert found == [{"step": 2, "loss": 3.5}, {"step": 4, "loss": None}]
+    assert client.get(f"{PATH}/{job_id}/metrics?from_step=3").json()["evaluations"] == found[1:]
+
+
+def test_a_stream_says_how_far_a_window_is(client: TestClient) -> None:
+    job_id = submit(client)["id"]
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+    fence = Fence(job_id, 1, "worker-1")
+    with database.writing() as session:
+        assert jobs.claim(session, "worker-1", 60.0) == fence
+        own = {"step": 3, "micro_step": 40, "accumulation_step": 8, "within_window": True}
+        jobs.note_progress(session, fence, own, 0)
+    told = []
+    with client.stream("GET", f"{PATH}/{job_id}/events", headers={"Accept": "text/event-stream"}) as answer:
+        for line in answer.iter_lines():
+            told.append(line)
+            if line == "event: progress":
+                with database.writing() as session:
+                    jobs.fail(session, fence, Failure(code="x", message="x", permanent=True))
+    at = told.index("event: progress")
+    progress = {"attempt": 1, "step": 3, "micro_step": 40, "accumulation_step": 8}
+    assert json.loads(told[at + 1].removeprefix("data: ")) == progress
+    assert told[at + 2] == ""

@@ -382,6 +382,10 @@ def test_a_profile_on_request(tmp_path: Path) -> None:
     assert {"data", "forward", "backward", "synchronise", "optimizer"} == event["data"]["seconds"].keys()
     assert all(seconds > 0 for seconds in event["data"]["seconds"].values())
     assert json.loads((run.path / "profile" / "trace.json").read_text())["traceEvents"]
+    operators = json.loads((run.path / "profile" / "operators.json").read_text())["data"]
+    assert "aten::addmm" in [operator["name"] for operator in operators]
+    costs = [operator["own_seconds"] for operator in operators]
+    assert costs == sorted(costs, reverse=True)
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
@@ -402,7 +406,10 @@ def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
     run_to_end(run)
     [event] = of_kind(run, "training")
     assert event["data"]["banner"].keys() == {
-        "epochs", "steps", "optimizer", "learning rate", "device", "micro-batch", "accumulation steps",
+        "epochs", "steps", "optimizer", "learning rate", "weight decay", "device", "micro-batch", "
+        ""
+        ""accumulation "
+        "steps",
         "effective batch", "precision", "predicted memory",
     }  # fmt: skip
     assert "effective batch 16" in event["message"]
@@ -411,6 +418,9 @@ def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
     assert saved["data"]["step"] == 2
     told = event["data"]["banner"]["accumulation steps"]
     assert told == f"about {first['gradient_accumulation_steps']}"
+    each = -(-16 // first["gradient_accumulation_steps"])
+    whole = event["data"]["banner"]["effective batch"]
+    assert whole == f"16, about {first['gradient_accumulation_steps']} × {each}"
 
 
 def test_weighted_lines_count_as_they_weigh(tmp_path: Path) -> None:

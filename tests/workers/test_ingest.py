@@ -203,10 +203,12 @@ def test_progress_within_a_window_is_told(database: Database, run: RunDirectory,
     with database.reading() as session:
         progress = jobs.get(session, fence.job_id).progress
     assert (progress["step"], progress["micro_step"], progress["accumulation_step"]) == (1, 5, 3)
+    assert progress["within_window"]
     run.write_progress(WindowProgress(attempt=7, step=1, micro_step=9, accumulation_step=9))
     read(database, run, fence)
     with database.reading() as session:
-        assert jobs.get(session, fence.job_id).progress["accumulation_step"] == 2
+        progress = jobs.get(session, fence.job_id).progress
+    assert (progress["accumulation_step"], progress["within_window"]) == (2, False)
 
 
 def test_text_that_cannot_be_stored_loses_no_event(

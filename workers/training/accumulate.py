@@ -91,6 +91,7 @@ def accumulate(
     observe_routing(training, window, groups)
     seed_window(training.order.spec.seed, training.cursor)
     training.window.open(denominator, len(groups))
+    training.begin_window()
     batches = prefetched(training.loader, lambda g: training.fetch(window[g].tolist()), groups)
     for number in range(len(groups)):
         if training.stop():

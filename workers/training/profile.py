@@ -1,14 +1,18 @@
 """One window under torch.profiler: where its time goes, as figures, a trace and a memory snapshot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from app.schemas.run import Operator, Operators
+
 AT_STEP = 3
 """The update that is profiled, counted from 1: the first ones warm up."""
+
+MOST_OPERATORS = 100
 
 PHASES = ("data", "routing", "forward", "backward", "synchronise", "optimizer")
 """`record_function` names the trainer gives to its phases, after "accrue."."""
@@ -19,7 +23,8 @@ Result = TypeVar("Result")
 def profiled(
     folder: Path, device: torch.device, work: Callable[[], Result]
 ) -> tuple[Result, dict[str, float]]:
-    """Does the work under the profiler, and writes trace.json (and memory.pickle on a GPU) into the folder.
+    """Does the work under the profiler, and writes trace.json, operators.json (and memory.pickle on a GPU)
+    into the folder.
 
     Returns:
         What the work gave, and seconds by phase: of the host, and on a GPU `device_` of its kernels.
@@ -38,11 +43,29 @@ def profiled(
         if on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
     profiler.export_chrome_trace(str(folder / "trace.json"))
-    seconds = {}
-    for row in profiler.key_averages():
+    seconds, rows = {}, profiler.key_averages()
+    (folder / "operators.json").write_text(_operators(rows, on_gpu).model_dump_json())
+    for row in rows:
         phase = row.key.removeprefix("accrue.")
         if phase in PHASES and phase != row.key:
             seconds[phase] = row.cpu_time_total / 1e6
             if on_gpu:
                 seconds[f"device_{phase}"] = row.device_time_total / 1e6
     return result, seconds
+
+
+def _operators(rows: Iterable[Any], on_gpu: bool) -> Operators:
+    """The costliest ones; a table for those who have no viewer of traces at hand."""
+    found = [
+        Operator(
+            name=row.key,
+            calls=row.count,
+            seconds=row.cpu_time_total / 1e6,
+            own_seconds=row.self_cpu_time_total / 1e6,
+            device_seconds=row.self_device_time_total / 1e6 if on_gpu else None,
+        )
+        for row in rows
+        if not row.key.startswith(("accrue.", "ProfilerStep"))
+    ]
+    found.sort(key=lambda each: max(each.own_seconds, each.device_seconds or 0.0), reverse=True)
+    return Operators(data=tuple(found[:MOST_OPERATORS]))

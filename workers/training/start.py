@@ -132,7 +132,7 @@ class Training:
             self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
 
     def note_progress(self, accumulation_step: int) -> None:
-        """Tells how far the window at hand is, where the last word on that is a second old."""
+        """Tells how far the window at hand is, where its begin or the last word on it is a second old."""
         now = time.monotonic()
         if now - self._progress_at < PROGRESS_EVERY_SECONDS or not self.order.spec.log_accumulation:
             return
@@ -145,6 +145,9 @@ class Training:
                 accumulation_step=accumulation_step,
             )
         )
+
+    def begin_window(self) -> None:
+        self._progress_at = time.monotonic()
 
     def close(self) -> None:
         self.loader.shutdown()

@@ -132,7 +132,7 @@ async function* sent(body) {
     for (const block of blocks) {
       const lines = block.split("\n");
       const field = (name) => lines.filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).replace(/^ /, "")).join("\n");
-      if (field("data")) yield { id: field("id"), data: field("data") };
+      if (field("data") && field("id")) yield { id: field("id"), data: field("data") };
     }
   }
 }

@@ -48,7 +48,7 @@ export async function show(main, { id, signal }) {
       drawn = progress;
       const series = await get(`${path}/metrics?points=${POINTS}`, signal);
       measured.hidden = !series.data.length;
-      if (series.data.length) await draw(charts, series.data, job);
+      if (series.data.length) await draw(charts, series, job);
     }
     if (status !== null && status !== job.status) announce(`The job is ${job.status}.`);
     status = job.status;
@@ -72,11 +72,12 @@ function makeCharts() {
     throughput: chart("Throughput", { x: "step", y: "tokens a second", format: "~s" }, help("throughput")),
     memory: chart("Memory", { x: "step", y: "GiB" }, help("memory")),
     noise: chart("Noise scale", { x: "step", y: "samples" }, help("noise_scale")),
+    heat: chart("GPU temperature", { x: "step", y: "degrees Celsius" }),
   };
 }
 
 /** At least one line. */
-async function draw(charts, lines, job) {
+async function draw(charts, { data: lines, evaluations }, job) {
   const x = lines.map((line) => line.step);
   const of = (name) => lines.map((line) => line[name]);
   const trace = (name, shown, more = {}) => ({ x, y: of(name), name: shown, ...more });
@@ -84,14 +85,20 @@ async function draw(charts, lines, job) {
   const device = job.plan.devices[0];
   const noisy = lines.filter((line) => line.noise_scale !== null);
   charts.noise.element.hidden = !noisy.length;
+  const warm = lines.filter((line) => line.temperature_celsius !== null);
+  charts.heat.element.hidden = !warm.length;
+  const held = evaluations.filter((each) => each.loss !== null);
+  const validation = { x: held.map((each) => each.step), y: held.map((each) => each.loss), name: "on held-back samples", colour: "second", mode: "lines+markers" };
+  const best = held.length ? ` On held-back samples at last ${fixed(held.at(-1).loss, 3)}, at best ${fixed(Math.min(...validation.y), 3)}.` : "";
   await Promise.all([
-    charts.loss.draw([trace("loss", "loss", { colour: "soft", width: 1 }), trace("loss_ema", "moving average")], { summary: `Loss ${span("loss_ema", 3)}.` }),
+    charts.loss.draw([trace("loss", "loss", { colour: "soft", width: 1 }), trace("loss_ema", "moving average"), ...(held.length ? [validation] : [])], { summary: `Loss ${span("loss_ema", 3)}.${best}` }),
     charts.rate.draw([trace("learning_rate", "learning rate", { colour: "second" })], { summary: `Learning rate ${span("learning_rate", 6)}.` }),
     charts.norm.draw([trace("grad_norm", "norm", { colour: "third", width: 1 })], { summary: `Gradient norm ${span("grad_norm", 3)}.` }),
     charts.throughput.draw([trace("tokens_per_second", "tokens/s", { colour: "fourth", width: 1 })], { summary: `Tokens a second ${span("tokens_per_second", 0)}.` }),
     charts.memory.draw([trace("peak_gb", "peak so far"), { x: [x[0], x.at(-1)], y: Array(2).fill(device.predicted_peak_bytes / GIB), name: "predicted at full length", colour: "second", dash: "dash" }],
       { summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted at full length ${bytes(device.predicted_peak_bytes)}.`, shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [] }),
     noisy.length && charts.noise.draw([{ x: noisy.map((line) => line.step), y: noisy.map((line) => line.noise_scale), name: "noise scale", colour: "ok" }], { summary: "Noise scale as measured." }),
+    warm.length && charts.heat.draw([{ x: warm.map((line) => line.step), y: warm.map((line) => line.temperature_celsius), name: "GPU", colour: "bad" }], { summary: `The GPU was at most ${number(Math.max(...warm.map((line) => line.temperature_celsius)))} degrees Celsius warm.` }),
   ]);
 }
 
@@ -117,7 +124,8 @@ function makeState() {
     const { progress, plan } = job;
     const total = progress.steps_total;
     const left = job.status === "running" && progress.eta_seconds ? `, ${duration(progress.eta_seconds)} left` : "";
-    fill(verdict, badge(job), h("span", {}, job.status === "queued" ? waits(job) : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${left}`));
+    const within = progress.within_window ? `, ${number(progress.accumulation_step)} micro-batches into the next` : "";
+    fill(verdict, badge(job), h("span", {}, job.status === "queued" ? waits(job) : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`));
     error.textContent = job.error?.message ?? "";
     bar.max = total ?? 1;
     if (total || ENDED.includes(job.status)) bar.value = total ? progress.step : 1;
@@ -166,6 +174,7 @@ async function showOutcome(outcome, job, signal) {
       result.model_path && h("button", { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) }, "Download the model"),
       h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
+      job.links.profile && h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
       h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next")),
     completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null);
 }

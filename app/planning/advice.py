@@ -1,0 +1,138 @@
+"""What a job's own figures say of how it was run."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+from app.planning.recommendations import recommended_batch
+
+_WASTED = 0.1
+_MANY_STEPS = 8
+_OPTIMIZER_SHARE = 0.15
+_ROOMY, _FULL = 0.6, 0.8
+_IDLE = 0.5
+
+
+@dataclass(frozen=True)
+class Figures:
+    """As measured; null: not measured. Shares are of 1, memory is in bytes."""
+
+    padding_share: float | None
+    data_share: float
+    """Of the time, waiting for data."""
+    optimizer_share: float
+    micro_batches_per_step: float
+    skipped: int
+    on_gpu: bool
+    peak_bytes: float | None
+    limit_bytes: int
+    micro_batch: int
+    """Samples of the plan's micro-batch."""
+    gradient_checkpointing: bool
+    clips_each_micro_batch: bool
+    clipping: float | None
+    effective_batch: int
+    samples: int | None
+    """Of the training data."""
+    load: float | None = None
+    """Of the GPU, while the job runs."""
+
+
+def advise(figures: Figures) -> list[str]:
+    """Sentences, each with the figure that it follows from."""
+    return [
+        *_of_the_time(figures),
+        *_of_memory(figures),
+        *_of_clipping(figures),
+        *_of_the_batch(figures),
+    ]
+
+
+def _of_the_time(figures: Figures) -> list[str]:
+    advice = []
+    if figures.padding_share is not None and figures.padding_share > _WASTED:
+        advice.append(
+            f"{figures.padding_share:.0%} of the work went into padding: let the micro-batches be planned "
+            "(a token budget) instead of fixing their size, or set packing."
+        )
+    if figures.data_share > _WASTED:
+        advice.append(
+            f"The device waited for data {figures.data_share:.0%} of the time: look at the disk, or give the "
+            "worker more processor time."
+        )
+    if figures.load is not None and figures.load < _IDLE:
+        advice.append(
+            f"The GPU is busy {figures.load:.0%} of the time: larger micro-batches would keep it busier."
+        )
+    if figures.optimizer_share > _OPTIMIZER_SHARE:
+        advice.append(
+            f"The optimizer takes {figures.optimizer_share:.0%} of a window: a larger effective batch "
+            "makes fewer "
+            "steps for the same samples, and LoRA trains fewer parameters."
+        )
+    if figures.skipped:
+        advice.append(
+            f"{figures.skipped} windows were not applied: see the job's events for the samples at fault."
+        )
+    return advice
+
+
+def _of_memory(figures: Figures) -> list[str]:
+    """Headroom, and many small micro-batches or recomputed activations beside it."""
+    steps, used = figures.micro_batches_per_step, None
+    if figures.peak_bytes is not None and figures.on_gpu:
+        used = figures.peak_bytes / figures.limit_bytes
+    roomy, full = used is not None and used < _ROOMY, used is not None and used > _FULL
+    of_memory = f"{used:.0%} of the memory that may be used" if used is not None else ""
+    if figures.gradient_checkpointing and roomy:
+        return [
+            f"The peak was {of_memory}: without gradient_checkpointing a step takes about a quarter "
+            "less time "
+            "(Chen et al. 2016), if that fits (calculate-batch-size says)."
+        ]
+    if steps <= _MANY_STEPS:
+        return [f"The peak was {of_memory}: larger micro-batches would fit."] if roomy and steps > 1.5 else []
+    if roomy:
+        return [
+            f"{steps:.0f} micro-batches a step, and a peak of {of_memory}: larger micro-batches would "
+            "keep the "
+            "device busier."
+        ]
+    if full and not figures.gradient_checkpointing and figures.micro_batch <= 2:
+        return [
+            f"{steps:.0f} micro-batches a step of {figures.micro_batch} at most, at {of_memory}: with "
+            "gradient_checkpointing more samples fit at once. It costs about a third more computation, which "
+            "pays where so few keep the device idle."
+        ]
+    return [f"{steps:.0f} micro-batches a step: if memory allows, larger ones keep the device busier."]
+
+
+def _of_clipping(figures: Figures) -> list[str]:
+    steps = round(figures.micro_batches_per_step)
+    if not figures.clips_each_micro_batch or figures.clipping is None or steps < 2:
+        return []
+    return [
+        f"Each micro-batch is clipped to {figures.clipping:g}, which allows a window {sqrt(steps):.1f} "
+        "times the "
+        f"noise that clipping the whole would: {figures.clipping / sqrt(steps):.2g} (over the root of "
+        f"{steps}) "
+        "bounds it alike, and clip_mode after_accumulation does so exactly."
+    ]
+
+
+def _of_the_batch(figures: Figures) -> list[str]:
+    if figures.samples is None or figures.samples < 2:
+        return []
+    share, usual = figures.effective_batch / figures.samples, recommended_batch(figures.samples)
+    if share > 0.01 and figures.effective_batch > usual:
+        return [
+            f"The effective batch of {figures.effective_batch} is {share:.1%} of the data; 0.1 to 1 % "
+            "is usual: "
+            f"{usual} makes more steps of an epoch."
+        ]
+    if share < 0.001 and figures.effective_batch < usual:
+        return [
+            f"The effective batch of {figures.effective_batch} is {share:.2%} of the data; 0.1 to 1 % "
+            "is usual: "
+            f"{usual} makes steadier steps."
+        ]
+    return []

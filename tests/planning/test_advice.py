@@ -1,0 +1,49 @@
+"""What is said of a job's figures, and only where they say it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.planning.advice import Figures, advise
+
+GIB = 2**30
+FINE = Figures(
+    padding_share=0.02, data_share=0.01, optimizer_share=0.05, micro_batches_per_step=4.0, skipped=0,
+    on_gpu=True, peak_bytes=7.0 * GIB, limit_bytes=10 * GIB, micro_batch=8, gradient_checkpointing=False,
+    clips_each_micro_batch=False, clipping=1.0, effective_batch=32, samples=5_000,
+)  # fmt: skip
+
+
+def test_nothing_is_said_of_a_job_that_runs_well() -> None:
+    assert advise(FINE) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"padding_share": 0.3}, "30% of the work went into padding"),
+        ({"data_share": 0.4}, "waited for data 40% of the time"),
+        ({"load": 0.2}, "GPU is busy 20% of the time"),
+        ({"optimizer_share": 0.16}, "optimizer takes 16% of a window"),
+        ({"skipped": 3}, "3 windows were not applied"),
+        ({"peak_bytes": 3.0 * GIB}, "30% of the memory that may be used: larger micro-batches would fit"),
+        ({"micro_batches_per_step": 12.0}, "12 micro-batches a step: if memory allows"),
+        ({"micro_batches_per_step": 12.0, "peak_bytes": 3.0 * GIB}, "larger micro-batches would keep"),
+        (
+            {"micro_batches_per_step": 32.0, "peak_bytes": 9.0 * GIB, "micro_batch": 1},
+            "with gradient_checkpointing more samples fit at once",
+        ),
+        ({"gradient_checkpointing": True, "peak_bytes": 3.0 * GIB}, "without gradient_checkpointing"),
+        ({"clips_each_micro_batch": True}, "0.5 (over the root of 4)"),
+        ({"effective_batch": 500}, "is 10.0% of the data"),
+        ({"effective_batch": 32, "samples": 100_000}, "is 0.03% of the data"),
+    ],
+)
+def test_each_sentence_has_its_figure(changes: dict[str, Any], said: str) -> None:
+    [sentence] = advise(replace(FINE, **changes))
+    assert said in sentence
+
+
+def test_of_a_cpu_s_memory_nothing_is_said() -> None:
+    assert advise(replace(FINE, on_gpu=False, peak_bytes=1.0 * GIB)) == []
