@@ -406,11 +406,8 @@ def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
     run_to_end(run)
     [event] = of_kind(run, "training")
     assert event["data"]["banner"].keys() == {
-        "epochs", "steps", "optimizer", "learning rate", "weight decay", "device", "micro-batch", "
-        ""
-        ""accumulation "
-        "steps",
-        "effective batch", "precision", "predicted memory",
+        "epochs", "steps", "optimizer", "learning rate", "weight decay", "device", "micro-batch",
+        "accumulation steps", "effective batch", "precision", "predicted memory",
     }  # fmt: skip
     assert "effective batch 16" in event["message"]
     first = json.loads(run.metrics.read_text().splitlines()[0])
