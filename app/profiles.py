@@ -54,7 +54,10 @@ class Wanted:
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     """What a profile is kept by: the architecture without its weights, the recipe, and the versions of torch
     and of the profiler."""
-    told = f"{architecture.fingerprint} {recipe.model_dump_json()} {sequence} {_torch_version()} {_MADE_BY}"
+    own = recipe.model_dump_json(
+        exclude=None if recipe.optimizer_on_cpu else {"optimizer_on_cpu"}
+    )  # as before
+    told = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_MADE_BY}"
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 

@@ -117,6 +117,8 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     states = OPTIMIZER_STATES[recipe.optimizer]
     if recipe.optimizer == "sgd" and not recipe.momentum:
         states = 0
+    if recipe.optimizer_on_cpu:
+        states = 0
     rows = min(tokens, max(LEAST_LOSS_ROWS, LOSS_CHUNK // architecture.vocabulary))
     logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
     logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0

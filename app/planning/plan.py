@@ -139,6 +139,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         quantised=spec.method.name == "qlora",
         accumulate_in_fp32=spec.accumulate_in_fp32,
         accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
+        optimizer_on_cpu=spec.use_cpu_offload and device.kind == "cuda",
         expandable_segments=device.expandable_segments,
     )
 
@@ -263,6 +264,8 @@ def _warnings(spec: Spec, capacities: Sequence[Capacity], steps_total: int | Non
             f"accumulation_scheduler {spec.ramp.name} follows what is measured: the steps of a run by epochs "
             "are an upper bound, and another plan may ramp otherwise"
         )
+    if spec.use_cpu_offload and capacities[0].device.kind == "cpu":
+        warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
     warnings += unsupported(
         capacities[0].device.kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
     )

@@ -39,6 +39,31 @@ def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float |
     return path
 
 
+def slowdown(found: dict[str, Any]) -> bytes:
+    """Draws the time of a micro-batch by accumulation steps; gives a PNG's bytes.
+
+    Args:
+        found: as `accrue benchmark --json` prints it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = found["steps"]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    names = [str(row["accumulation_steps"]) for row in rows]
+    bars = axes.bar(
+        names, [1000 * row["seconds_per_micro_batch"] for row in rows], color="#1f5fa8", width=0.6
+    )
+    axes.bar_label(bars, [f"{row['slowdown']:+.1%}" for row in rows])
+    title = f"{found['model']}, micro-batches of {found['micro_batch_size']} × {found['max_length']} tokens"
+    axes.set(xlabel="accumulation steps", ylabel="ms a micro-batch, optimizer included", title=title)
+    axes.grid(axis="y", alpha=0.3)
+    out = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(out, dpi=120, format="png")
+    return out.getvalue()
+
+
 def comparison(compared: Comparison) -> bytes:
     """Draws the losses of several jobs over the samples that each has seen; gives a PNG's bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -77,6 +77,11 @@ class AccumulationConfig(Request):
     accumulate_gradients_on_cpu: Flag = Field(
         False, description="Gradients live in host memory between micro-batches"
     )
+    use_cpu_offload: Flag = Field(
+        False,
+        description="The optimizer's states live in host memory, and its step is the processor's: less GPU "
+        "memory, slower steps",
+    )
     accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = "constant"
     accumulation_warmup_steps: int = Field(
         0,

@@ -28,6 +28,8 @@ class Recipe(Frozen):
     clips: bool = True
     accumulate_in_fp32: bool = True
     accumulate_on_cpu: bool = False
+    optimizer_on_cpu: bool = False
+    """With its states."""
     expandable_segments: bool = False
     """The caching allocator's segments grow (PyTorch's allocator settings)."""
 

@@ -165,6 +165,8 @@ class Spec(Frozen):
     accumulate_in_fp32: bool
     """Gradients of parameters in a lower precision are summed in fp32."""
     accumulate_gradients_on_cpu: bool
+    use_cpu_offload: bool = False
+    """The optimizer's states and its step are in host memory."""
     gradient_checkpointing: bool
     attention: Attention
     compile: bool

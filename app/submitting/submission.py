@@ -115,6 +115,12 @@ def freeze(
     """
     own = _data(data, validation, dataset, model)
     _check_options(training, own)
+    if config.use_cpu_offload and training.optimizer == "adamw_8bit":
+        raise Unprocessable(
+            "use_cpu_offload: adamw_8bit works on a GPU alone: choose adamw, whose states then take no GPU "
+            "memory at all.",
+            field="use_cpu_offload",
+        )
     samples = data.examples - own.held_out() if dataset.overlength != "split" else None
     batch = resolve_batch(config, devices, recommended_batch(samples))
     if tune is not None:
@@ -138,6 +144,7 @@ def freeze(
         precision=_precision(config),
         accumulate_in_fp32=config.accumulate_in_fp32,
         accumulate_gradients_on_cpu=config.accumulate_gradients_on_cpu,
+        use_cpu_offload=config.use_cpu_offload,
         gradient_checkpointing=training.gradient_checkpointing,
         attention=training.attention,
         compile=training.compile,

@@ -163,6 +163,18 @@ def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data:
     assert job_id not in run(shared, "jobs", "--limit", "100")
 
 
+def test_what_accumulating_costs_is_measured_and_drawn(shared: Accrue, tmp_path: Path) -> None:
+    small = ("--micro-batch", "2", "--max-length", "16", "--micro-batches", "16", "--rounds", "1")
+    said = run(shared, "benchmark", *small, "--png", str(tmp_path / "cost.png"))
+    assert "accumulation steps" in said
+    assert "At most 2% slower" in said
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    first, second = json.loads(run(shared, "benchmark", *small, "--steps", "1,4", "--json"))["steps"]
+    assert (first["accumulation_steps"], first["windows"], first["slowdown"]) == (1, 16, 0.0)
+    assert (second["accumulation_steps"], second["windows"]) == (4, 4)
+    assert "as in 1,4,16" in run(shared, "benchmark", "--steps", "16", status=2)
+
+
 def test_a_job_is_stopped_and_its_model_kept(shared: Accrue, data: Path) -> None:
     job_id = run(shared, "submit", str(data), "--max-steps", "100000", "--max-length", "32").split()[0]
     until(lambda: shared.job(job_id)["progress"]["step"] > 0, 60)

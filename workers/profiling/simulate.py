@@ -198,7 +198,11 @@ class Simulation:
                 recorder.tape.blocks[block].size = definitions.stored_bytes(tensor)
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()
         parameters = list(model.parameters())
-        optimizer = make_optimizer(_optimizer(recipe), parameters)
+        optimizer = (
+            _Elsewhere(parameters)
+            if recipe.optimizer_on_cpu
+            else make_optimizer(_optimizer(recipe), parameters)
+        )
         scale = LossScale(1.0) if recipe.precision == "fp16" else None
         gradients = gradients_for(parameters, in_fp32=recipe.accumulate_in_fp32, host=_host(recipe))
         clipping = Clipping(1.0 if recipe.clips else None)
@@ -254,6 +258,16 @@ class Simulation:
         recorder.by_origin = True
         step.window.close()
         recorder.by_origin = False
+
+
+class _Elsewhere(torch.optim.Optimizer):
+    """One whose states and arithmetic are in another memory (training/optimizer.py: OnHost)."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__([p for p in parameters if p.requires_grad], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Takes no memory here."""
 
 
 def _materialise(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Optimizers, and which parameters decay."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -11,13 +11,63 @@ from app.schemas.spec import OptimizerSpec
 from workers.training.faults import CannotTrain
 
 
-def make_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(
+    spec: OptimizerSpec, parameters: Iterable[nn.Parameter], host: torch.device | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of a spec over the trainable parameters; matrices decay, norms and biases don't.
+
+    Args:
+        host: where its states and its arithmetic are; null: with the parameters.
 
     Raises:
         CannotTrain: its package is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return OnHost(spec, trained, host) if host is not None else _make(spec, trained)
+
+
+class OnHost(torch.optim.Optimizer):
+    """An optimizer over copies of the parameters in another memory, which holds its states, too.
+
+    A step moves the gradients there and the new weights back, and takes no memory of the parameters' device.
+    The arithmetic is that of the optimizer itself, in the same precision.
+    """
+
+    def __init__(self, spec: OptimizerSpec, trained: Sequence[nn.Parameter], host: torch.device) -> None:
+        self._pairs = [(p, nn.Parameter(p.detach().to(host, copy=True))) for p in trained]
+        self._own = _make(spec, [copy for _, copy in self._pairs])
+        self._show()
+
+    def _show(self) -> None:
+        self.param_groups, self.state, self.defaults = (
+            self._own.param_groups, self._own.state, self._own.defaults,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "the loss is known by now"
+        for parameter, copy in self._pairs:
+            if parameter.grad is not None:
+                copy.grad, parameter.grad = parameter.grad.to(copy.device), None
+        self._own.step()
+        for parameter, copy in self._pairs:
+            if copy.grad is not None:
+                parameter.copy_(copy)
+                copy.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._own.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the weights over as well, which are loaded before."""
+        self._own.load_state_dict(state_dict)
+        self._show()
+        with torch.no_grad():
+            for parameter, copy in self._pairs:
+                copy.copy_(parameter)
+
+
+def _make(spec: OptimizerSpec, trained: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

@@ -182,7 +182,8 @@ def start(
         ) from None
     if spec.method.name != "qlora":
         model.to(device)
-    optimizer = make_optimizer(spec.optimizer, model.parameters())
+    host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
+    optimizer = make_optimizer(spec.optimizer, model.parameters(), host)
     state = _resume(run, model, optimizer, reporter)
     if state.checkpointing:
         models.recompute_activations(model)

@@ -1,0 +1,68 @@
+"""An optimizer whose states are in another memory trains as it does beside the parameters."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from app.planning.architectures import named
+from app.planning.memory import step_memory
+from app.schemas.profile import Recipe
+from app.schemas.spec import OptimizerName
+from tests.specs import make_optimizer as make_optimizer_spec
+from workers.training import checkpoint
+from workers.training.checkpoint import TrainingState
+from workers.training.optimizer import OnHost, make_optimizer, set_rate
+
+CPU = torch.device("cpu")
+NAMES = [name for name in get_args(OptimizerName) if name != "adamw_8bit"]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+
+
+def train(trained: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_rate(optimizer, 0.01 / (step + 1))
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        trained(inputs).square().sum().backward()
+        optimizer.step()
+        for parameter in trained.parameters():
+            parameter.grad = None
+
+
+def weights(trained: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trained.parameters()])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_makes_the_same_steps_bit_by_bit_and_resumes(name: OptimizerName, tmp_path: Path) -> None:
+    spec = make_optimizer_spec(name)
+    plain, moved, resumed = model(), model(), model()
+    beside = make_optimizer(spec, plain.parameters())
+    on_host = make_optimizer(spec, moved.parameters(), CPU)
+    assert isinstance(on_host, OnHost)
+    train(plain, beside, range(6))
+    train(moved, on_host, range(3))
+    state = TrainingState(step=3)
+    checkpoint.save(tmp_path, state, moved, on_host)
+    train(moved, on_host, range(3, 6))
+    assert torch.equal(weights(plain), weights(moved))
+    again = make_optimizer(spec, resumed.parameters(), CPU)
+    assert checkpoint.restore(tmp_path, resumed, again)[0] == state
+    train(resumed, again, range(3, 6))
+    assert torch.equal(weights(plain), weights(resumed))
+
+
+def test_a_gpu_s_memory_is_predicted_without_its_states() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    recipe = Recipe(device="cuda", precision="bf16")
+    beside = step_memory(gpt2, recipe, 4, 512)
+    moved = step_memory(gpt2, recipe.model_copy(update={"optimizer_on_cpu": True}), 4, 512)
+    assert (moved.optimizer_bytes, beside.optimizer_bytes) == (0, gpt2.parameters * 8)
+    assert moved.gradients_bytes == beside.gradients_bytes
