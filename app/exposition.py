@@ -10,10 +10,10 @@ from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import gpus
+from app import counters, gpus
 from app.database import Database, database_now
 from app.gpus import SeenGpu
-from app.models import Job, JobEvent, Measurement, Worker
+from app.models import Job, Measurement, Worker
 from app.outlook import Outlook
 from app.schemas.training import JobStatus, Reason
 from app.workers_seen import SILENT_SECONDS
@@ -62,8 +62,7 @@ class _FromDatabase(Collector):
             yield _jobs(session)
             yield _waiting(session)
             yield _oldest(session)
-            yield from _durations(session)
-            yield _recoveries(session)
+            yield from _counters(session)
             yield _prediction_error(session)
             yield _workers(session)
         yield from _gpus()
@@ -92,27 +91,19 @@ def _oldest(session: Session) -> Metric:
     return GaugeMetricFamily("accrue_queue_oldest_seconds", text, value=since or 0.0)
 
 
-def _durations(session: Session) -> Iterable[Metric]:
+def _counters(session: Session) -> Iterable[Metric]:
+    counted = counters.count(session)
     seconds = CounterMetricFamily(
         "accrue_job_seconds", "From first claim to end, summed over ended jobs", labels=["status"]
     )
-    tokens = CounterMetricFamily("accrue_trained_tokens", "Target tokens of the jobs that succeeded")
-    rows = session.execute(
-        select(Job.status, func.sum(Job.finished_at - Job.started_at))
-        .where(Job.finished_at.is_not(None), Job.started_at.is_not(None))
-        .group_by(Job.status)
-    )
-    for status, total in rows:
-        seconds.add_metric([status], total or 0.0)
-    trained = select(func.sum(Job.result["trained_tokens"].as_integer())).where(Job.status == "succeeded")
-    tokens.add_metric([], session.scalar(trained) or 0)
-    return seconds, tokens
-
-
-def _recoveries(session: Session) -> Metric:
-    told = select(func.count()).select_from(JobEvent).where(JobEvent.type == "out_of_memory")
+    for (name, label), value in counted.items():
+        if name == "job_seconds":
+            seconds.add_metric([label], value)
+    yield seconds
+    text = "Target tokens of the jobs that succeeded"
+    yield CounterMetricFamily("accrue_trained_tokens", text, value=counted["trained_tokens", ""])
     text = "Times that a trainer ran out of memory and went on with smaller micro-batches"
-    return CounterMetricFamily("accrue_oom_recoveries", text, value=session.scalar(told) or 0)
+    yield CounterMetricFamily("accrue_oom_recoveries", text, value=counted["oom_recoveries", ""])
 
 
 def _prediction_error(session: Session) -> Metric:

@@ -35,7 +35,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session
 
-from app import totals
+from app import counters, totals
 from app.database import database_now
 from app.errors import Conflict, NotFound
 from app.events import tell, tell_of
@@ -396,6 +396,7 @@ def resume(session: Session, job_id: str) -> Job:
     elif job.status == "running" and job.requested == "pause":
         job.requested = None
     elif timed_out(job):
+        counters.keep(session, job_id)
         job.status, job.error, job.finished_at, job.not_before, job.failures = "queued", None, None, 0.0, 0
         job.place = _now(session) - job.priority * AGEING_SECONDS
         message = f"Job resumed: it has its timeout_seconds ({job.spec['timeout_seconds']:g}) once more."
@@ -466,6 +467,7 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
+    counters.keep(session, job_id)
     file = session.get_one(File, job.file_id)
     session.delete(job)
     session.flush()

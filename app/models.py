@@ -164,6 +164,17 @@ class JobTotals(Base):
     """Of its last step."""
 
 
+class Counter(Base):
+    """What figures that only grow have from jobs that are no longer there (app/exposition.py)."""
+
+    __tablename__ = "counters"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    label: Mapped[str] = mapped_column(primary_key=True)
+    """Empty: it has none."""
+    value: Mapped[float]
+
+
 class StepMetric(Base):
     """One optimizer step of a job; where two attempts made it, the later one's."""
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app.models import Configuration, Job, JobEvent, Measurement, StepMetric
+from app.planning.devices import Device
 from app.prepared import Prepared
+from app.schemas.spec import Spec
 from app.schemas.statistics import (
     ConfigurationStatistics,
     CostOfSteps,
@@ -37,27 +39,48 @@ class Speed:
     tokens_per_sample: float
 
 
-def speed(session: Session, model_name: str, kind: Literal["cpu", "cuda"], file_id: str) -> Speed | None:
-    """How fast the newest finished job with a model went on such a device; first those on the same data."""
-    jobs = select(Job).where(
-        Job.model_name == model_name,
+def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
+    """How fast the newest finished job went that trained the same model in the same way on such a device;
+    first those on the same data."""
+    finished = select(Job.id, Job.spec, Job.plan).where(
+        Job.model_name == spec.model.name,
         Job.status == "succeeded",
-        Job.device.startswith(kind),
+        Job.device.startswith(device.kind),
         Job.result["tuning"].as_string().is_(None),
     )
-    newest = (
-        session.scalars(each.order_by(Job.id.desc()).limit(1)).one_or_none()
-        for each in (jobs.where(Job.file_id == file_id), jobs)
+    wanted = {name: spec.model_dump(mode="json")[name] for name in _DECIDE_SPEED}
+    for each in (finished.where(Job.file_id == spec.data.file_id), finished):
+        for job in session.execute(each.order_by(Job.id.desc()).limit(_NEWEST)):
+            if _went_alike(job.spec, job.plan, wanted, spec, device):
+                return _speed_of(session, job.id)
+    return None
+
+
+_DECIDE_SPEED = ("model", "method", "attention", "compile", "gradient_checkpointing", "precision", "freeze")
+"""Of a spec: what a sample's time depends on, beside its length and the device."""
+
+_NEWEST = 20
+"""Jobs that are looked at for one that went alike."""
+
+
+def _went_alike(
+    other: dict[str, Any], plan: dict[str, Any], wanted: dict[str, Any], spec: Spec, device: Device
+) -> bool:
+    data = ("max_length", "overlength", "packing")
+    return (
+        all(other[name] == value for name, value in wanted.items())
+        and all(other["data"][name] == getattr(spec.data, name) for name in data)
+        and plan["devices"][0].get("name") in (None, device.name)
     )
-    job = next((each for each in newest if each is not None), None)
-    if job is None:
-        return None
+
+
+def _speed_of(session: Session, job_id: str) -> Speed | None:
     samples, tokens, seconds = session.execute(
         select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens), func.sum(_SECONDS)).where(
-            StepMetric.job_id == job.id
+            StepMetric.job_id == job_id
         )
     ).one()
-    return Speed(job.id, samples / seconds, tokens / samples) if seconds else None
+    return Speed(job_id, samples / seconds, tokens / samples) if seconds else None
 
 
 def of_job(session: Session, job: Job) -> JobStatistics:

@@ -1,5 +1,6 @@
 """What finished jobs tell of the next, and what all of them come to."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -8,11 +9,17 @@ from sqlalchemy import insert, update
 from app import jobs, stats, totals
 from app.database import Database
 from app.models import Attempt, Job, StepMetric
+from app.planning.devices import GIB, Device
+from app.planning.remedies import DEFAULT_LORA
 from app.results import series as module
 from app.results.series import each_step, last_step, series
 from app.schemas.run import LogLine
+from app.schemas.spec import MethodSpec
+from tests.specs import make_spec
 from tests.submissions import submitted
 from tests.workers.test_ingest import line
+
+CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
 
 
 def finished(database: Database, device: str, steps: int) -> str:
@@ -26,20 +33,28 @@ def finished(database: Database, device: str, steps: int) -> str:
     return job_id
 
 
-def test_a_jobs_speed_is_that_of_the_newest_finished_one_on_such_a_device(database: Database) -> None:
+def test_a_jobs_speed_is_that_of_the_newest_finished_one_like_it(database: Database) -> None:
     submitted(database)
+    spec = make_spec()
     with database.reading() as session:
-        assert stats.speed(session, "accrue/tiny-gpt2", "cpu", "file-1") is None
+        assert stats.speed(session, spec, CPU) is None
     finished(database, "cpu", 2)
     newest = finished(database, "cpu", 3)
     finished(database, "cuda:0", 1)
     with database.reading() as session:
-        speed = stats.speed(session, "accrue/tiny-gpt2", "cpu", "file-1")
+        speed = stats.speed(session, spec, CPU)
         assert speed is not None
         assert speed.job_id == newest
         assert speed.samples_per_second == pytest.approx(8 / 0.6)
         assert speed.tokens_per_sample == pytest.approx(90 / 8)
-        assert stats.speed(session, "another", "cpu", "file-1") is None
+        for other in (
+            make_spec(model=spec.model.model_copy(update={"name": "another"})),
+            make_spec(gradient_checkpointing=True),
+            make_spec(method=MethodSpec(name="lora", lora=DEFAULT_LORA)),
+            make_spec(data=spec.data.model_copy(update={"max_length": 1024})),
+        ):
+            assert stats.speed(session, other, CPU) is None
+        assert stats.speed(session, spec, replace(CPU, name="another processor")) is None
 
 
 def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Database) -> None:

@@ -21,6 +21,13 @@ def upgrade() -> None:
     for name in ("seconds", "device_seconds"):
         op.add_column("job_totals", sa.Column(name, sa.Double(), nullable=False, server_default="0"))
     op.add_column("job_totals", sa.Column("final_loss", sa.Double(), nullable=True))
+    op.create_table(
+        "counters",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("label", sa.String(), nullable=False),
+        sa.Column("value", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("name", "label", name="pk_counters"),
+    )
     _count_what_is_there()
 
 
@@ -40,6 +47,7 @@ def _count_what_is_there() -> None:
 
 
 def downgrade() -> None:
+    op.drop_table("counters")
     for name in ("final_loss", "device_seconds", "seconds"):
         op.drop_column("job_totals", name)
     op.drop_column("step_metrics", "temperature_celsius")

@@ -76,10 +76,9 @@ class Foresight:
         """As `measurements.margin`."""
         return self._found(("margin", device), measurements.margin, device)
 
-    def speed(self, model_name: str, device: Literal["cpu", "cuda"], file_id: str) -> Speed | None:
+    def speed(self, spec: Spec, device: Device) -> Speed | None:
         """As `stats.speed`, of the jobs that the caller sees."""
-        key = ("speed", self.database.owner, model_name, device, file_id)
-        return self._found(key, stats.speed, model_name, device, file_id)
+        return self._found(("speed", self.database.owner, spec, device), stats.speed, spec, device)
 
     def estimates(self, architecture: Architecture, device_name: str | None) -> Estimates:
         """As `profiles.estimates`."""

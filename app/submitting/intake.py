@@ -233,7 +233,7 @@ def _plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> t
 
 def _new_plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
     foresight.want(wanted)
-    speed = foresight.speed(spec.model.name, device.kind, spec.data.file_id)
+    speed = foresight.speed(spec, device)
     plan = make_plan(
         spec,
         [device],

@@ -3,7 +3,11 @@
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from app import jobs
 from app.database import Database
+from app.events import tell
+from app.jobs import Fence
+from app.models import Job
 from tests.routes.test_keys import key_for
 from tests.routes.test_training import JOB, PATH
 
@@ -41,3 +45,20 @@ def test_they_are_for_admins(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     assert client.get("/metrics", headers=key_for(database)).status_code == 403
     assert "accrue_jobs" in scraped(client, **key_for(database, "admin"))
+
+
+def test_counters_do_not_fall_when_jobs_are_deleted(client: TestClient) -> None:
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+    job_id = client.post(f"{PATH}/with-accumulation", json=JOB).json()["id"]
+    fence = Fence(job_id, 1, "worker-1")
+    with database.writing() as session:
+        assert jobs.claim(session, "worker-1", 60.0) == fence
+        tell(session, session.get_one(Job, job_id), "out_of_memory", "smaller micro-batches")
+        jobs.succeed(session, fence, {"files": [], "trained_tokens": 700})
+    names = ("accrue_job_seconds_total", "accrue_trained_tokens_total", "accrue_oom_recoveries_total")
+    before = {name: scraped(client)[name] for name in names}
+    assert before["accrue_trained_tokens_total"] == {(): 700.0}
+    assert before["accrue_oom_recoveries_total"] == {(): 1.0}
+    with database.writing() as session:
+        jobs.remove(session, job_id)
+    assert {name: scraped(client)[name] for name in names} == before
