@@ -16,9 +16,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Line(BaseModel):
-    """Further keys on a line (ids, sources) are people's own business and are ignored."""
+    """Further keys on a line (ids, sources) are people's own business: they are not trained on, and named
+    once (`unused_keys`)."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     weight: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
     """How much each of the line's tokens counts for the loss, beside those of other lines."""
@@ -38,7 +39,7 @@ class PromptCompletion(Line):
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     role: Role
     content: str
@@ -72,6 +73,14 @@ _KEYS: dict[DataFormat, set[str]] = {
     "prompt_completion": {"prompt", "completion"},
     "text": {"text"},
 }
+
+
+def unused_keys(example: Example) -> set[str]:
+    """The keys of a line, and of its messages, that the trainer makes nothing of."""
+    found = set(example.model_extra or ())
+    if isinstance(example, Chat):
+        found |= {f"messages.{key}" for message in example.messages for key in message.model_extra or ()}
+    return found
 
 
 class BadLine(ValueError):

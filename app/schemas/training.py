@@ -255,6 +255,18 @@ class JobOptions(AccumulationConfig):
     )
 
     @model_validator(mode="after")
+    def _rate_can_be_scaled(self) -> "JobOptions":
+        asked = {"gradient_scaling", "lr_scaling"} & self.model_fields_set
+        scales = self.gradient_scaling and self.lr_scaling != "none"
+        if asked and scales and self.base_batch_size is None and self.config_id is None:
+            raise ValueError(
+                f"{min(asked)} scales the learning rate from the batch that it was chosen for: say that "
+                "batch "
+                "(base_batch_size), or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _devices_agree(self) -> "JobOptions":
         if self.gpu_ids is not None and self.num_gpus not in (None, len(self.gpu_ids)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")

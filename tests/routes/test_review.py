@@ -284,3 +284,12 @@ def test_a_stream_says_how_far_a_window_is(client: TestClient) -> None:
     progress = {"attempt": 1, "step": 3, "micro_step": 40, "accumulation_step": 8}
     assert json.loads(told[at + 1].removeprefix("data: ")) == progress
     assert told[at + 2] == ""
+
+
+@pytest.mark.parametrize("field", [{"gradient_scaling": True}, {"lr_scaling": "linear"}])
+def test_a_rate_is_scaled_from_a_batch_that_is_said(client: TestClient, field: dict[str, Any]) -> None:
+    refused = client.post(f"{PATH}/with-accumulation", json={**JOB, **field})
+    assert refused.status_code == 422
+    assert "base_batch_size" in refused.json()["detail"]
+    assert submit(client, **field, base_batch_size=16)["learning_rate"] != 5e-5
+    assert submit(client, gradient_scaling=False)["learning_rate"] == 5e-5

@@ -18,10 +18,11 @@ from app.schemas.spec import (
     ValidationSpec,
 )
 from tests.runs import events_of, lay_order, log_of, small_data, write_texts
-from tests.specs import make_optimizer, make_spec
+from tests.specs import cpu_plan, make_optimizer, make_spec
 from tests.training.small_models import make_model, make_window64
 from tests.training.test_fit import interrupted_at, run_to_end, spoil, weights
 from workers.run_directory import RunDirectory
+from workers.training import memory, start
 from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
 from workers.training.faults import CannotTrain
@@ -437,3 +438,39 @@ def test_weighted_lines_count_as_they_weigh(tmp_path: Path) -> None:
         run_to_end(run)
         losses.append([line["loss"] for line in log_of(run)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a test it only seems so: of 1 GiB with more than 8 samples at once."""
+    limit, taken = 2**29, {"peak": 2**30}  # of loading the model, which is no window's fault
+    monkeypatch.setattr(memory, "in_use", lambda device: 2**28)
+    monkeypatch.setattr(memory, "peak", lambda device: taken["peak"])
+    monkeypatch.setattr(memory, "forget_peak", lambda device: taken.update(peak=2**28))
+    collated = start.collate
+
+    def taking(rows: Any, *others: Any) -> Any:
+        taken["peak"] = max(taken["peak"], 2**30 if len(rows) > 8 else 2**28)
+        return collated(rows, *others)
+
+    monkeypatch.setattr(start, "collate", taking)
+    spec = make_spec(data=small_data(), max_steps=3)
+    plan = cpu_plan(spec)
+    device = plan.devices[0].model_copy(update={"memory_limit_bytes": limit})
+    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=16), devices=(device,))
+    run_to_end(run)
+    events = of_kind(run, "out_of_memory")
+    assert "replayed with at most" in events[0]["message"]
+    assert [line["step"] for line in log_of(run)] == [1, 2, 3]
+    assert all(line["physical_batch_size"] <= 8 for line in raw_log(run))
+
+
+def test_keys_that_are_not_trained_on_are_named_once(tmp_path: Path) -> None:
+    lines = [{"text": f"text number {i}", "source": "a", "id": i} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
+    run_to_end(run)
+    [event] = of_kind(run, "data")
+    assert event["level"] == "warning"
+    assert "keys that mean nothing here and are not used: 'id', 'source'" in event["message"]

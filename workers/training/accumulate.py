@@ -60,12 +60,13 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         measures = _measures(training)
         groups = cut(training, window, training.cut, measured=measures)
         added = None
+        training.memory.begin()
         try:
             added = accumulate(training, window, groups, denominator, tap=measures)
         except RuntimeError as error:
             if not guards.is_out_of_memory(error):
                 raise
-        if added is None:  # by now the error is gone, and the tensors in its frames with it
+        if added is None or training.memory.exceeded():  # by now the error and its frames' tensors are gone
             make_room(training, groups, training.lengths_of(window))
             continue
         closed = guards.close(training.window, accept)

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from app.schemas.examples import BadLine, Chat, Example, PromptCompletion, TextExample, parse_line
+from app.schemas.examples import (
+    BadLine,
+    Chat,
+    Example,
+    PromptCompletion,
+    TextExample,
+    parse_line,
+    unused_keys,
+)
 from app.schemas.spec import DataSpec
 from workers.run_directory import sync, write_whole
 from workers.training.faults import CannotTrain, Interrupted
@@ -26,6 +34,7 @@ Piece = tuple[str, bool]
 """A stretch of text, and whether its tokens count for the loss."""
 
 _CHUNK = 1000
+_MOST_KEYS = 20
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
 """`counts` in bytes, not bits, so that it is read without a copy."""
 
@@ -41,6 +50,12 @@ class Prepared:
     truncated: int = 0
     split: int = 0
     without_targets: int = 0
+    unused_keys: list[str] = field(default_factory=list)
+    """Of the lines, that mean nothing here; the first of them."""
+
+    def note_unused(self, example: Example) -> None:
+        new = unused_keys(example).difference(self.unused_keys)
+        self.unused_keys += sorted(new)[: _MOST_KEYS - len(self.unused_keys)]
 
     def notes(self, max_length: int) -> list[str]:
         """What a person should know of it, counted."""
@@ -49,7 +64,12 @@ class Prepared:
             (self.split, "split into parts"),
             (self.without_targets, "without a token that counts for the loss"),
         )
-        return [f"{count} {what}" for count, what in counted if count]
+        notes = [f"{count} {what}" for count, what in counted if count]
+        if self.unused_keys:
+            notes.append(
+                f"keys that mean nothing here and are not used: {', '.join(map(ascii, self.unused_keys))}"
+            )
+        return notes
 
 
 class Samples:
@@ -182,6 +202,8 @@ def _write(
         while chunk := list(itertools.islice(examples, _CHUNK)):
             if stop():
                 raise Interrupted
+            for _, example in chunk:
+                prepared.note_unused(example)
             rows = [
                 (*row, example.weight)
                 for (_, example), (number, tokens, counts) in zip(chunk, tokeniser.rows(chunk), strict=True)
@@ -319,7 +341,7 @@ class Tokeniser:
         for index in learned:
             prefixes += [(index, True), (index + 1, False)]
         asked = [each for each in prefixes if each[0]]  # of no message at all there is nothing to render
-        messages = [message.model_dump(exclude={"weight"}) for message in chat.messages]
+        messages = [message.model_dump(include={"role", "content"}) for message in chat.messages]
         try:
             made = iter(self._renderer.render(messages, asked))
         except CannotTrain as error:

@@ -36,6 +36,24 @@ def forget_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+class Watch:
+    """Holds the host's memory against a limit, stretch by stretch; a GPU's is kept by its allocator."""
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._device, self._limit = device, limit_bytes
+        self._holds = device.type == "cpu"
+
+    def begin(self) -> None:
+        """Forgets a peak over the limit, such as that of loading the model."""
+        if self._holds and peak(self._device) > self._limit:
+            forget_peak(self._device)
+            self._holds = peak(self._device) < self._limit or in_use(self._device) > self._limit
+
+    def exceeded(self) -> bool:
+        """Whether more than the limit was in use since `begin()`."""
+        return self._holds and peak(self._device) > self._limit
+
+
 def gib(count: int) -> float:
     """Bytes as GiB, to a hundred kilobytes."""
     return round(count / GIB, 4)

@@ -14,7 +14,7 @@ import torch
 from app.schemas.run import WindowProgress
 from app.schemas.spec import Cut, FixedCount, Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import checkpoint, ramp
+from workers.training import checkpoint, memory, ramp
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import (
@@ -66,6 +66,7 @@ class Training:
     validation: Samples | None
     form: Form
     state: TrainingState
+    memory: memory.Watch
     loader: ThreadPoolExecutor
     saved: str | None = None
     """The checkpoint that was told of last."""
@@ -208,6 +209,7 @@ def start(
         validation=validation,
         form=_form(order, tokenizer, balance),
         state=state,
+        memory=memory.Watch(device, plan.devices[0].memory_limit_bytes),
         loader=ThreadPoolExecutor(1, thread_name_prefix="loader"),
     )
     training.shrink_buckets()
