@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import IO
 
-from app import parent
+from app import PREFIX, parent
 from app.errors import BadSetting
 
 _LIFELINES: dict[int, int] = {}
@@ -50,7 +50,7 @@ def start(
     theirs, ours = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", part],
+            [sys.executable, "-m", f"{PREFIX}app.cli", part],
             env={**(os.environ if env is None else env), parent.VARIABLE: str(theirs)},
             stdout=log,
             stderr=log,

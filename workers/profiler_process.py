@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import structlog
 
@@ -49,7 +48,7 @@ class ProfilerProcess:
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.profiling"],
+                [sys.executable, "-m", f"{PREFIX}workers.profiling"],
                 stdin=subprocess.DEVNULL,
                 env={
                     **{name: value for name, value in os.environ.items() if name != "HF_TOKEN"},
@@ -60,7 +59,7 @@ class ProfilerProcess:
                 },
                 pass_fds=[theirs],
                 start_new_session=True,
-                cwd=Path(__file__).resolve().parent.parent,
+                cwd=FOLDER,
             )
         except OSError as error:
             log.warning("the profiler could not be started", error=str(error))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from app import fail_points
 from app.errors import BadSetting
@@ -76,7 +75,7 @@ class TrainerProcess:
         Raises:
             OSError: the process cannot be started.
         """
-        command = [sys.executable, "-m", "workers.training", str(run.path)]
+        command = [sys.executable, "-m", f"{PREFIX}workers.training", str(run.path)]
         theirs, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
         token = _pipe_with(os.environ.get("HF_TOKEN", ""))
@@ -90,7 +89,7 @@ class TrainerProcess:
                     env={**_environment(device, theirs, silence_seconds), TOKEN_VARIABLE: str(token)},
                     pass_fds=[theirs, token, *([] if device_lock is None else [device_lock])],
                     start_new_session=True,
-                    cwd=Path(__file__).resolve().parent.parent,
+                    cwd=FOLDER,
                 )
         except OSError:
             os.close(self._lifeline)

@@ -77,7 +77,7 @@ def worker(
     """
     import importlib
 
-    importlib.import_module("workers.__main__").main(until_empty=drain)
+    importlib.import_module(f"{PREFIX}workers.__main__").main(until_empty=drain)
 
 
 @commands.command()

@@ -13,7 +13,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,13 +95,13 @@ class Renderer:
     def _start(self) -> subprocess.Popen[bytes]:
         passed = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "workers.training.rendering"],
+            [sys.executable, "-m", f"{PREFIX}workers.training.rendering"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in passed if name in os.environ}
             | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).resolve().parent.parent.parent,
+            cwd=FOLDER,
         )
         assert self._process.stdin is not None
         first = {"template": self._template, "special_tokens": self._special_tokens}
