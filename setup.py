@@ -2,8 +2,8 @@
 
 A checkout has `app`, `workers` and `alembic` side by side. Installed like that they would be in the way of
 the packages of whoever embeds the service, many of which are called just so. In a wheel they are
-`accrue.app`, `accrue.workers` and `accrue.app.alembic`, and what imports them is rewritten; an editable installation has
-them as they are.
+`accrue.app`, `accrue.workers` and `accrue.app.alembic`, and what imports them is rewritten; an editable
+installation has them as they are.
 """
 
 import re

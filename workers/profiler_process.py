@@ -8,6 +8,7 @@ import time
 
 import structlog
 
+from app import FOLDER, PREFIX
 from app.settings import Settings
 from workers.run_directory import LIFELINE_VARIABLE
 

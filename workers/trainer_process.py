@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from app import fail_points
+from app import FOLDER, PREFIX, fail_points
 from app.errors import BadSetting
 from app.planning.devices import Device
 from app.schemas.run import Failure

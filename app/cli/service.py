@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from app import PREFIX
+
 commands = typer.Typer()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON")]

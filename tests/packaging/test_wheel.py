@@ -10,15 +10,36 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CODE = """
-import app, workers.supervisor, workers.training.model_files, sys
-from pathlib import Path
-from app.migrations import newest_revision, upgrade
-assert Path(app.__file__).is_relative_to(sys.argv[1]), app.__file__
-upgrade(f"sqlite:///{sys.argv[1]}/accrue.db")
-assert (Path(app.__file__).parent / "dashboard" / "index.html").is_file()
+EMBEDDED = """
+import time
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+import app.greeting, workers
+from accrue import create_app
+from accrue.app.migrations import newest_revision
+
+assert app.greeting.HELLO == "hello" and workers.MINE, "the project's own packages"
+platform, service = FastAPI(), create_app()
+platform.mount("/tuning", service)
+with TestClient(service), TestClient(platform, base_url="http://127.0.0.1") as client:
+    body = {
+        "model_name": "accrue/tiny-gpt2",
+        "dataset_config": {"texts": ["one text", "another"], "max_length": 16},
+        "training_config": {"max_steps": 2},
+    }
+    root = "/tuning/gradient-accumulation/training"
+    made = client.post(f"{root}/with-accumulation", json=body)
+    assert made.status_code == 202, made.text
+    assert client.get("/tuning/").status_code == 200, "the dashboard"
+    own = f"{root}/{made.json()['id']}"
+    deadline = time.monotonic() + 120
+    while client.get(own).json()["status"] not in ("succeeded", "failed") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert client.get(own).json()["status"] == "succeeded", client.get(own).text
 print("revision", newest_revision())
 """
+"""A project whose own packages are called as ours are in a checkout."""
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +56,37 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_an_installed_wheel_migrates_a_database(installed: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(installed)], env=env, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_an_installed_wheel_is_embedded_beside_packages_of_the_same_names(
+    installed: Path, tmp_path: Path
+) -> None:
+    project = tmp_path / "project"
+    theirs = {"app/greeting.py": 'HELLO = "hello"\n', "workers/__init__.py": "MINE = True\n"}
+    for path, content in theirs.items():
+        (project / path).parent.mkdir(parents=True)
+        (project / path).write_text(content)
+    env = {
+        **os.environ, "PYTHONPATH": str(installed), "ACCRUE_DATA_DIR": str(tmp_path / "data"),
+        "ACCRUE_OFFLINE": "true", "ACCRUE_PROFILER": "false", "ACCRUE_POLL_SECONDS": "0.1",
+    }  # fmt: skip
+    worker = subprocess.Popen([sys.executable, "-m", "accrue.workers"], env=env, cwd=tmp_path)
+    command = [sys.executable, "-c", EMBEDDED]
+    try:
+        done = subprocess.run(command, env=env, cwd=project, capture_output=True, text=True)
+    finally:
+        worker.terminate()
+        worker.wait(60)
+    assert done.returncode == 0, done.stdout + done.stderr
     newest = max(path.name[:4] for path in (ROOT / "alembic" / "versions").glob("0*.py"))
     assert done.stdout.strip() == f"revision {newest}"
 
 
-def test_a_wheel_brings_no_package_in_the_way_of_alembic(installed: Path) -> None:
-    assert not (installed / "alembic").exists()
-    assert (installed / "app" / "alembic" / "env.py").is_file()
+def test_a_wheel_brings_one_package_and_its_command(installed: Path) -> None:
+    assert [path.name for path in installed.iterdir() if path.suffix != ".dist-info"] == ["accrue"]
+    assert (installed / "accrue" / "app" / "alembic" / "env.py").is_file()
+    assert (installed / "accrue" / "app" / "dashboard" / "index.html").is_file()
+    [metadata] = installed.glob("*.dist-info")
+    assert "accrue = accrue.app.cli:main" in (metadata / "entry_points.txt").read_text()
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "accrue.app.cli", "--version"]
+    said = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True)
+    assert said.stdout.startswith("accrue ")

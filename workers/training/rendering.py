@@ -16,6 +16,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
+from app import FOLDER, PREFIX
 from workers.training.faults import CannotTrain
 from workers.training.limits import limit_memory
 
