@@ -399,8 +399,7 @@ def resume(session: Session, job_id: str) -> Job:
         counters.keep(session, job_id)
         job.status, job.error, job.finished_at, job.not_before, job.failures = "queued", None, None, 0.0, 0
         job.place = _now(session) - job.priority * AGEING_SECONDS
-        message = f"Job resumed: it has its timeout_seconds ({job.spec['timeout_seconds']:g}) once more."
-        tell(session, job, "queued", message)
+        tell(session, job, "queued", "Job resumed: it has its timeout_seconds once more.")
     elif job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
     else:
