@@ -88,6 +88,11 @@ class Settings(BaseSettings):
         True,
         description="Trainers may use the network, for models and trackers; false: they have none",
     )
+    trainer_isolation: bool = Field(
+        True,
+        description="Trainers see nothing of the data folder but their own run and data, where the machine "
+        "allows it",
+    )
     gpu_hour_cost: float | None = Field(
         None,
         ge=0,

@@ -56,6 +56,10 @@ SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
 
 _FINISH = "finish"
 
+HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
+"""A folder of which the trainer is to see nothing but what it needs."""
+
+
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 """A pipe from which the trainer reads the hub's token once, so that it is in no environment."""
 

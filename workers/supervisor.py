@@ -231,7 +231,8 @@ class Supervisor:
         fail_point("supervisor.ordered")
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
-        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock)
+        hides = self.settings.data_dir.resolve() if self.settings.trainer_isolation else None
+        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, hides=hides)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
         times_out = None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from app import FOLDER, PREFIX, fail_points
 from app.errors import BadSetting
@@ -14,6 +15,7 @@ from app.planning.devices import Device
 from app.schemas.run import Failure
 from workers.run_directory import (
     DISK_FULL,
+    HIDDEN_VARIABLE,
     LIFELINE_VARIABLE,
     NO_ROOM,
     SILENCE_VARIABLE,
@@ -64,6 +66,7 @@ class TrainerProcess:
         *,
         network: bool = True,
         device_lock: int | None = None,
+        hides: Path | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +74,7 @@ class TrainerProcess:
                 its lease does.
             network: whether it may use it.
             device_lock: a descriptor that it keeps open while it lives.
+            hides: a folder of which it is to see nothing but what it needs, where the machine allows that.
 
         Raises:
             OSError: the process cannot be started.
@@ -86,7 +90,11 @@ class TrainerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**_environment(device, theirs, silence_seconds), TOKEN_VARIABLE: str(token)},
+                    env={
+                        **_environment(device, theirs, silence_seconds),
+                        TOKEN_VARIABLE: str(token),
+                        HIDDEN_VARIABLE: "" if hides is None else str(hides),
+                    },
                     pass_fds=[theirs, token, *([] if device_lock is None else [device_lock])],
                     start_new_session=True,
                     cwd=FOLDER,

@@ -17,6 +17,7 @@ from types import FrameType
 from app.schemas.run import Failure
 from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, Reporter, RunDirectory, RunDirectoryInUse
 from workers.training.faults import CannotTrain, Interrupted
+from workers.training.isolation import isolate
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 
@@ -51,7 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.training", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run directory with a spec.json")
     run = RunDirectory(parser.parse_args().run_dir.absolute())
-    die_with_parent()
+    with contextlib.suppress(OSError, ValueError):  # without an order, or a broken one: told below
+        isolate(run.path, run.order())
+    die_with_parent()  # now, since a changed view forgets what was asked of the parent's death
     limit()
     stop = StopSignal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

@@ -1,0 +1,97 @@
+"""What a trainer sees of the data folder, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import lay_order
+from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
+
+LOOK = """
+import json, os, sys
+from pathlib import Path
+from workers.run_directory import RunDirectory
+from workers.training.isolation import isolate
+
+run = RunDirectory(Path(sys.argv[1]))
+order = run.order()
+done = isolate(run.path, order)
+hidden = Path(sys.argv[2])
+(run.path / "written").write_text("by the trainer")
+try:
+    Path(order.data_file).write_text("changed")
+    changed = True
+except OSError:
+    changed = False
+print(json.dumps({
+    "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
+    "seen": sorted(str(path.relative_to(hidden)) for path in hidden.rglob("*")),
+    "environment": Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(),
+}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data folder with two runs, their data, a database and somebody's upload."""
+    data = tmp_path / "data"
+    (data / "files").mkdir(parents=True)
+    for name in ("file-1", "file-2"):
+        (data / "files" / name).write_text('{"text": "a secret"}\n')
+    (data / "accrue.db").write_text("everybody's jobs")
+    for name in ("ftjob-1", "ftjob-2"):
+        (data / "runs" / name).mkdir(parents=True)
+    return data
+
+
+def laid(folder: Path) -> RunDirectory:
+    order = lay_order(folder.parent / "scratch" / "run").order()
+    run = RunDirectory(folder / "runs" / "ftjob-1")
+    run.write_order(order.model_copy(update={"data_file": str(folder / "files" / "file-1")}))
+    return run
+
+
+def look(run: RunDirectory, hidden: str, *words: str) -> dict[str, Any]:
+    command = [*words, sys.executable, "-c", LOOK, str(run.path), str(run.path.parent.parent)]
+    env = {**os.environ, HIDDEN_VARIABLE: hidden}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
+    (folder.parent / "scratch").mkdir()
+    run = laid(folder)
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    for hidden in (folder, link):  # by whichever name
+        seen = look(run, str(hidden))
+        if not seen["isolated"]:
+            pytest.skip("this machine lets no process change its view")
+        assert seen["seen"] == [
+            "files", "files/file-1", "runs", "runs/ftjob-1", "runs/ftjob-1/spec.json", "runs/ftjob-1/written"
+        ]  # fmt: skip
+        assert (seen["changed"], seen["data"]) == (False, '{"text":')
+        assert seen["environment"] == ""
+        assert (run.path / "written").read_text() == "by the trainer"
+        (run.path / "written").unlink()
+    assert (folder / "accrue.db").read_text() == "everybody's jobs"
+
+
+def test_where_it_is_not_allowed_everything_stays_as_it_is(folder: Path) -> None:
+    (folder.parent / "scratch").mkdir()
+    run = laid(folder)
+    assert not look(run, "")["isolated"]  # nobody asked for it
+    seen = look(run, str(folder.parent / "elsewhere"))
+    assert not seen["isolated"]
+    assert "accrue.db" in seen["seen"]
+    if os.getuid() == 0:
+        forbidden = look(run, str(folder), "setpriv", "--bounding-set=-sys_admin")
+        assert not forbidden["isolated"]
+        assert "files/file-2" in forbidden["seen"]
