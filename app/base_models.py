@@ -1,8 +1,8 @@
 """Base models by name: built in, in the models folder, in the hub's cache, or on the hub."""
 
+import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,7 +24,7 @@ KnownFrom = Literal["built_in", "local", "catalogue"]
 
 _HUB_TIMEOUT_SECONDS = 5.0
 """For the whole answer."""
-_HUB_READ_SECONDS = 2.0
+_HUB_REDIRECTS = 5
 _HUB_BLOCK_BYTES = 2**14
 _LARGEST_CONFIG_BYTES = 2**20
 _MOST_CONFIG_FIELDS = 20_000
@@ -114,7 +114,7 @@ def known(settings: Settings) -> list[str]:
         sorted(
             name
             for path in _configs(folder)
-            if MODEL_NAME.fullmatch(name := str(path.parent.relative_to(folder)))
+            if MODEL_NAME.fullmatch(name := str(path.parent.relative_to(folder))) and name != BUILT_IN_MODEL
         )
         if folder is not None and folder.is_dir()
         else []
@@ -138,7 +138,13 @@ def _of_the_catalogue(name: str) -> tuple[KnownFrom, Architecture]:
 
 
 def _configs(folder: Path) -> list[Path]:
-    return [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]
+    """Of its folders and theirs; one that links lead to again is left out, and so is what is no file."""
+    found: dict[Path, Path] = {}
+    for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json")):
+        with contextlib.suppress(OSError, RuntimeError):
+            if path.is_file():
+                found.setdefault(path.parent.resolve(), path)
+    return list(found.values())
 
 
 def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
@@ -149,10 +155,12 @@ def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
 def _local_folder(name: str, settings: Settings) -> Path | None:
     if settings.models_dir is None:
         return None
-    folder = (settings.models_dir / name).resolve()
-    if not folder.is_relative_to(settings.models_dir.resolve()) or not (folder / "config.json").is_file():
+    try:
+        folder = (settings.models_dir / name).resolve()
+        inside = folder.is_relative_to(settings.models_dir.resolve())
+        return folder if inside and (folder / "config.json").is_file() else None
+    except (OSError, RuntimeError):  # links that lead in a circle
         return None
-    return folder
 
 
 def _cached_config(name: str) -> dict[str, Any] | None:
@@ -187,28 +195,44 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
         raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
     import httpx2 as httpx
     from huggingface_hub import get_token, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
 
-    token = get_token()  # this machine's, where it has one
-    until, content = time.monotonic() + _HUB_TIMEOUT_SECONDS, b""
     try:
-        with httpx.stream(
-            "GET",
-            hf_hub_url(name, "config.json"),
-            headers={"Authorization": f"Bearer {token}"} if token else None,
-            follow_redirects=True,
-            timeout=_HUB_READ_SECONDS,
-        ) as answer:
-            if answer.status_code != httpx.codes.OK:
-                raise _unknown(name, settings, f"and the hub answers {answer.status_code}")
-            for block in answer.iter_bytes(_HUB_BLOCK_BYTES):
+        url = hf_hub_url(name, "config.json")
+    except HFValidationError:
+        raise _unknown(name, settings, "and the hub has no such names") from None
+    try:
+        status, content = asyncio.run(_fetched(url, get_token()))  # with this machine's token, if it has one
+    except TimeoutError:
+        raise _unknown(name, settings, "and the hub answers too slowly") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        raise _unknown(name, settings, "and the hub cannot be reached from here") from None
+    if status != httpx.codes.OK:
+        raise _unknown(name, settings, f"and the hub answers {status}")
+    return _parse(name, content)
+
+
+async def _fetched(url: str, token: str | None) -> tuple[int, bytes]:
+    """The status that an address answers with, and the beginning of its answer.
+
+    Raises:
+        TimeoutError: all of it together takes too long: names, redirects, headers and what comes byte by
+        byte.
+    """
+    import httpx2 as httpx
+
+    headers, content = {"Authorization": f"Bearer {token}"} if token else None, b""
+    async with (
+        asyncio.timeout(_HUB_TIMEOUT_SECONDS),
+        httpx.AsyncClient(follow_redirects=True, max_redirects=_HUB_REDIRECTS) as client,
+        client.stream("GET", url, headers=headers, timeout=_HUB_TIMEOUT_SECONDS) as answer,
+    ):
+        if answer.status_code == httpx.codes.OK:
+            async for block in answer.aiter_bytes(_HUB_BLOCK_BYTES):
                 content += block
                 if len(content) > _LARGEST_CONFIG_BYTES:
-                    break  # it is refused below
-                if time.monotonic() > until:
-                    raise _unknown(name, settings, "and the hub answers too slowly")
-    except httpx.HTTPError:
-        raise _unknown(name, settings, "and the hub cannot be reached from here") from None
-    return _parse(name, content)
+                    break  # it is refused by whoever reads it
+        return answer.status_code, content
 
 
 def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:

@@ -6,11 +6,16 @@ from app.errors import NotFound
 from app.models import Configuration
 
 
-def find(session: Session, config_id: str, field: str | None = None) -> Configuration:
-    """Raises:
+def find(session: Session, config_id: str, field: str | None = None, *, lock: bool = False) -> Configuration:
+    """A configuration.
+
+    Args:
+        lock: it is changed by what follows; nobody else changes it meanwhile.
+
+    Raises:
     NotFound: no configuration has that id.
     """
-    row = session.get(Configuration, config_id)
+    row = session.get(Configuration, config_id, with_for_update=lock or None)
     if row is None:
         raise NotFound(f"No configuration has the id {config_id}.", field=field)
     return row

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
@@ -180,6 +180,18 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+def take_turns(session: Session, what: str) -> bool:
+    """Until the end of its transaction no other one does the same; on SQLite none writes in any case.
+
+    Returns:
+        Whether there was a lock to take: what was counted before it may be out of date.
+    """
+    if session.get_bind().dialect.name != "postgresql":
+        return False
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
+    return True
 
 
 class Changes:

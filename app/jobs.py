@@ -41,6 +41,7 @@ from app.errors import Conflict, NotFound
 from app.events import tell, tell_of
 from app.ids import new_id
 from app.models import Attempt, File, Job, JobRow
+from app.ownership import OF_EVERYONE
 from app.prepared import Prepared
 from app.schemas.run import Failure, Level
 from app.schemas.spec import Plan, Spec
@@ -398,6 +399,7 @@ def resume(session: Session, job_id: str) -> Job:
     elif timed_out(job):
         counters.keep(session, job_id)
         job.status, job.error, job.finished_at, job.not_before, job.failures = "queued", None, None, 0.0, 0
+        job.worker_id = None
         job.place = _now(session) - job.priority * AGEING_SECONDS
         tell(session, job, "queued", "Job resumed: it has its timeout_seconds once more.")
     elif job.status in ENDED:
@@ -470,7 +472,8 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     file = session.get_one(File, job.file_id)
     session.delete(job)
     session.flush()
-    others = session.scalar(select(func.count()).select_from(Job).where(Job.file_id == file.id))
+    of_the_file = select(func.count()).select_from(Job).where(Job.file_id == file.id)
+    others = session.scalar(of_the_file, execution_options=OF_EVERYONE)  # an admin may have tried one again
     if not file.inline or others:
         return job_id, None
     session.delete(file)

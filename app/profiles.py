@@ -24,7 +24,7 @@ from app.schemas.architecture import Architecture
 from app.schemas.profile import Profile, Recipe
 from app.schemas.spec import Spec
 from app.schemas.text import storable
-from app.waits import until_found
+from app.waits import Gone, never, until_found
 
 _MADE_BY = 2
 """The version of the profiler: what an earlier one made is not taken for what this one would make."""
@@ -162,14 +162,14 @@ def outcome(database: Database, wanted: Wanted) -> list[str] | None:
     return None
 
 
-async def wait_for(database: Database, wanted: Wanted, seconds: float) -> list[str]:
+async def wait_for(database: Database, wanted: Wanted, seconds: float, gone: Gone = never) -> list[str]:
     """Wants a profile and waits until it is there, cannot be made, or the time is over; holds no thread.
 
     With no worker to make it nobody waits. Gives what a person should know of it.
     """
     told = await to_thread.run_sync(want, database, wanted)
     if told is None:
-        told = await until_found(lambda: outcome(database, wanted), seconds)
+        told = await until_found(lambda: outcome(database, wanted), seconds, gone)
     if told is None:
         return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
     return told

@@ -7,7 +7,7 @@ into the database from a thread for a moment now and then.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ MOST = 64
 _FIRST_LOOK, _LONGEST_PAUSE = 0.02, 0.25
 
 Found = TypeVar("Found")
+Gone = Callable[[], Awaitable[bool]]
+"""Whether whoever asked is no longer there, as `Request.is_disconnected`."""
 
 
 class Waits:
@@ -55,13 +57,18 @@ class Waits:
                 del self._waiting[key_id]
 
 
-async def until_found(look: Callable[[], Found | None], seconds: float) -> Found | None:
-    """What `look` gives as soon as it gives something; null if that is not so in time. It runs in a thread,
-    at growing intervals."""
+async def never() -> bool:
+    """Of whoever waits on their own account."""
+    return False
+
+
+async def until_found(look: Callable[[], Found | None], seconds: float, gone: Gone = never) -> Found | None:
+    """What `look` gives as soon as it gives something; null if that is not so in time, or whoever asked has
+    gone. It runs in a thread, at growing intervals."""
     deadline, pause = time.monotonic() + seconds, _FIRST_LOOK
     while (found := await to_thread.run_sync(look)) is None:
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or await gone():
             return None
         await asyncio.sleep(min(pause, left))
         pause = min(_LONGEST_PAUSE, 1.25 * pause)

@@ -282,7 +282,7 @@ def test_a_receiver_that_drips_is_given_up_in_time(
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         slow = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
         began = time.monotonic()
-        failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1))
+        failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1"))
         assert failure is not None
         assert "did not answer" in failure
         assert time.monotonic() - began < 20  # the drip takes a hundred seconds
@@ -293,3 +293,23 @@ def test_a_receiver_that_drips_is_given_up_in_time(
 def test_site_local_addresses_are_private() -> None:
     assert not is_public(ip_address("fec0::1"))
     assert not is_public(ip_address("feff::1"))
+
+
+@pytest.mark.parametrize(
+    "address", ["168.63.129.16", "192.0.0.192", "192.88.99.1", "3fff::1", "2001:4860::5efe:7f00:1"]
+)
+def test_addresses_that_only_look_public_are_not(address: str) -> None:
+    assert not is_public(ip_address(address))
+
+
+def test_receivers_that_never_answer_delay_their_owner_s_alone(database: Database) -> None:
+    deliverer = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    for host in ("slow.example", "slow.example"):
+        assert deliverer._has_place("alice", host)
+        deliverer._under_way.update(module._counted("alice", host))
+    assert not deliverer._has_place("bob", "slow.example")
+    assert deliverer._has_place("alice", "another.example")
+    deliverer._under_way.update(module._counted("alice", "another.example"))
+    assert not deliverer._has_place("alice", "good.example")
+    assert deliverer._has_place("bob", "good.example")
+    assert deliverer._has_place(None, "good.example")

@@ -20,6 +20,7 @@ from app.database import Database, database_now
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from app.ids import new_id
 from app.models import File, Job
+from app.ownership import OF_EVERYONE
 from app.prepared import Prepared
 from app.schemas.examples import BadLine, DataFormat, parse_line
 from app.settings import Settings
@@ -247,9 +248,11 @@ def remove(session: Session, file_id: str) -> None:
     """
     file = get(session, file_id)
     evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
-    job_id = session.scalar(select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1))
-    if job_id is not None:
+    needing = select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
+    if (job_id := session.scalar(needing)) is not None:
         raise Conflict(f"The file {file_id} belongs to job {job_id}: delete that job first.")
+    if session.scalar(needing, execution_options=OF_EVERYONE) is not None:
+        raise Conflict(f"The file {file_id} belongs to a job of another key: it stays until that is deleted.")
     session.delete(file)
 
 

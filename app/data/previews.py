@@ -15,13 +15,13 @@ from app.ids import new_id
 from app.models import PreviewRequest
 from app.schemas.preview import DatasetPreview, PreviewOrder
 from app.schemas.text import storable, storable_values
-from app.waits import until_found
+from app.waits import Gone, never, until_found
 
 _FORGOTTEN_AFTER = 600.0
 """Seconds after which nobody waits: the service that asked has gone."""
 
 
-async def ask(database: Database, order: PreviewOrder, seconds: float) -> DatasetPreview:
+async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gone = never) -> DatasetPreview:
     """Has it made, and waits for it without holding a thread.
 
     Raises:
@@ -31,7 +31,7 @@ async def ask(database: Database, order: PreviewOrder, seconds: float) -> Datase
     """
     request_id = await to_thread.run_sync(_want, database, order)
     try:
-        found = await until_found(lambda: _look(database, request_id), seconds)
+        found = await until_found(lambda: _look(database, request_id), seconds, gone)
     finally:
         with CancelScope(shield=True):  # also where whoever asked has gone
             await to_thread.run_sync(_forget, database, request_id)

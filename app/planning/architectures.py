@@ -43,6 +43,8 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 _LARGEST_NUMBER = 2**31
+_LONGEST_NUMBER = 10
+"""Of its digits, where a number is given as a text."""
 _MOST = {
     "layers": 1_000, "hidden_size": 2**17, "heads": 4_096, "key_value_heads": 4_096, "head_dim": 2**14,
     "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,
@@ -56,6 +58,8 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
     UnknownArchitecture: a number that no size can be; it is not worked with.
     """
     for name, value in config.items():
+        if isinstance(value, str) and len(value) > _LONGEST_NUMBER and value.strip("+- _").isdigit():
+            raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
         if isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
             if name in ("model_max_length", "max_position_embeddings", "n_positions"):
                 continue  # some say so large a number for "any length"; checked as positions below
@@ -131,7 +135,10 @@ def _experts(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
     if family == "qwen3_moe":
         experts, taken = int(config["num_experts"]), int(config["num_experts_per_tok"])
         step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
-        routed = sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+        if not 1 <= layers <= _MOST["layers"]:  # they are gone through one by one
+            raise ValueError(f"num_hidden_layers must be from 1 to {_MOST['layers']:,}")
+        alone = {layer for layer in dense if isinstance(layer, int)}
+        routed = sum(layer not in alone and (layer + 1) % step == 0 for layer in range(layers))
         return experts, taken, int(config["moe_intermediate_size"]), routed
     return 1, 1, 0, 0
 

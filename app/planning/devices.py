@@ -15,6 +15,11 @@ _MEMORY_GB = {
 }  # fmt: skip
 """Memory by name, from the makers' data sheets, in the GB that they print (taken as GiB)."""
 
+LONGEST_PHRASE = 60
+"""Characters of a declared device: the time to read one grows with their square."""
+
+_LARGEST_GB = 10**6
+
 _WITH_SIZE = re.compile(
     r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE
 )
@@ -47,8 +52,10 @@ def declared(phrase: str, device_id: int) -> Device:
         ValueError: neither a size nor a known name.
     """
     phrase = phrase.strip()
+    if len(phrase) > LONGEST_PHRASE:
+        raise ValueError(f"{phrase[:20]!r}… is longer than {LONGEST_PHRASE} characters")
     sized = _WITH_SIZE.match(phrase)
-    if sized and float(sized["size"]) > 0:
+    if sized and 0 < float(sized["size"]) <= _LARGEST_GB:
         return Device(device_id, sized["name"] or phrase, int(float(sized["size"]) * GIB), "cuda")
     gigabytes = _MEMORY_GB.get(re.sub(r"[-_ ]|NVIDIA|GEFORCE|TESLA", "", phrase.upper()))
     if gigabytes is None:

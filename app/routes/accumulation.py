@@ -75,7 +75,7 @@ def replace(session: Writing, config_id: ConfigId, asked: ConfigurationRequest) 
 @router.patch("/config/{config_id}", summary="Change some fields of a configuration")
 def change(session: Writing, config_id: ConfigId, asked: dict[str, Any]) -> ConfigurationAnswer:
     """Fields that are not given stay as they are."""
-    row = configurations.find(session, config_id)
+    row = configurations.find(session, config_id, lock=True)
     merged = {
         **row.given,
         "num_gpus": row.num_gpus,

@@ -193,7 +193,8 @@ async def _batch_size(
 
     async def profiled(recipe: Recipe, sequence: int) -> list[str]:
         wanted = Wanted(asked.model_name or "", known.base.architecture, known.base.config, recipe, sequence)
-        return await profiles.wait_for(database, wanted, max(0.0, until - time.monotonic()))
+        left = max(0.0, until - time.monotonic())
+        return await profiles.wait_for(database, wanted, left, request.is_disconnected)
 
     with waits.place(key_id) if seconds else nullcontext():
         told = await profiled(known.question.recipe, known.question.sequence)

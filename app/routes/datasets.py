@@ -53,4 +53,4 @@ async def preview(
     waits: Waits = request.app.state.waits
     with waits.place(request.state.caller.key_id):
         order = await to_thread.run_sync(checked)
-        return await previews.ask(database, order, _PATIENCE_SECONDS)
+        return await previews.ask(database, order, _PATIENCE_SECONDS, request.is_disconnected)

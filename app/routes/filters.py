@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request
-from sqlalchemy import ColumnElement, Select, String, cast, literal
+from sqlalchemy import ColumnElement, Select, String, cast, literal, or_
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
@@ -48,7 +48,9 @@ def _filters(
     if status is not None:
         filters.append(Job.status == status)
     if user_id is not None:
-        filters.append(cast(Job.user_id, String).in_([user_id, json.dumps(user_id)]))
+        own = cast(Job.user_id, String)  # as JSON: SQLite's with escapes, PostgreSQL's without
+        written = {user_id, json.dumps(user_id), json.dumps(user_id, ensure_ascii=False)}
+        filters.append(or_(*(own == each for each in sorted(written))))
     if model is not None:
         filters.append(Job.model_name == model)
     if since is not None:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import StringConstraints
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -13,7 +14,7 @@ from app.models import Job
 from app.planning.advice import Figures, advise
 from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
-from app.planning.devices import GIB, Device, common_name, parse_declared
+from app.planning.devices import GIB, LONGEST_PHRASE, Device, common_name, parse_declared
 from app.planning.estimate import MOST_ROWS, largest_micro_batch
 from app.planning.plan import precision_for, unsupported
 from app.planning.recommendations import (
@@ -78,7 +79,8 @@ def recommendations(
         int | None, Query(ge=1, le=10**12, description="Samples; null: the job's, where one is named")
     ] = None,
     declared: Annotated[
-        list[str] | None, Query(alias="gpus", max_length=1024, description="As in 24GB or A100-80GB")
+        list[Annotated[str, StringConstraints(max_length=LONGEST_PHRASE)]] | None,
+        Query(alias="gpus", max_length=1024, description="As in 24GB or A100-80GB"),
     ] = None,
     num_gpus: Annotated[
         int | None, Query(ge=1, le=1024, description="Of a job; null: 1, or all gpus")

@@ -132,8 +132,8 @@ def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> J
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
-def start(session: Writing, training_id: JobId) -> JobAnswer:
-    return _answer(session, jobs.resume(session, training_id))
+def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
+    return _answer(session, intake.resume(session, training_id, settings))
 
 
 @router.post(
@@ -230,7 +230,9 @@ async def _submitted(
             if not waits.has_place(key_id):
                 return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
             with waits.place(key_id):
-                await profiles.wait_for(foresight.database, checked.wanted, _DRY_RUN_WAITS)
+                await profiles.wait_for(
+                    foresight.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
+                )
             checked = await to_thread.run_sync(check)
         return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
     alone = intake.takes_a_while(asked.model_name, asked.dataset_config, settings)

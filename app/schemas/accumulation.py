@@ -57,7 +57,10 @@ class AccumulationConfig(Request):
     gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
     lr_scaling: LearningRateRule = "sqrt"
     base_batch_size: int | None = Field(
-        None, ge=1, description="The batch that the learning rate was chosen for; null: no scaling"
+        None,
+        ge=1,
+        le=MAX_EFFECTIVE_BATCH,
+        description="The batch that the learning rate was chosen for; null: no scaling",
     )
     mixed_precision: Flag | Precision = Field(
         True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")

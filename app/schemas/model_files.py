@@ -5,6 +5,7 @@ submitted with. Needs the standard library.
 """
 
 import hashlib
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def fingerprint_of_files(folder: Path) -> str:
     for path in found:
         stat = path.stat()
         own = _digest(str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        digest.update(f"{path.name} {stat.st_size} {own}\n".encode())
+        digest.update(os.fsencode(path.name) + f" {stat.st_size} {own}\n".encode())
     return digest.hexdigest()
 
 

@@ -11,6 +11,20 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """IPv4 behind a gateway (RFC 6052)."""
 
+_NOBODY_S_RECEIVERS = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "168.63.129.16/32",  # Azure's own service, for its virtual machines
+        "192.0.0.0/24",  # protocol assignments; Oracle's metadata service
+        "192.88.99.0/24",  # 6to4 relays, given up (RFC 7526)
+        "3fff::/20",  # documentation (RFC 9637)
+    )
+)
+"""Addresses that look public and are not."""
+
+_ISATAP = (0x00005EFE, 0x02005EFE)
+"""The third quarter of an IPv6 address whose last is an IPv4 one (RFC 5214)."""
+
 
 class NotAllowed(InvalidRequest):
     """A webhook may not go there."""
@@ -74,8 +88,12 @@ def is_public(address: Address) -> bool:
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
         if address in _NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
         if address.is_site_local:  # fec0::/10, which is deprecated and still nobody's but the site's
             return False
+    if any(address in network for network in _NOBODY_S_RECEIVERS):  # of the other version: never in
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved

@@ -7,8 +7,10 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import structlog
 from sqlalchemy import select, update
@@ -16,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.database import Database, database_now
 from app.errors import ReplacedDatabase
-from app.models import Delivery
+from app.models import Delivery, Job
 from app.webhooks.addresses import NotAllowed, resolve
 from app.webhooks.signature import headers
 
@@ -33,8 +35,14 @@ _TAKEN_FOR_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
 """For a whole delivery, from the name's resolution to the answer's status."""
 
-_AT_ONCE = 4
-"""Deliveries under way: a slow receiver holds up one of them, and for no longer than `_PATIENCE_SECONDS`."""
+_AT_ONCE = 6
+"""Deliveries under way."""
+
+_OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
+"""Of them: whoever's receivers never answer delays their own."""
+
+_LOOKED_AT = 200
+"""Deliveries that are due, among which one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class _Taken:
     created_at: float
     attempts: int
     """This one among them."""
+    owner: str | None
+    host: str | None
 
 
 class Deliverer:
@@ -60,6 +70,9 @@ class Deliverer:
         self._key = key
         self._private = private_addresses
         self._ended = threading.Event()
+        self._choosing = threading.Lock()
+        self._under_way: Counter[tuple[str, str | None]] = Counter()
+        """Deliveries by owner and by host."""
         self._threads = [
             threading.Thread(target=self._deliver_on, name=f"webhooks-{number}", daemon=True)
             for number in range(_AT_ONCE)
@@ -82,7 +95,12 @@ class Deliverer:
             try:
                 taken = self._take()
                 if taken is not None:
-                    self._note(taken, self._deliver(taken))
+                    try:
+                        self._note(taken, self._deliver(taken))
+                    finally:
+                        with self._choosing:
+                            self._under_way.subtract(_counted(taken.owner, taken.host))
+                            self._under_way += Counter()  # without those of whom there are none
             except (SQLAlchemyError, ReplacedDatabase) as error:
                 log.warning("deliveries cannot be read right now", error=str(error))
                 taken = None
@@ -90,23 +108,45 @@ class Deliverer:
                 self._ended.wait(_LOOK_EVERY_SECONDS)
 
     def _take(self) -> _Taken | None:
+        with self._choosing:
+            taken = self._taken()
+            if taken is not None:
+                self._under_way.update(_counted(taken.owner, taken.host))
+            return taken
+
+    def _taken(self) -> _Taken | None:
+        """The first that is due and whose owner and host have not enough of them under way."""
+        due = (
+            select(Delivery.id, Delivery.url, Job.owner)
+            .join(Job, Job.id == Delivery.job_id)
+            .where(Delivery.not_before <= database_now())
+            .order_by(Delivery.not_before)
+            .limit(_LOOKED_AT)
+        )
         with self._database.reading() as session:  # most looks find nothing, and need no write lock
-            due = select(Delivery.id).where(Delivery.not_before <= database_now()).limit(1)
-            if session.scalar(due) is None:
-                return None
+            found = session.execute(due).all()
+        for delivery_id, url, owner in found:
+            host = _host(url)
+            if self._has_place(owner, host):
+                return self._claimed(delivery_id, owner, host)
+        return None
+
+    def _has_place(self, owner: str | None, host: str | None) -> bool:
+        """Nobody's deliveries, of a service without keys, are bounded by host alone."""
+        own = owner is None or self._under_way["owner", owner] < _OF_ONE_OWNER
+        return own and self._under_way["host", host] < _TO_ONE_HOST
+
+    def _claimed(self, delivery_id: str, owner: str | None, host: str | None) -> _Taken | None:
         with self._database.writing() as session:
-            row = session.scalars(
-                select(Delivery)
-                .where(Delivery.not_before <= database_now())
-                .order_by(Delivery.not_before)
-                .limit(1)
-                .with_for_update(skip_locked=True)
-            ).one_or_none()
-            if row is None:
+            still_due = select(Delivery).where(
+                Delivery.id == delivery_id, Delivery.not_before <= database_now()
+            )
+            row = session.scalars(still_due.with_for_update(skip_locked=True)).one_or_none()
+            if row is None:  # another service was faster
                 return None
             now = session.scalar(select(database_now())) or 0.0
             row.attempts, row.not_before = row.attempts + 1, now + _TAKEN_FOR_SECONDS
-            return _Taken(row.id, row.job_id, row.type, row.url, row.created_at, row.attempts)
+            return _Taken(row.id, row.job_id, row.type, row.url, row.created_at, row.attempts, owner, host)
 
     def _deliver(self, taken: _Taken) -> str | None:
         """Null: it arrived; otherwise why not."""
@@ -162,6 +202,17 @@ class Deliverer:
                     outcome="delivered" if failure is None else failure,
                 )
             )
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _counted(owner: str | None, host: str | None) -> list[tuple[str, str | None]]:
+    return [("owner", owner), ("host", host)]
 
 
 async def _status_of(request: "httpx.Request", seconds: float) -> int:
