@@ -191,9 +191,12 @@ _NEARLY = 200
 
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:
-    """`jobs.resume`, within the quota: what timed out waits again."""
-    if jobs.timed_out(jobs.get(session, job_id)):
-        check_quota(session, settings)
+    """`jobs.resume`, within the quota of whoever's job it is: what timed out waits again."""
+    job, most = jobs.get(session, job_id), settings.max_queued_jobs
+    if jobs.timed_out(job):
+        take_turns(session, f"quota of {job.owner}")
+        if jobs.count_waiting(session, job.owner, most) >= most:
+            raise _too_many(most)
     return jobs.resume(session, job_id)
 
 
@@ -206,10 +209,15 @@ def check_quota(session: Session, settings: Settings) -> None:
     if waiting > most - _NEARLY and take_turns(session, f"quota of {session.info.get('maker')}"):
         waiting = jobs.count_waiting(session, session.info.get("maker"), most)
     if waiting >= most:
-        raise QuotaExceeded(
-            f"{waiting} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): "
-            "wait for some to end, or cancel them."
-        )
+        raise _too_many(most)
+
+
+def _too_many(most: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"{most} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): wait "
+        "for some "
+        "to end, or cancel them."
+    )
 
 
 def _count_waiting(session: Session, most: int) -> int:
