@@ -33,10 +33,9 @@ _BASE_RATES = ((200e6, 5e-5), (1e9, 3e-5), (5e9, 2e-5))
 _BASE_RATE_BEYOND = 1e-5
 _OF_ADAMW: dict[str, float] = {"lion": 0.2, "lamb": 3.0}
 """Rates of optimizers over AdamW's: Lion's is three to ten times lower (Chen et al. 2023), and LAMB's trust
-ratio takes more (You et al. 2020, table 4, scaled to a batch of 32)."""
+ratio takes more (You et al. 2020)."""
 _OF_ITS_OWN: dict[str, float] = {"sgd": 1e-2, "lars": 0.025, "adafactor": 1e-3}
-"""Rates that do not go by AdamW's: Adafactor's are relative (Raffel et al. 2020), LARS trained with 6.4 at a
-batch of 8192 (You et al. 2017), and SGD's is custom."""
+"""Rates that do not go by AdamW's: Adafactor's are relative (Raffel et al. 2020); the others are custom."""
 
 
 @dataclass(frozen=True)
