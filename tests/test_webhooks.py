@@ -1,9 +1,7 @@
 """Webhooks: signed so that OpenAI's client believes them, tried again, never sent where they may not go."""
 
 import base64
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from app.webhooks import deliverer as module
 from app.webhooks.addresses import NotAllowed, check, is_public, resolve
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import secret_bytes
+from tests.dripping import dripping
 from tests.runs import until
 from tests.submissions import submitted
 from tests.test_jobs import claimed
@@ -265,29 +264,13 @@ def test_a_receiver_that_drips_is_given_up_in_time(
 ) -> None:
     """A byte now and then renews every timeout but the whole delivery's."""
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.0)
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def drip() -> None:
-            connection, _ = server.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.recv(65536)
-                for byte in b"HTTP/1.1 200 OK\r\nx-slow: " + b"x" * 1000:
-                    connection.send(bytes([byte]))
-                    if ended.wait(0.1):
-                        return
-
-        thread = threading.Thread(target=drip, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        slow = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    slow = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    with dripping() as url:
         began = time.monotonic()
         failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1"))
-        assert failure is not None
-        assert "did not answer" in failure
-        assert time.monotonic() - began < 20  # the drip takes a hundred seconds
-        ended.set()
-        thread.join()
+    assert failure is not None
+    assert "did not answer" in failure
+    assert time.monotonic() - began < 20  # the drip takes a hundred seconds
 
 
 def test_site_local_addresses_are_private() -> None:

@@ -1,9 +1,6 @@
 """What a second attack found: each stays found."""
 
-import contextlib
 import json
-import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +20,7 @@ from app.schemas.model_files import fingerprint_of_files
 from app.schemas.run import Failure
 from app.settings import Settings
 from app.submitting import intake
+from tests.dripping import dripping
 from tests.routes.test_keys import key_for
 from tests.routes.test_limits import service
 from tests.routes.test_training import JOB, PATH, submit
@@ -156,30 +154,13 @@ def test_names_that_the_hub_does_not_have_are_refused(settings: Settings, name: 
 
 
 def test_a_slow_hub_holds_nobody_up(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers byte by byte: each renews a timeout of its own."""
     monkeypatch.setattr(base_models, "_HUB_TIMEOUT_SECONDS", 1.0)
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def drip() -> None:
-            connection, _ = server.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.recv(65536)
-                for byte in b"HTTP/1.1 200 OK\r\nx-slow: " + b"x" * 1000:
-                    connection.send(bytes([byte]))
-                    if ended.wait(0.1):
-                        return
-
-        thread = threading.Thread(target=drip, daemon=True)
-        thread.start()
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    with dripping() as address:
         monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda name, file: f"{address}/{name}/{file}")
         began = time.monotonic()
         with pytest.raises(Unprocessable, match="too slowly"):
             base_models.find_for_planning("some/model", settings.model_copy(update={"offline": False}))
-        assert time.monotonic() - began < 20  # the drip takes a hundred seconds
-        ended.set()
-        thread.join()
+    assert time.monotonic() - began < 20  # the drip takes a hundred seconds
 
 
 def test_a_batch_beyond_any_is_refused(client: TestClient) -> None:
