@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from app import FOLDER
 from app.schemas.spec import Order
 from workers.run_directory import HIDDEN_VARIABLE
 
@@ -36,9 +37,9 @@ def isolate(run: Path, order: Order) -> bool:
     if not named or sys.platform != "linux":
         return False
     hidden, run = Path(named).resolve(), run.resolve()
-    if hidden not in run.parents:
-        return False
     needed = sorted({path.resolve() for path in _needed(run, order)})
+    if hidden not in run.parents or hidden in needed:
+        return False
     try:
         _own_view()
         _hide(hidden, [path for path in needed if hidden in path.parents and path.exists()])
@@ -80,8 +81,9 @@ def _needed(run: Path, order: Order) -> Iterator[Path]:
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
             yield Path(os.environ[variable])
+    for name in (tempfile.gettempdir(), FOLDER, sys.prefix, sys.base_prefix, *filter(None, sys.path)):
+        yield Path(name)  # where the code is, should somebody keep it there
     yield Path.home() / ".cache"
-    yield Path(tempfile.gettempdir())
 
 
 def _put_back(path: Path, descriptor: int, *, is_folder: bool) -> None:
