@@ -81,9 +81,9 @@ def _needed(run: Path, order: Order) -> Iterator[Path]:
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
             yield Path(os.environ[variable])
-    for name in (tempfile.gettempdir(), FOLDER, sys.prefix, sys.base_prefix, *filter(None, sys.path)):
-        yield Path(name)  # where the code is, should somebody keep it there
-    yield Path.home() / ".cache"
+    yield from (Path.home() / ".cache", Path(tempfile.gettempdir()))
+    yield from (FOLDER, Path(sys.prefix), Path(sys.base_prefix))  # should somebody keep the code there
+    yield from (Path(entry) for entry in sys.path if entry)
 
 
 def _put_back(path: Path, descriptor: int, *, is_folder: bool) -> None:
