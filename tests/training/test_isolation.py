@@ -95,3 +95,12 @@ def test_where_it_is_not_allowed_everything_stays_as_it_is(folder: Path) -> None
         forbidden = look(run, str(folder), "setpriv", "--bounding-set=-sys_admin")
         assert not forbidden["isolated"]
         assert "files/file-2" in forbidden["seen"]
+
+
+def test_a_model_that_is_made_for_a_job_is_there_for_the_next(folder: Path) -> None:
+    (folder.parent / "scratch").mkdir()
+    run = laid(folder)
+    (folder / "models").mkdir()
+    run.write_order(run.order().model_copy(update={"model_path": str(folder / "models" / "tiny-gpt2")}))
+    if look(run, str(folder))["isolated"]:
+        assert "models" in look(run, str(folder))["seen"]
