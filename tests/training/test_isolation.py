@@ -101,6 +101,8 @@ def test_a_model_that_is_made_for_a_job_is_there_for_the_next(folder: Path) -> N
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
     (folder / "models").mkdir()
-    run.write_order(run.order().model_copy(update={"model_path": str(folder / "models" / "tiny-gpt2")}))
+    run.write_order(
+        run.order().model_copy(update={"model_path": str(folder / "models" / "accrue" / "tiny-gpt2")})
+    )
     if look(run, str(folder))["isolated"]:
         assert "models" in look(run, str(folder))["seen"]

@@ -78,7 +78,7 @@ def _needed(run: Path, order: Order) -> Iterator[Path]:
     for name in (order.data_file, order.validation_file, order.model_path):
         if name is not None and Path(name).is_absolute():
             path = Path(name)
-            yield path if path.exists() else path.parent  # the built-in model is made there, for all jobs
+            yield next(each for each in (path, *path.parents) if each.exists())  # made there, for all jobs
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
             yield Path(os.environ[variable])
