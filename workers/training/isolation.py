@@ -75,10 +75,10 @@ def _hide(hidden: Path, needed: list[Path]) -> None:
 
 def _needed(run: Path, order: Order) -> Iterator[Path]:
     yield run
-    for name in (order.data_file, order.validation_file, order.model_path):
-        if name is not None and Path(name).is_absolute():
-            path = Path(name)
-            yield next(each for each in (path, *path.parents) if each.exists())  # made there, for all jobs
+    yield from (Path(name) for name in (order.data_file, order.validation_file) if name is not None)
+    model = Path(order.model_path)
+    if model.is_absolute():  # else the hub's; the built-in one is made there, for all jobs
+        yield next(each for each in (model, *model.parents) if each.exists())
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
             yield Path(os.environ[variable])
