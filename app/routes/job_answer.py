@@ -27,6 +27,7 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
     """Everything about a job, in API.md's shape."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
+    progress.within_window &= job.status == "running"  # a window that was left is begun anew
     steps, micro_batch = _split(job, spec, plan, progress)
     return JobAnswer(
         id=job.id,
