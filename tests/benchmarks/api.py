@@ -64,7 +64,9 @@ class Bench:
             _copy_jobs(connection, model, self.jobs)
             _make_steps(connection, self.steps)
             connection.execute(
-                "INSERT INTO job_totals SELECT job_id, count(*), sum(samples), sum(tokens), 0 "
+                "INSERT INTO job_totals (job_id, steps, samples, tokens, skipped, seconds, device_seconds, "
+                "final_loss) SELECT job_id, count(*), sum(samples), sum(tokens), 0, "
+                "sum(data_seconds + forward_backward_seconds + optimizer_seconds), 400.0, min(loss) "
                 "FROM step_metrics GROUP BY job_id"
             )
             connection.commit()
