@@ -231,7 +231,7 @@ async def _fetched(url: str, token: str | None) -> tuple[int, bytes]:
             async for block in answer.aiter_bytes(_HUB_BLOCK_BYTES):
                 content += block
                 if len(content) > _LARGEST_CONFIG_BYTES:
-                    break  # it is refused by whoever reads it
+                    break  # `_parse` refuses it
         return answer.status_code, content
 
 

@@ -10,7 +10,7 @@ def find(session: Session, config_id: str, field: str | None = None, *, lock: bo
     """A configuration.
 
     Args:
-        lock: it is changed by what follows; nobody else changes it meanwhile.
+        lock: until the transaction ends nobody else can change it.
 
     Raises:
     NotFound: no configuration has that id.

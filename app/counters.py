@@ -48,6 +48,7 @@ def _of_jobs(session: Session, *which: Any) -> Iterator[Counted]:
         Job.status == "succeeded", *which
     )
     yield "trained_tokens", "", session.scalar(tokens) or 0
-    told = select(func.count()).select_from(JobEvent).where(JobEvent.type == "out_of_memory")
-    own = told.where(JobEvent.job_id.in_(select(Job.id).where(*which))) if which else told
-    yield "oom_recoveries", "", session.scalar(own) or 0
+    recoveries = select(func.count()).select_from(JobEvent).where(JobEvent.type == "out_of_memory")
+    if which:
+        recoveries = recoveries.where(JobEvent.job_id.in_(select(Job.id).where(*which)))
+    yield "oom_recoveries", "", session.scalar(recoveries) or 0

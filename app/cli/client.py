@@ -155,15 +155,15 @@ def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
             event = {}
 
 
-def printable(told: Any) -> Any:
+def printable(answer: Any) -> Any:
     """An answer without what a terminal would act on, such as escape sequences in a file's name."""
-    if isinstance(told, str):
-        return _ACTED_ON.sub("\N{REPLACEMENT CHARACTER}", told)
-    if isinstance(told, dict):
-        return {printable(name): printable(value) for name, value in told.items()}
-    if isinstance(told, list):
-        return [printable(each) for each in told]
-    return told
+    if isinstance(answer, str):
+        return _ACTED_ON.sub("\N{REPLACEMENT CHARACTER}", answer)
+    if isinstance(answer, dict):
+        return {printable(name): printable(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [printable(each) for each in answer]
+    return answer
 
 
 def _detail(answer: "httpx.Response") -> str:

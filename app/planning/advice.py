@@ -22,6 +22,8 @@ class Figures:
     optimizer_share: float
     micro_batches_per_step: float
     skipped: int
+    size_is_planned: bool
+    """The micro-batches are cut by the plan, not as the request fixed them."""
     on_gpu: bool
     peak_bytes: float | None
     limit_bytes: int
@@ -50,10 +52,8 @@ def advise(figures: Figures) -> list[str]:
 def _of_the_time(figures: Figures) -> list[str]:
     advice = []
     if figures.padding_share is not None and figures.padding_share > _WASTED:
-        advice.append(
-            f"{figures.padding_share:.0%} of the work went into padding: let the micro-batches be planned "
-            "(a token budget) instead of fixing their size, or set packing."
-        )
+        remedy = "set packing" if figures.size_is_planned else "leave their size to the plan, or set packing"
+        advice.append(f"{figures.padding_share:.0%} of the work went into padding: {remedy}.")
     if figures.data_share > _WASTED:
         advice.append(
             f"The device waited for data {figures.data_share:.0%} of the time: look at the disk, or give the "

@@ -34,7 +34,7 @@ from app.schemas.arguments import OptimizerChoice
 from app.schemas.calculators import Recommendation
 from app.schemas.profile import Recipe
 from app.schemas.run import NoiseScale
-from app.schemas.spec import OptimizerName, Plan, Spec
+from app.schemas.spec import OptimizerName, Plan, Spec, TokenBudget
 from app.schemas.statistics import PerformanceMetrics, Recommendations
 from app.schemas.training import ModelName
 from app.settings import Settings
@@ -233,7 +233,8 @@ def _situation(
         raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     budget = limits.budget(min(device.memory_bytes for device in devices))
-    sequence = min(architecture.positions, DEFAULT_MAX_LENGTH)
+    usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
+    sequence = usual if job is None else int(job.spec["data"]["max_length"])
     measured = profiles.speeds(session, architecture, common_name(devices))(recipe, sequence)
     estimate = profiles.estimates(session, architecture, common_name(devices))(recipe, sequence)
     batch = asked.target or recommended_batch(asked.samples)
@@ -296,6 +297,7 @@ def _advice(session: Session, job: Job) -> list[str]:
             optimizer_share=share.get("optimizer", 0.0),
             micro_batches_per_step=measured.micro_steps / measured.steps,
             skipped=measured.skipped,
+            size_is_planned=isinstance(plan.cut, TokenBudget) or plan.micro_batches == 1,
             on_gpu=plan.device == "cuda",
             peak_bytes=None if measured.peak_memory_gb is None else measured.peak_memory_gb * GIB,
             limit_bytes=device.memory_limit_bytes,

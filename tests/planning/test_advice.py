@@ -10,8 +10,9 @@ from app.planning.advice import Figures, advise
 GIB = 2**30
 FINE = Figures(
     padding_share=0.02, data_share=0.01, optimizer_share=0.05, micro_batches_per_step=4.0, skipped=0,
-    on_gpu=True, peak_bytes=7.0 * GIB, limit_bytes=10 * GIB, micro_batch=8, gradient_checkpointing=False,
-    clips_each_micro_batch=False, clipping=1.0, effective_batch=32, samples=5_000,
+    size_is_planned=True, on_gpu=True, peak_bytes=7.0 * GIB, limit_bytes=10 * GIB, micro_batch=8,
+    gradient_checkpointing=False, clips_each_micro_batch=False, clipping=1.0, effective_batch=32,
+    samples=5_000,
 )  # fmt: skip
 
 
@@ -22,7 +23,8 @@ def test_nothing_is_said_of_a_job_that_runs_well() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"padding_share": 0.3}, "30% of the work went into padding"),
+        ({"padding_share": 0.3}, "30% of the work went into padding: set packing"),
+        ({"padding_share": 0.3, "size_is_planned": False}, "leave their size to the plan"),
         ({"data_share": 0.4}, "waited for data 40% of the time"),
         ({"load": 0.2}, "GPU is busy 20% of the time"),
         ({"optimizer_share": 0.16}, "optimizer takes 16% of a window"),

@@ -12,11 +12,12 @@ from app import jobs, workers_seen
 from app.database import Database
 from app.events import tell
 from app.jobs import Fence
+from app.main import create_app
 from app.models import Job, Worker
 from app.planning.devices import GIB
 from app.schemas.run import Failure
 from app.settings import Settings
-from app.submitting.foresight import KEPT_SECONDS
+from app.submitting.foresight import Kept
 from tests.routes.test_training import JOB, PATH, submit
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
@@ -210,7 +211,7 @@ def test_jobs_are_for_devices_that_workers_have(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
 
     def asked(changes: dict[str, Any]) -> str:
-        time.sleep(KEPT_SECONDS + 0.1)  # for so long it is taken as it was found
+        client.app.state.kept = Kept()  # type: ignore[attr-defined]  # what was found is taken for a second
         answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
         return "" if answer.status_code == 202 else str(answer.json()["detail"])
 
@@ -293,3 +294,15 @@ def test_a_rate_is_scaled_from_a_batch_that_is_said(client: TestClient, field: d
     assert "base_batch_size" in refused.json()["detail"]
     assert submit(client, **field, base_batch_size=16)["learning_rate"] != 5e-5
     assert submit(client, gradient_scaling=False)["learning_rate"] == 5e-5
+
+
+def test_recommendations_for_a_job_are_for_samples_of_its_length(settings: Settings) -> None:
+    with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:  # on a CPU
+        micro = []
+        for length in (16, 512):
+            data = {"texts": ["one", "two"], "max_length": length}
+            job = submit(client, dataset_config=data, target_effective_batch_size=16)
+            query = {"training_id": job["id"]}
+            found = client.get("/gradient-accumulation/performance/recommendations", params=query).json()
+            micro.append(found["micro_batch_size"]["value"])
+    assert micro == [16, 1]

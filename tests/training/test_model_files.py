@@ -53,6 +53,14 @@ def failure_of(run: RunDirectory) -> str:
     return failure.message
 
 
+def secret_beside(model: Path, folder: Path) -> Path:
+    """A file that is not the model's, which has no vocabulary of its own any more."""
+    secret = folder / "secret.txt"
+    secret.write_text(SECRET)
+    (model / "tokenizer.json").unlink()
+    return secret
+
+
 @pytest.mark.parametrize(
     ("tokenizer_class", "field"),
     [
@@ -64,9 +72,7 @@ def failure_of(run: RunDirectory) -> str:
 def test_no_field_of_a_tokenizer_names_a_file(
     model: Path, tmp_path: Path, tokenizer_class: str, field: str
 ) -> None:
-    secret = tmp_path / "secret.txt"
-    secret.write_text(SECRET)
-    (model / "tokenizer.json").unlink()
+    secret = secret_beside(model, tmp_path)
     value = [str(secret)] if field == "init_inputs" else str(secret)
     change(model / "tokenizer_config.json", tokenizer_class=tokenizer_class, **{field: value})
     with pytest.raises(CannotTrain, match=r"tokenizer\.json"):
@@ -84,9 +90,7 @@ def test_no_file_outside_of_the_staged_folder_is_opened(
     model: Path, tmp_path: Path, tokenizer_class: str, file: str
 ) -> None:
     """By whatever file of the model a tokenizer's class is told of it, and whether the tokenizer works."""
-    secret = tmp_path / "secret.txt"
-    secret.write_text(SECRET)
-    (model / "tokenizer.json").unlink()
+    secret = secret_beside(model, tmp_path)
     (model / "vocab.json").write_text(json.dumps({"a": 0, "[UNK]": 1, "[SEP]": 2}))
     (model / "merges.txt").write_text("#version: 0.2\n")
     config = json.loads((model / "tokenizer_config.json").read_text())
