@@ -5,9 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-ON_A_DATABASE := tests/test_database.py tests/test_jobs.py tests/test_queue_machine.py tests/test_profiles.py \
-	tests/test_measurements.py tests/test_stats.py tests/results tests/submitting \
-	tests/test_outlook.py tests/profiling/test_previews.py tests/routes tests/workers
+ON_A_DATABASE := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
+	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
 .PHONY: help setup demo test test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
 

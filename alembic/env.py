@@ -5,8 +5,8 @@ from typing import Any
 from sqlalchemy import Connection, create_engine, event, text
 
 from alembic import context
-from app.models import Base
 from app.settings import get_settings
+from app.storage.tables import Base
 
 MIGRATING = 0x4163637275650001
 """Key of the advisory lock that keeps two migrations of a PostgreSQL database apart."""

@@ -10,49 +10,41 @@ from fastapi.middleware.gzip import GZipMiddleware
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES
 
 from app import __version__
-from app.database import Database
+from app.datasets import file_routes, preview_routes
+from app.devices import routes as device_routes
 from app.errors import BadSetting
-from app.exposition import Exposition
-from app.glance import Glances
-from app.http import openapi, problems
-from app.http.event_stream import EventStream
-from app.http.latency import LatencyGauge
-from app.http.middleware import NATIVE, EveryRequest
-from app.http.problems import Problem
-from app.migrations import migrate
-from app.routes import (
-    accumulation,
-    calculators,
-    dashboard,
-    datasets,
-    documents,
-    files,
-    fine_tuning,
-    gpus,
-    metrics,
-    models,
-    performance,
-    planned_models,
-    profiles,
-    stats,
-    system,
-    training,
-)
-from app.routes import (
-    audit as audit_routes,
-)
-from app.routes.dependencies import authorised
-from app.routes.tagged import Documents
+from app.jobs import configuration_routes, openai_routes
+from app.jobs import routes as job_routes
+from app.jobs.etags import Documents
+from app.jobs.reads import Glances
+from app.maintenance.data_folder import DataFolder
+from app.maintenance.retention import Retention
+from app.memory_profiles import routes as profile_routes
+from app.models import routes as model_routes
+from app.observability import routes as health_routes
+from app.observability.prometheus import Exposition
+from app.planning import catalogue_routes, recommendation_routes
+from app.planning import routes as calculator_routes
+from app.planning.inputs import Kept
+from app.results import routes as result_routes
+from app.security import audit_routes
 from app.security.audit import AuditLog
 from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
-from app.submitting.foresight import Kept
-from app.submitting.group_commit import GroupCommit
-from app.upkeep.data_folder import DataFolder
-from app.upkeep.retention import Retention
-from app.waits import Waits
+from app.statistics import performance_routes
+from app.statistics import routes as statistics_routes
+from app.storage.database import Database
+from app.storage.group_commit import GroupCommit
+from app.storage.migrations import migrate
+from app.storage.waits import Waits
+from app.web import dashboard, documentation, openapi, problem_details
+from app.web.dependencies import authorised
+from app.web.event_stream import EventStream
+from app.web.latency import LatencyGauge
+from app.web.middleware import NATIVE, EveryRequest
+from app.web.problem_details import Problem
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
@@ -69,20 +61,21 @@ _PROBLEM = {"model": Problem, "description": "What is wrong, with the field and 
 
 
 _NATIVE = (
-    training,
-    metrics,
-    stats,
-    accumulation,
-    calculators,
-    planned_models,
-    datasets,
-    performance,
-    profiles,
-    gpus,
+    job_routes,
+    result_routes,
+    statistics_routes,
+    configuration_routes,
+    calculator_routes,
+    catalogue_routes,
+    preview_routes,
+    performance_routes,
+    recommendation_routes,
+    profile_routes,
+    device_routes,
     audit_routes,
 )
 """Those that are asked most come first: the routes are tried one after another."""
-_OPENAI = (files, fine_tuning, models)
+_OPENAI = (file_routes, openai_routes, model_routes)
 
 
 def create_app(settings: Settings | None = None, authenticate: Authenticate | None = None) -> FastAPI:
@@ -128,7 +121,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
     retention = Retention(app.state.database, settings)
     webhooks = _webhooks(settings, app.state.database)
     _add_middleware(app, settings, audit, is_mounted=authenticate is not None)
-    problems.install(app)
+    problem_details.install(app)
     _add_routes(app)
     openapi.describe(app)
     return app
@@ -195,6 +188,6 @@ def _add_routes(app: FastAPI) -> None:
         app.include_router(surface.router, prefix=NATIVE, dependencies=[authorised])
     for surface in _OPENAI:
         app.include_router(surface.router, dependencies=[authorised])
-    app.include_router(system.router)
+    app.include_router(health_routes.router)
     dashboard.install(app)
-    documents.install(app)
+    documentation.install(app)

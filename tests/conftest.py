@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 
-from app.database import Database
 from app.logs import configure
-from app.migrations import migrate
+from app.main import create_app
 from app.settings import Settings
-from tests.postgresql import Server
+from app.storage.database import Database
+from app.storage.migrations import migrate
+from tests.harness.postgresql import Server
 
 configure("INFO", "json")
 
@@ -78,3 +80,11 @@ def database(settings: Settings) -> Iterator[Database]:
     database = Database(settings.url)
     yield database
     database.close()
+
+
+@pytest.fixture
+def client(settings: Settings) -> Iterator[TestClient]:
+    """The application in this process, with a database of its own and no worker."""
+    declared = settings.model_copy(update={"gpus": "24GB,24GB,24GB,24GB"})
+    with TestClient(create_app(declared), base_url="http://127.0.0.1:8000") as client:
+        yield client

@@ -2,12 +2,12 @@
 
 import signal
 
-from app.database import Database
 from app.logs import configure
-from app.migrations import migrate
-from app.parent import end_with_parent
+from app.maintenance.data_folder import held_by_worker
+from app.runtime.parent import end_with_parent
 from app.settings import get_settings
-from app.upkeep.data_folder import held_by_worker
+from app.storage.database import Database
+from app.storage.migrations import migrate
 from workers.supervisor import Supervisor
 from workers.trainer_process import check_network_can_be_kept_away
 

@@ -5,10 +5,10 @@ import sys
 
 from sqlalchemy import select
 
-from app.database import Database, database_now
-from app.models import Worker
+from app.devices.live_workers import SILENT_SECONDS
 from app.settings import get_settings
-from app.workers_seen import SILENT_SECONDS
+from app.storage.database import Database, database_now
+from app.storage.tables import Worker
 
 
 def is_alive(database: Database, hostname: str) -> bool:

@@ -13,14 +13,14 @@ from sqlalchemy import Insert, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from app import jobs
-from app.database import insert_for
-from app.events import next_id
-from app.jobs import Fence
-from app.models import JobEvent, StepMetric
-from app.prepared import Prepared
-from app.schemas.run import EventLine, LogLine, WindowProgress
-from app.schemas.text import storable, storable_values
+from app.contract.reports import EventLine, LogLine, WindowProgress
+from app.contract.text import storable, storable_values
+from app.jobs import lifecycle
+from app.jobs.events import next_id
+from app.jobs.lifecycle import Fence
+from app.storage.compiled import Prepared
+from app.storage.database import insert_for
+from app.storage.tables import JobEvent, StepMetric
 from workers.run_directory import RunDirectory
 
 _ALL = TypeAdapter(list[LogLine])
@@ -66,7 +66,7 @@ class Position:
     checkpoint_step: int = 0
     skipped: int = 0
     tuning: dict[str, Any] | None = None
-    """This attempt's sweep over micro-batches (app.schemas.run.Tuning)."""
+    """This attempt's sweep over micro-batches (app.contract.reports.Tuning)."""
     sums: Sums | None = None
     """Of the steps so far; null: to be summed anew."""
     window: WindowProgress | None = None
@@ -99,7 +99,7 @@ def ingest(
         if not told and not made:
             caught_up = True
             break
-        jobs.hold(session, fence)
+        lifecycle.hold(session, fence)
         position = replace(_store_events(session, fence, told, position), events=at_events)
         lines = _warmed(_log_lines([raw for _, raw in made]), temperature_celsius)
         _store_metrics(session, fence.job_id, lines)
@@ -111,7 +111,7 @@ def ingest(
     position = replace(position, caught_up=True)
     if position != before:
         progress = _progress(session, fence.job_id, position)
-        jobs.note_progress(session, fence, progress, position.checkpoint_step)
+        lifecycle.note_progress(session, fence, progress, position.checkpoint_step)
     return replace(position, caught_up=caught_up)
 
 

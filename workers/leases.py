@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import jobs, workers_seen
-from app.database import Database
+from app.contract.states import Requested
+from app.devices import live_workers
 from app.errors import ReplacedDatabase
-from app.jobs import Fence, LostJob
-from app.models import Worker
+from app.jobs import lifecycle
+from app.jobs.lifecycle import Fence, LostJob
 from app.planning.devices import Device
-from app.schemas.training import Requested
 from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import Worker
 from workers.ingest import Position
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
@@ -111,9 +112,9 @@ class LeaseKeeper:
             if not running.lost:
                 self._renew(database, running)
         with database.writing() as session:
-            workers_seen.beat(session, self._row())
-            workers_seen.forget(session, [], SILENT_SECONDS)
-            for job_id in jobs.rescue(session):
+            live_workers.beat(session, self._row())
+            live_workers.forget(session, [], SILENT_SECONDS)
+            for job_id in lifecycle.rescue(session):
                 log.warning("job rescued from a lost worker", job=job_id)
 
     def enforce(self) -> None:
@@ -153,7 +154,7 @@ class LeaseKeeper:
         asked_at = time.monotonic()
         try:
             with database.writing() as session:
-                requested = jobs.heartbeat(session, running.fence, self._settings.lease_seconds)
+                requested = lifecycle.heartbeat(session, running.fence, self._settings.lease_seconds)
         except LostJob:
             running.lost = True
             return

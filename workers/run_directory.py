@@ -31,9 +31,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
-from app.fail_points import fail_point
-from app.schemas.run import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
-from app.schemas.spec import Order
+from app.contract.fail_points import fail_point
+from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
+from app.contract.spec import Order
 
 INTERRUPTED = 75
 """Exit status of a trainer that was told to stop and has written a checkpoint (EX_TEMPFAIL)."""

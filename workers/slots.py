@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from app import gpus
+from app.devices import gpus
 from app.planning.devices import Device
 
 log = structlog.get_logger("accrue.worker")

@@ -17,20 +17,23 @@ import structlog
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from app import base_models, events, gpus, jobs, measurements, profiles, workers_seen
-from app.database import Database
-from app.disk import is_full
+from app.contract.fail_points import fail_point
+from app.contract.reports import Failure, Tuning
+from app.contract.spec import Order, Plan, Spec
+from app.devices import gpus, live_workers
 from app.errors import ReplacedDatabase
-from app.fail_points import fail_point
-from app.ids import new_id
-from app.jobs import Fence, LostJob
-from app.models import Job
+from app.jobs import events, lifecycle
+from app.jobs.lifecycle import Fence, LostJob
+from app.memory_profiles import measurements, profiles
+from app.models import base_models
 from app.planning.devices import Device
 from app.planning.memory import bytes_on_disk
 from app.planning.plan import make_plan
-from app.schemas.run import Failure, Tuning
-from app.schemas.spec import Order, Plan, Spec
 from app.settings import Settings
+from app.storage.database import Database
+from app.storage.disk import is_full
+from app.storage.ids import new_id
+from app.storage.tables import Job
 from workers.device_locks import DeviceLocks
 from workers.ingest import ingest
 from workers.leases import SILENT_SECONDS, LeaseKeeper, Running
@@ -94,7 +97,7 @@ class Supervisor:
                 self.turn()
                 time.sleep(min(0.1, self.settings.poll_seconds))
         with self._guarded(None), self.database.writing() as session:
-            workers_seen.forget(session, [self.id], SILENT_SECONDS)
+            live_workers.forget(session, [self.id], SILENT_SECONDS)
         log.info("worker stopped", worker=self.id)
 
     def _is_done(self) -> bool:
@@ -102,7 +105,7 @@ class Supervisor:
         if self.draining or not self.until_empty:
             return self.draining
         with self.database.reading() as session:
-            return not jobs.waiting(session)
+            return not lifecycle.waiting(session)
 
     def stop(self, *_: Any) -> None:
         """The handler of SIGTERM and SIGINT: ends the run at the next turn; the second time, at once."""
@@ -185,11 +188,11 @@ class Supervisor:
         asked_at = time.monotonic()
         with self.database.writing() as session:
             gpu_id = device.id if isinstance(device.id, int) else None
-            fence = jobs.claim(session, self.id, self.settings.lease_seconds, gpu_id)
+            fence = lifecycle.claim(session, self.id, self.settings.lease_seconds, gpu_id)
         if fence is None:
             return False
         with self.database.reading() as session:
-            job = jobs.get(session, fence.job_id)
+            job = lifecycle.get(session, fence.job_id)
         try:
             self._start(job, fence, device, asked_at, lock)
         except LostJob:
@@ -198,7 +201,7 @@ class Supervisor:
             log.exception("the trainer could not be started", job=job.id)
             if is_full(error):
                 with contextlib.suppress(LostJob), self.database.writing() as session:
-                    jobs.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
+                    lifecycle.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
                 return True
             self._crash(fence, Failure(code="not_started", message=_not_started(error), permanent=False))
         return True
@@ -220,10 +223,10 @@ class Supervisor:
             model_path=base_models.path_of(spec.model, self.settings),
         )
         with self.database.writing() as session:
-            jobs.store_plan(session, fence, plan, _name(device))
+            lifecycle.store_plan(session, fence, plan, _name(device))
             if not earlier.predicted and resumed is None:
                 message = "Another device: the job goes on with a new plan, and the same effective batches."
-                events.tell(session, jobs.get(session, job.id), "plan_changed", message, level="warning")
+                events.tell(session, lifecycle.get(session, job.id), "plan_changed", message, level="warning")
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.write_order(order)
         if job.requested == "stop":
@@ -238,7 +241,7 @@ class Supervisor:
         times_out = None
         if spec.timeout_seconds:
             with self.database.reading() as session:
-                times_out = time.monotonic() + spec.timeout_seconds - jobs.seconds_run(session, fence)
+                times_out = time.monotonic() + spec.timeout_seconds - lifecycle.seconds_run(session, fence)
         self.running.append(Running(fence, device, trainer, run, lease_ends, times_out))
 
     def _check_room(self, spec: Spec) -> None:
@@ -299,27 +302,27 @@ class Supervisor:
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
         self._note_what_was_measured(session, running)
         if outcome is not None:
-            jobs.succeed(session, fence, outcome.model_dump(mode="json"))
+            lifecycle.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
             message = "The job ran longer than its timeout_seconds: resume lets it go on from its checkpoint."
-            jobs.fail(session, fence, Failure(code=jobs.TIMEOUT, message=message, permanent=True))
+            lifecycle.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
         elif status == INTERRUPTED or running.stopping:
-            jobs.release(session, fence, running.stopping or "interrupted")
+            lifecycle.release(session, fence, running.stopping or "interrupted")
         elif failure is not None and failure.code in _WAITS:
             self._put_off(session, running, failure)
         elif running.stuck:
             message = f"nothing was heard of the trainer for {self.settings.no_progress_seconds:g} seconds"
-            jobs.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
+            lifecycle.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
         elif failure is not None and failure.permanent:
-            jobs.fail(session, fence, failure)
+            lifecycle.fail(session, fence, failure)
         else:
-            jobs.crash(session, fence, failure or why_it_ended(status))
+            lifecycle.crash(session, fence, failure or why_it_ended(status))
 
     def _put_off(self, session: Session, running: Running, failure: Failure) -> None:
         """The machine is at fault, not the job: it waits, or goes to another device, and loses nothing."""
         if failure.code == "device_lost":
             self.slots.set_aside(running.device, failure.message)
-        jobs.postpone(session, running.fence, failure.message, _WAITS[failure.code])
+        lifecycle.postpone(session, running.fence, failure.message, _WAITS[failure.code])
 
     def _note_what_was_measured(self, session: Session, running: Running) -> None:
         """A failure here is one of our statistics: the job has ended as it has ended."""
@@ -332,20 +335,20 @@ class Supervisor:
             log.exception("what the job measured could not be kept", job=running.fence.job_id)
 
     def _note_run(self, session: Session, running: Running) -> None:
-        job = jobs.get(session, running.fence.job_id)
+        job = lifecycle.get(session, running.fence.job_id)
         if job.attempt == running.fence.attempt:
             spec = Spec.model_validate(job.spec)
             subject = profiles.subject(session, job, spec, running.device)
             measurements.note_run(session, subject, Plan.model_validate(job.plan))
 
     def _note_sweep(self, session: Session, running: Running, tuning: dict[str, Any]) -> None:
-        job = jobs.get(session, running.fence.job_id)
+        job = lifecycle.get(session, running.fence.job_id)
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
         measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
 
     def _crash(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:
-            jobs.crash(session, fence, failure)
+            lifecycle.crash(session, fence, failure)
 
     def _ask_to_stop(self, running: Running, why: str) -> None:
         if not running.stopping:

@@ -9,10 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-from app import FOLDER, PREFIX, fail_points
+from app import FOLDER, PREFIX
+from app.contract import fail_points
+from app.contract.reports import Failure
 from app.errors import BadSetting
 from app.planning.devices import Device
-from app.schemas.run import Failure
 from workers.run_directory import (
     DISK_FULL,
     HIDDEN_VARIABLE,

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from app import __version__
-from app.cli import benchmark, jobs, keys, service, stock, submitting
+from app.cli import benchmark, jobs, keys, resources, service, submit
 from app.cli.client import ServiceError
 from app.errors import AccrueError
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for part in (submitting, jobs, stock, benchmark, service):
+for part in (submit, jobs, resources, benchmark, service):
     app.add_typer(part.commands)
 app.add_typer(keys.commands, name="keys")
 errors = Console(stderr=True)

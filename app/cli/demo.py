@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from app import processes
 from app.cli import demo_data
 from app.cli.client import Client, ServiceError
 from app.cli.terminal import follow, show_batch_size, show_plan
+from app.contract.architecture import BUILT_IN_MODEL
 from app.results.charts import loss_curve
-from app.schemas.architecture import BUILT_IN_MODEL
+from app.runtime import processes
 
 EFFECTIVE_BATCH = 64
 MAX_LENGTH = 512

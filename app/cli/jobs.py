@@ -157,7 +157,7 @@ def download(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Download a trained model into a folder that is not there yet."""
-    from app.cli.fetching import fetch_model
+    from app.cli.download import fetch_model
 
     with Client(url) as client:
         job_id = job_id or _with_model(client)

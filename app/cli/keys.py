@@ -13,8 +13,8 @@ from app.errors import NotFound
 from app.security.scopes import SCOPES, Scope
 
 if TYPE_CHECKING:
-    from app.database import Database
-    from app.models import Key
+    from app.storage.database import Database
+    from app.storage.tables import Key
 
 commands = typer.Typer(
     no_args_is_help=True, help="API keys: with the first one made, nobody comes in without."
@@ -58,7 +58,7 @@ def show(as_json: AsJson = False) -> None:
     from sqlalchemy import select
 
     from app.cli.tables import show_keys
-    from app.models import Key
+    from app.storage.tables import Key
 
     with _database() as database, database.reading() as session:
         told = [_told(row) for row in session.scalars(select(Key).order_by(Key.id.desc()))]
@@ -86,9 +86,9 @@ def end(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list
 
 @contextmanager
 def _database(*, making: bool = False) -> Iterator["Database"]:
-    from app.database import Database
-    from app.migrations import migrate
     from app.settings import get_settings
+    from app.storage.database import Database
+    from app.storage.migrations import migrate
 
     settings = get_settings()
     if not making and not settings.data_dir.is_dir():

@@ -21,8 +21,8 @@ _STREAMS_END_SECONDS = 2
 @commands.command()
 def up() -> None:
     """Run the service and a worker together; Ctrl-C ends both."""
-    from app.processes import check_port
-    from app.processes import up as run
+    from app.runtime.processes import check_port
+    from app.runtime.processes import up as run
     from app.settings import get_settings
 
     settings = get_settings()
@@ -37,13 +37,13 @@ def serve() -> None:
     gc.disable()  # while the modules are loaded: nothing of them is garbage
     import uvicorn
 
-    from app.http.protocol import connections_for, protocol
     from app.logs import configure
     from app.main import create_app
-    from app.migrations import migrate
-    from app.parent import end_with_parent
+    from app.runtime.parent import end_with_parent
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
+    from app.storage.migrations import migrate
+    from app.web.connections import connections_for, protocol
 
     end_with_parent()
     settings = get_settings()
@@ -88,8 +88,8 @@ def doctor(as_json: AsJson = False) -> None:
     from dataclasses import asdict
 
     from app.cli.terminal import show_findings
+    from app.maintenance.doctor import examine
     from app.settings import get_settings
-    from app.upkeep.doctor import examine
 
     found = list(examine(get_settings()))
     if as_json:
@@ -106,8 +106,8 @@ def backup(
     runs: Annotated[bool, typer.Option("--runs", help="Checkpoints and models too")] = False,
 ) -> None:
     """Copy database and files into a folder, while service and workers run (SQLite)."""
+    from app.maintenance.backup import take
     from app.settings import get_settings
-    from app.upkeep.backup import take
 
     taken = take(get_settings(), folder, runs=runs)
     without = "" if runs else "; without checkpoints and models, which --runs would take along"
@@ -124,9 +124,9 @@ def restore(
     What ran when it was taken goes on from its last checkpoint, if it was taken with --runs, else from its
     beginning.
     """
+    from app.maintenance.backup import restore as run
+    from app.maintenance.data_folder import held_alone
     from app.settings import get_settings
-    from app.upkeep.backup import restore as run
-    from app.upkeep.data_folder import held_alone
 
     settings = get_settings()
     with held_alone(settings):
@@ -137,8 +137,8 @@ def restore(
 @commands.command()
 def migrate() -> None:
     """Bring the database to the newest revision."""
-    from app.migrations import migrate as run
     from app.settings import get_settings
+    from app.storage.migrations import migrate as run
 
     settings = get_settings()
     settings.make_directories()

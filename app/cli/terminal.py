@@ -13,7 +13,7 @@ from app.cli.client import Client
 from app.planning.devices import GIB, MIB
 
 if TYPE_CHECKING:
-    from app.upkeep.doctor import Finding
+    from app.maintenance.doctor import Finding
 
 console = Console(markup=False)  # names and messages are other people's: [/bold] in one is text
 

@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from app.contract.architecture import Architecture
 from app.planning.catalogue import config_of
-from app.schemas.architecture import Architecture
 
 _LONGEST_LIST = 10_000
 

@@ -4,21 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Recipe
+from app.contract.spec import MemoryLimits
 from app.planning.devices import GIB, Device
 from app.planning.estimate import MOST_ROWS, Estimate, Estimates, compared, largest_micro_batch
 from app.planning.memory import Memory
 from app.planning.remedies import Change, changes
+from app.planning.schemas import Alternative, BatchSizeAnswer, DeviceSplit, MemoryAnswer
 from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
 from app.planning.split import split_over
-from app.schemas.architecture import Architecture
-from app.schemas.calculators import (
-    Alternative,
-    BatchSizeAnswer,
-    DeviceSplit,
-    MemoryAnswer,
-)
-from app.schemas.profile import Recipe
-from app.schemas.spec import MemoryLimits
 
 DEFAULT_TARGET = 32
 

@@ -6,7 +6,7 @@ parameters of each with transformers.
 
 from typing import Any
 
-from app.schemas.architecture import BUILT_IN_MODEL
+from app.contract.architecture import BUILT_IN_MODEL
 
 Config = dict[str, Any]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Curve, Line, Recipe
 from app.planning.interpolation import interpolated
 from app.planning.memory import Memory, context_bytes, step_memory, workspace_bytes
-from app.schemas.architecture import Architecture
-from app.schemas.profile import Curve, Line, Recipe
 
 Source = Literal["measured", "simulated", "formula"]
 

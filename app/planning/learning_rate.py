@@ -33,3 +33,10 @@ def warmup_steps(effective_batch: int, steps_total: int | None = None) -> int:
     """Warmup in updates by the size of the batch, never more than a tenth of a known run."""
     by_batch = next((steps for size, steps in _WARMUP_BY_BATCH if effective_batch <= size), _WARMUP_BEYOND)
     return min(by_batch, steps_total // 10) if steps_total is not None else by_batch
+
+
+DEFAULT_LEARNING_RATE = 5e-5
+
+
+LORA_LEARNING_RATE = 2e-4
+"""Of adapters, which begin at nothing and take a higher rate (Hu et al. 2021; Dettmers et al. 2023)."""

@@ -13,9 +13,9 @@ Bytes throughout. The terms:
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.schemas.architecture import Architecture
-from app.schemas.profile import Recipe
-from app.schemas.spec import OptimizerName, Spec
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Recipe
+from app.contract.spec import OptimizerName, Spec
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,

@@ -6,14 +6,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from app.planning.devices import Device
-from app.planning.estimate import Estimate, Estimates, compared, largest_micro_batch
-from app.planning.remedies import changes
-from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
-from app.planning.split import even, split_over
-from app.schemas.accumulation import Precision
-from app.schemas.profile import Recipe
-from app.schemas.spec import (
+from app.contract.accumulation import Precision
+from app.contract.memory_profile import Recipe
+from app.contract.spec import (
     Cut,
     FixedCount,
     FixedSize,
@@ -24,6 +19,11 @@ from app.schemas.spec import (
     Spec,
     TokenBudget,
 )
+from app.planning.devices import Device
+from app.planning.estimate import Estimate, Estimates, compared, largest_micro_batch
+from app.planning.remedies import changes
+from app.planning.speeds import Speeds, SpeedsOf, unmeasured, useful_tokens
+from app.planning.split import even, split_over
 
 _BUDGET_STEP = 64
 """Token budgets are multiples of it: the largest micro-batch that a sweep measured is a little smaller than

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from app.schemas.profile import Recipe
-from app.schemas.spec import LoraSpec
+from app.contract.memory_profile import Recipe
+from app.contract.spec import LoraSpec
 
 Applied = Callable[[Recipe], Recipe]
 

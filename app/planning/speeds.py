@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from app.contract.memory_profile import Recipe
+from app.contract.reports import leanest
 from app.planning.interpolation import interpolated
-from app.schemas.profile import Recipe
-from app.schemas.run import leanest
 
 CPU_TOKENS = 512
 """A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from app.schemas.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH
 
 DEFAULT_MICRO_BATCH = 8
 """Samples per micro-batch where only the number of steps was given (API.md)."""

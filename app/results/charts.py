@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from app.schemas.statistics import Comparison
+from app.results.schemas import Comparison
 
 
 def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float | None = None) -> Path:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.models import Job, JobEvent, StepMetric
 from app.results.run_files import checkpoint_names
 from app.settings import Settings
+from app.storage.tables import Job, JobEvent, StepMetric
 
 
 @dataclass(frozen=True)

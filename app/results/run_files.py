@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.schemas.run import Completions, Operators
+from app.contract.reports import Completions, Operators
 from app.settings import Settings
 
 _BLOCK = 2**20

@@ -8,9 +8,9 @@ from sqlalchemy import BindParameter, Connection, Integer, String, bindparam, ca
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
-from app.models import JobEvent, StepMetric
-from app.prepared import Prepared
-from app.schemas.run import LogLine
+from app.contract.reports import LogLine
+from app.storage.compiled import Prepared
+from app.storage.tables import JobEvent, StepMetric
 
 _NAMES = list(LogLine.model_fields)
 _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]

@@ -14,11 +14,11 @@ import structlog
 from sqlalchemy import delete, insert
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from app.database import Database
 from app.errors import ReplacedDatabase
-from app.ids import new_id
-from app.models import AuditEntry
-from app.prepared import Prepared
+from app.storage.compiled import Prepared
+from app.storage.database import Database
+from app.storage.ids import new_id
+from app.storage.tables import AuditEntry
 
 log = structlog.get_logger("accrue.audit")
 

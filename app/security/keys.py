@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
-from app.database import Database, database_now
 from app.errors import NotFound
-from app.ids import new_id
-from app.models import Key
 from app.security.scopes import SCOPES, Scope
+from app.storage.database import Database, database_now
+from app.storage.ids import new_id
+from app.storage.tables import Key
 
 PREFIX = "ak_"
 _KNOWN_FOR_SECONDS = 1.0

@@ -5,10 +5,10 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from app.database import Database
 from app.errors import BadSetting
 from app.security.keys import any_made
 from app.settings import LOOPBACK
+from app.storage.database import Database
 
 
 def require_keys_off_loopback(host: str, database: Database) -> None:

@@ -16,9 +16,9 @@ import structlog
 from sqlalchemy import select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.database import Database, database_now
 from app.errors import ReplacedDatabase
-from app.models import Delivery, Job
+from app.storage.database import Database, database_now
+from app.storage.tables import Delivery, Job
 from app.webhooks.addresses import NotAllowed, resolve
 from app.webhooks.signature import headers
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.postgresql import Server
-from tests.runs import until
+from tests.harness.postgresql import Server
+from tests.harness.runs import until
 from workers.run_directory import RunDirectory
 
 ENDED = ("succeeded", "failed", "cancelled")

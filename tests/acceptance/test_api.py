@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.acceptance.conftest import TRAINING, Accrue, running
-from tests.runs import until
+from tests.harness.runs import until
 
 ROOT = "/gradient-accumulation"
 

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from app.cli import app
 from tests.acceptance.conftest import TRAINING, Accrue
-from tests.runs import until
+from tests.harness.runs import until
 
 ELSEWHERE = {
     "up": "tests/acceptance/test_faults.py",

@@ -16,7 +16,7 @@ import pytest
 
 from tests.acceptance.conftest import Accrue, running
 from tests.acceptance.test_commands import commands
-from tests.runs import until, write_texts
+from tests.harness.runs import until, write_texts
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 ROOT = Path(__file__).parents[2]

@@ -21,10 +21,10 @@ import httpx2 as httpx
 import pytest
 
 from tests.acceptance.conftest import TRAINING, Accrue, running
-from tests.acceptance.proxy import Cut, Proxy
 from tests.acceptance.test_faults import STEPS, digest, end_of, is_alive, kill_trainer_at, submit
-from tests.postgresql import Server
-from tests.runs import until
+from tests.harness.postgresql import Server
+from tests.harness.proxy import Cut, Proxy
+from tests.harness.runs import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 

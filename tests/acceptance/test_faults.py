@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.conftest import TRAINING, Accrue
-from tests.runs import until, write_texts
+from tests.harness.runs import until, write_texts
 
 LOGGED = ("step", "loss", "learning_rate", "grad_norm", "tokens")
 STEPS = 60

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from app.database import Changes, Database
 from app.settings import Settings
+from app.storage.database import Changes, Database
 from tests.acceptance.conftest import Accrue
-from tests.runs import until
+from tests.harness.runs import until
 
 
 def processes_of(data: Path) -> dict[int, str]:

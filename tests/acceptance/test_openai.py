@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.acceptance.conftest import Accrue
-from tests.runs import until, write_texts
+from tests.harness.runs import until, write_texts
 
 MODEL = "accrue/tiny-gpt2"
 

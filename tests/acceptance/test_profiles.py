@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.acceptance.conftest import TRAINING, Accrue
-from tests.runs import until
+from tests.harness.runs import until
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 PROFILES = "/gradient-accumulation/profiles"

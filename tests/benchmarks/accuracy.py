@@ -122,8 +122,8 @@ CASES = [
 
 def predicted_bytes(case: Case, asked: dict[str, Any]) -> int:
     """By a simulation, as the service would ask for it."""
+    from app.contract.memory_profile import Recipe
     from app.planning.estimate import ByProfile
-    from app.schemas.profile import Recipe
     from workers.profiling.profile import make_profile
 
     recipe = Recipe.model_validate(asked["recipe"])

@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 import uvloop
 
-from app import events
-from app.database import Database
-from app.models import Job
+from app.jobs import events
+from app.storage.database import Database
+from app.storage.tables import Job
 from tests.acceptance.conftest import TRAINING, Accrue, running
 from tests.benchmarks.load import Load, ask, get, post
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from app.cli import demo_data
-from app.schemas.spec import AskedSplit, Cut, Order, Spec
-from tests.specs import cpu_plan, make_optimizer, make_schedule, make_spec
+from app.contract.spec import AskedSplit, Cut, Order, Spec
+from tests.harness.specs import cpu_plan, make_optimizer, make_schedule, make_spec
 from workers.run_directory import RunDirectory
 from workers.training.batches import epoch_order
 

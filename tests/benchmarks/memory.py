@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from app.contract.memory_profile import Recipe
 from app.planning.devices import MIB
 from app.planning.estimate import ByProfile, Estimate
-from app.schemas.profile import Recipe
 from tests.benchmarks.accuracy import FAMILIES, Case, true_bytes
 from tests.benchmarks.api import machine
 from workers.profiling.profile import make_profile

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from app.contract.memory_profile import Recipe
+from app.contract.spec import TokenBudget
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByProfile, Estimate
 from app.planning.plan import make_plan, recipe_of
-from app.schemas.profile import Recipe
-from app.schemas.spec import TokenBudget
 from tests.benchmarks.accuracy import FAMILIES, MIB, RESULTS, Case
 from tests.benchmarks.true_peak import (
     CPU,
@@ -33,7 +33,7 @@ from tests.benchmarks.true_peak import (
     spec_of,
     write_lines,
 )
-from tests.training.live_bytes import peak_of
+from tests.harness.live_bytes import peak_of
 from workers.profiling.profile import make_profile
 from workers.run_directory import Reporter
 from workers.training.fit import advance

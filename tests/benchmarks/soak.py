@@ -23,7 +23,7 @@ from typing import Any
 import httpx2 as httpx
 
 from tests.acceptance.conftest import ENDED, TRAINING, Accrue, running
-from tests.runs import until
+from tests.harness.runs import until
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 6

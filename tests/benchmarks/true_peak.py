@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from app.contract.architecture import ModelReference
+from app.contract.arguments import OPTIMIZER_ARGUMENTS
+from app.contract.spec import FixedSize, LoraSpec, MethodSpec, Order, Plan, Spec
 from app.planning.architectures import from_config
 from app.planning.devices import Device
 from app.planning.plan import recipe_of
-from app.schemas.architecture import ModelReference
-from app.schemas.arguments import OPTIMIZER_ARGUMENTS
-from app.schemas.spec import FixedSize, LoraSpec, MethodSpec, Order, Plan, Spec
-from tests.specs import cpu_plan, make_optimizer, make_spec
-from tests.training.live_bytes import peak_of
+from tests.harness.live_bytes import peak_of
+from tests.harness.specs import cpu_plan, make_optimizer, make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training.accumulate import train_window
 from workers.training.fit import advance

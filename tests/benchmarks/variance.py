@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.schemas.spec import FixedSize
+from app.contract.spec import FixedSize
 from tests.benchmarks.material import write_docstrings
-from tests.runs import lay_order, small_data
-from tests.specs import make_optimizer, make_schedule, make_spec
+from tests.harness.runs import lay_order, small_data
+from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from workers.run_directory import Reporter
 from workers.training.fit import fit
 

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.acceptance.conftest import Accrue, running
 from tests.browser.conftest import DESKTOP, PHONE, Noticed
-from tests.runs import until
+from tests.harness.runs import until
 
 SCREENSHOTS = os.environ.get("ACCRUE_SCREENSHOTS")
 """A folder for pictures of every page: `make test-browser` sets it."""

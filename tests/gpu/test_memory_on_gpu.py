@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from app.contract.memory_profile import Recipe
+from app.contract.spec import LoraSpec
 from app.planning.estimate import ByProfile
-from app.schemas.profile import Recipe
-from app.schemas.spec import LoraSpec
 from tests.gpu.test_trainer_on_gpu import keep
 from workers.profiling.profile import make_profile
 from workers.training import model as models

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.schemas.spec import FixedSize, TokenBudget
-from tests.training.small_models import CONFIGS, make_model, make_window64
+from app.contract.spec import FixedSize, TokenBudget
+from tests.harness.small_models import CONFIGS, make_model, make_window64
 from workers.training import guards
 from workers.training.batches import cut_window
 from workers.training.checkpoint import TrainingState
@@ -134,7 +134,7 @@ def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> No
     torch.cuda.set_per_process_memory_fraction(2.5 * 2**30 / total)
     try:
         while True:
-            from tests.training.small_models import Window64
+            from tests.harness.small_models import Window64
 
             data = Window64([(r.numpy().astype("int32"), (r >= 0).numpy()) for r in rows], [1.0] * 64)
             failed = False

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.contract.memory_profile import Recipe
+from app.contract.spec import LoraSpec
 from app.planning.architectures import named
 from app.planning.devices import GIB
 from app.planning.estimate import ByFormula, Estimate, compared, largest_micro_batch
 from app.planning.memory import Memory, step_memory
-from app.schemas.profile import Recipe
-from app.schemas.spec import LoraSpec
 
 GPT2 = named("gpt2")
 assert GPT2 is not None

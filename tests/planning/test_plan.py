@@ -1,11 +1,11 @@
 import pytest
 
+from app.contract.spec import AskedSplit, FixedCount, FixedSize, TokenBudget
 from app.planning.devices import GIB, Device
 from app.planning.estimate import by_formula
 from app.planning.plan import make_plan, precision_for
 from app.planning.speeds import CPU_TOKENS, Speeds
-from app.schemas.spec import AskedSplit, FixedCount, FixedSize, TokenBudget
-from tests.specs import make_spec, plan_by_formula
+from tests.harness.specs import make_spec, plan_by_formula
 
 CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
 A100 = Device(0, "NVIDIA A100", 40 * GIB, "cuda")

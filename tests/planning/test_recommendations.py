@@ -2,6 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS
+from app.contract.reports import NoiseScale
+from app.contract.spec import OptimizerName
 from app.planning.architectures import named
 from app.planning.recommendations import (
     MeasuredNoise,
@@ -11,9 +14,6 @@ from app.planning.recommendations import (
     recommend,
     recommended_batch,
 )
-from app.schemas.accumulation import MAX_ACCUMULATION_STEPS
-from app.schemas.run import NoiseScale
-from app.schemas.spec import OptimizerName
 
 
 @pytest.mark.parametrize(

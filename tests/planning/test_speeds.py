@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.contract.memory_profile import Recipe
+from app.contract.reports import AS_FAST, leanest
+from app.contract.spec import TokenBudget
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB, Device
@@ -11,10 +14,7 @@ from app.planning.estimate import ByFormula, ByMeasurement, Point, by_formula
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
 from app.planning.speeds import CPU_TOKENS, Speeds, useful_tokens
-from app.schemas.profile import Recipe
-from app.schemas.run import AS_FAST, leanest
-from app.schemas.spec import TokenBudget
-from tests.specs import make_spec
+from tests.harness.specs import make_spec
 
 GPU = Device(0, "NVIDIA L4", 24 * GIB, "cuda")
 MEASURED = Speeds(((256, 900.0), (512, 990.0), (1024, 1000.0), (2048, 970.0)))

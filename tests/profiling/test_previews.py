@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import select
 
-from app.data import files, previews
-from app.database import Database, database_now
+from app.contract.architecture import ModelReference
+from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.spec import DataSpec
+from app.datasets import files, previews
 from app.errors import Conflict, Unavailable, Unprocessable
-from app.models import PreviewRequest, Worker
-from app.schemas.architecture import ModelReference
-from app.schemas.preview import DatasetPreview, PreviewOrder
-from app.schemas.spec import DataSpec
 from app.settings import Settings
-from tests.runs import until
-from tests.specs import make_spec
+from app.storage.database import Database, database_now
+from app.storage.tables import PreviewRequest, Worker
+from tests.harness.runs import until
+from tests.harness.specs import make_spec
 from workers.profiling import previews as profiler
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from app.contract.memory_profile import Recipe
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.estimate import ByFormula, ByProfile, largest_micro_batch
-from app.schemas.profile import Recipe
 from tests.benchmarks.accuracy import FAMILIES, Case, predicted_bytes, true_bytes
 from workers.profiling.depth import Depth, layers_in
 from workers.profiling.profile import make_profile

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from app.contract.memory_profile import Recipe
+from app.contract.spec import LoraSpec
 from app.planning.catalogue import config_of
-from app.schemas.profile import Recipe
-from app.schemas.spec import LoraSpec
 from tests.benchmarks.accuracy import FAMILIES
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.training import table
-from tests.training.small_models import Window64, make_window64
+from tests.harness import table
+from tests.harness.small_models import Window64, make_window64
 
 torch.set_num_threads(1)
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.schemas.spec import FixedSize
-from tests.runs import events_of, lay_order, log_of, small_data, write_texts
-from tests.specs import make_optimizer, make_schedule, make_spec
-from tests.training.peers import Sample, Stream, run_trainer, sample_of
-from tests.training.small_models import VOCABULARY, make_model
-from tests.training.table import compared
+from app.contract.spec import FixedSize
+from tests.harness.peers import Sample, Stream, run_trainer, sample_of
+from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
+from tests.harness.small_models import VOCABULARY, make_model
+from tests.harness.specs import make_optimizer, make_schedule, make_spec
+from tests.harness.table import compared
 from tests.training.test_fit import interrupted_at, run_to_end, spoil
 from workers.training.balance import balance_of
 from workers.training.batches import Form, MicroBatch, Row, collate
@@ -264,7 +264,7 @@ def accelerates_tail(rows: list[Row]) -> Tensor:
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    from tests.training.peers import padded
+    from tests.harness.peers import padded
 
     model = make_model("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

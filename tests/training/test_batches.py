@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.schemas.spec import Cut, FixedCount, FixedSize, TokenBudget
+from app.contract.spec import Cut, FixedCount, FixedSize, TokenBudget
 from workers.training.batches import Cursor, Form, after, collate, cut_window, epoch_order, window_at
 
 lengths_of_windows = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -111,7 +111,7 @@ def test_targets_are_the_next_tokens_that_count() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 def test_padding_on_the_right_changes_no_logit(family: str) -> None:
-    from tests.training.small_models import make_model
+    from tests.harness.small_models import make_model
 
     model = make_model(family, torch.float64)
     alone = torch.tensor([[5, 6, 7]])

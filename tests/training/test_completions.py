@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.schemas.spec import LoraSpec, MethodSpec, ValidationSpec
-from tests.runs import events_of, lay_order, log_of, small_data
-from tests.specs import make_spec
+from app.contract.spec import LoraSpec, MethodSpec, ValidationSpec
+from tests.harness.runs import events_of, lay_order, log_of, small_data
+from tests.harness.specs import make_spec
 from tests.training.test_fit import run_to_end
 from workers.run_directory import RunDirectory
 from workers.training import completions

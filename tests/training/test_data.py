@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from app.schemas.spec import DataSpec
-from tests.runs import write_texts
+from app.contract.spec import DataSpec
+from tests.harness.runs import write_texts
 from workers.training.data import Samples, prepare
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.tiny_gpt2 import make_tokenizer

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.schemas.spec import Cut, FixedCount, FixedSize, LoraSpec, TokenBudget
-from tests.training.small_models import CONFIGS, Window64, make_model, promised
+from app.contract.spec import Cut, FixedCount, FixedSize, LoraSpec, TokenBudget
+from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import loss
 from workers.training.balance import balance_of
 from workers.training.batches import Groups, cut_window

@@ -1,6 +1,6 @@
 """What follows from a validation loss."""
 
-from app.schemas.spec import EarlyStopping
+from app.contract.spec import EarlyStopping
 from workers.training.checkpoint import TrainingState
 from workers.training.evaluation import note
 

@@ -7,9 +7,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig, OPTConfig
 
-from app.schemas.spec import FixedCount, FixedSize, Spec, TokenBudget
-from tests.runs import lay_order, log_of, small_data
-from tests.specs import make_spec
+from app.contract.spec import FixedCount, FixedSize, Spec, TokenBudget
+from tests.harness.runs import lay_order, log_of, small_data
+from tests.harness.specs import make_spec
 from tests.training.test_features import of_kind, raw_log
 from tests.training.test_fit import run_to_end
 from workers.run_directory import RunDirectory

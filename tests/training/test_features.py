@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.schemas.spec import (
+from app.contract.spec import (
     EarlyStopping,
     FixedSize,
     LoraSpec,
@@ -17,9 +17,9 @@ from app.schemas.spec import (
     TokenBudget,
     ValidationSpec,
 )
-from tests.runs import events_of, lay_order, log_of, small_data, write_texts
-from tests.specs import cpu_plan, make_optimizer, make_spec
-from tests.training.small_models import make_model, make_window64
+from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
+from tests.harness.small_models import make_model, make_window64
+from tests.harness.specs import cpu_plan, make_optimizer, make_spec
 from tests.training.test_fit import interrupted_at, run_to_end, spoil, weights
 from workers.run_directory import RunDirectory
 from workers.training import memory, start

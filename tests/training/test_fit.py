@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.schemas.run import Outcome
-from app.schemas.spec import FixedCount, FixedSize, TokenBudget
-from tests.runs import events_of, lay_order, log_of, small_data, write_texts
-from tests.specs import make_schedule, make_spec
+from app.contract.reports import Outcome
+from app.contract.spec import FixedCount, FixedSize, TokenBudget
+from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
+from tests.harness.specs import make_schedule, make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
 from workers.training import model as models

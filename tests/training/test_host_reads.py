@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.schemas.spec import FixedSize
-from tests.runs import lay_order, small_data
-from tests.specs import make_spec
+from app.contract.spec import FixedSize
+from tests.harness.runs import lay_order, small_data
+from tests.harness.specs import make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import accumulate
 from workers.training.start import Training, start

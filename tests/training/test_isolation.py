@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import lay_order
+from tests.harness.runs import lay_order
 from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
 
 LOOK = """

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.schemas.spec import TokenBudget
-from tests.runs import lay_order, small_data
-from tests.specs import make_spec
-from tests.training.live_bytes import peak_of
-from tests.training.small_models import Window64, make_model
+from app.contract.spec import TokenBudget
+from tests.harness.live_bytes import peak_of
+from tests.harness.runs import lay_order, small_data
+from tests.harness.small_models import Window64, make_model
+from tests.harness.specs import make_spec
 from tests.training.test_fit import run_to_end
 from workers.training.batches import MicroBatch
 from workers.training.loss import TokenLoss

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.schemas.architecture import ModelReference
-from app.schemas.model_files import fingerprint_of_files
-from app.schemas.spec import FixedSize
-from tests.runs import events_of, lay_order, small_data, start_trainer
-from tests.specs import make_spec
+from app.contract.architecture import ModelReference
+from app.contract.model_files import fingerprint_of_files
+from app.contract.spec import FixedSize
+from tests.harness.runs import events_of, lay_order, small_data, start_trainer
+from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
 from workers.training.faults import CannotTrain
 from workers.training.model import load_tokenizer, staged

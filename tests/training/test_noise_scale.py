@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from app.schemas.spec import TokenBudget
-from tests.runs import events_of, lay_order, small_data, write_texts
-from tests.specs import make_optimizer, make_schedule, make_spec
+from app.contract.spec import TokenBudget
+from tests.harness.runs import events_of, lay_order, small_data, write_texts
+from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.training.test_fit import run_to_end
 from workers.training import model as models
 from workers.training.batches import Form, collate

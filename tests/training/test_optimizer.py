@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from app.contract.memory_profile import Recipe
+from app.contract.spec import OptimizerName
 from app.planning.architectures import named
 from app.planning.memory import step_memory
-from app.schemas.profile import Recipe
-from app.schemas.spec import OptimizerName
-from tests.specs import make_optimizer as make_optimizer_spec
+from tests.harness.specs import make_optimizer as make_optimizer_spec
 from workers.training import checkpoint
 from workers.training.checkpoint import TrainingState
 from workers.training.optimizer import OnHost, make_optimizer, set_rate

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.schemas.architecture import BUILT_IN_MODEL, ModelReference
-from app.schemas.preview import DatasetPreview, PreviewOrder
-from tests.specs import make_spec
+from app.contract.architecture import BUILT_IN_MODEL, ModelReference
+from app.contract.preview import DatasetPreview, PreviewOrder
+from tests.harness.specs import make_spec
 from tests.training.test_data import of, spec
 from workers.training.data import Samples, prepare
 from workers.training.faults import CannotTrain

@@ -3,9 +3,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.schemas.run import NoiseScale
-from app.schemas.spec import RampSpec, Spec
-from tests.specs import make_spec
+from app.contract.reports import NoiseScale
+from app.contract.spec import RampSpec, Spec
+from tests.harness.specs import make_spec
 from workers.training.checkpoint import TrainingState
 from workers.training.ramp import LOOK_BACK, batch_now, follow, steps_total
 

@@ -6,7 +6,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from tests.specs import make_schedule
+from tests.harness.specs import make_schedule
 from workers.training.schedule import rate_factor, warmup_of
 
 

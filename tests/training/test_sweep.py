@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.schemas.run import Tuning
-from app.schemas.spec import Tune
-from tests.runs import events_of, lay_order, log_of, small_data
-from tests.specs import make_spec
+from app.contract.reports import Tuning
+from app.contract.spec import Tune
+from tests.harness.runs import events_of, lay_order, log_of, small_data
+from tests.harness.specs import make_spec
 from tests.training.test_fit import run_to_end, spoil, weights
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit, sweep

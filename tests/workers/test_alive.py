@@ -1,15 +1,15 @@
 from sqlalchemy import update
 
-from app import workers_seen
-from app.database import Database
-from app.models import Worker
+from app.devices import live_workers
+from app.storage.database import Database
+from app.storage.tables import Worker
 from workers.alive import is_alive
 
 
 def test_a_worker_is_alive_as_long_as_it_is_heard_of(database: Database) -> None:
     assert not is_alive(database, "here")
     with database.writing() as session:
-        workers_seen.beat(
+        live_workers.beat(
             session, Worker(id="worker-1", hostname="here", started_at=0.0, devices=[], running=[])
         )
     assert is_alive(database, "here")

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from app import jobs, totals
-from app.database import Database
-from app.jobs import Fence, LostJob
-from app.models import Job, JobEvent, StepMetric
-from app.schemas.run import LogLine, WindowProgress
-from tests.runs import lay_order
-from tests.submissions import submitted
-from tests.test_jobs import claimed, expire, on
+from app.contract.reports import LogLine, WindowProgress
+from app.jobs import lifecycle
+from app.jobs.lifecycle import Fence, LostJob
+from app.statistics import totals
+from app.storage.database import Database
+from app.storage.tables import Job, JobEvent, StepMetric
+from tests.harness.runs import lay_order
+from tests.harness.submissions import submitted
+from tests.jobs.test_lifecycle import claimed, expire, on
 from workers.ingest import Position, ingest
 from workers.run_directory import Reporter, RunDirectory
 
@@ -110,7 +111,7 @@ def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
 
 def test_whoever_lost_the_job_stores_nothing(database: Database, run: RunDirectory, fence: Fence) -> None:
     expire(database, fence.job_id)
-    on(database, jobs.rescue)
+    on(database, lifecycle.rescue)
     with Reporter(run, 1) as reporter:
         reporter.step(line(1))
     with pytest.raises(LostJob):
@@ -174,7 +175,7 @@ def test_a_long_log_is_read_in_pieces_that_are_each_committed(
     assert pieces > 3
     assert [step for step, *_ in stored(database)] == list(range(1, 101))
     with database.reading() as session:
-        progress = jobs.get(session, fence.job_id).progress
+        progress = lifecycle.get(session, fence.job_id).progress
     assert (progress["samples_seen"], progress["tokens_seen"]) == (800, 8000)
 
 
@@ -192,7 +193,7 @@ def test_steps_that_are_made_again_count_once(database: Database, run: RunDirect
             reporter.step(line(step, attempt=2))
     read(database, run, fence)
     with database.reading() as session:
-        assert jobs.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
+        assert lifecycle.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
 
 
 def test_progress_within_a_window_is_told(database: Database, run: RunDirectory, fence: Fence) -> None:
@@ -201,13 +202,13 @@ def test_progress_within_a_window_is_told(database: Database, run: RunDirectory,
     run.write_progress(WindowProgress(attempt=1, step=1, micro_step=5, accumulation_step=3))
     read(database, run, fence)
     with database.reading() as session:
-        progress = jobs.get(session, fence.job_id).progress
+        progress = lifecycle.get(session, fence.job_id).progress
     assert (progress["step"], progress["micro_step"], progress["accumulation_step"]) == (1, 5, 3)
     assert progress["within_window"]
     run.write_progress(WindowProgress(attempt=7, step=1, micro_step=9, accumulation_step=9))
     read(database, run, fence)
     with database.reading() as session:
-        progress = jobs.get(session, fence.job_id).progress
+        progress = lifecycle.get(session, fence.job_id).progress
     assert (progress["accumulation_step"], progress["within_window"]) == (2, False)
 
 

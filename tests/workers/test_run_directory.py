@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from app.schemas.run import Failure, Outcome
-from tests.runs import events_of, lay_order
+from app.contract.reports import Failure, Outcome
+from tests.harness.runs import events_of, lay_order
 from workers.run_directory import Reporter, RunDirectory, RunDirectoryInUse
 
 OUTCOME = Outcome(

@@ -12,16 +12,17 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from app import gpus, jobs
-from app.database import Database
-from app.gpus import SeenGpu
-from app.models import Job, JobEvent, StepMetric
+from app.contract.spec import Plan
+from app.devices import gpus
+from app.devices.gpus import SeenGpu
+from app.jobs import lifecycle
 from app.planning.devices import GIB
-from app.schemas.spec import Plan
 from app.settings import Settings
-from tests.runs import small_data, until, write_texts
-from tests.specs import make_spec
-from tests.submissions import submitted
+from app.storage.database import Database
+from app.storage.tables import Job, JobEvent, StepMetric
+from tests.harness.runs import small_data, until, write_texts
+from tests.harness.specs import make_spec
+from tests.harness.submissions import submitted
 from workers.slots import Slots
 from workers.supervisor import Supervisor
 
@@ -53,7 +54,7 @@ def endless(settings: Settings, database: Database) -> str:
 
 def job(database: Database, job_id: str) -> Job:
     with database.reading() as session:
-        return jobs.get(session, job_id)
+        return lifecycle.get(session, job_id)
 
 
 def turn(supervisor: Supervisor) -> None:
@@ -121,7 +122,7 @@ def test_a_resume_keeps_the_plan_on_a_device_alike(
     assert (first.predicted, first.threads) == (False, 1)
     fence = supervisor.running[0].fence
     with database.writing() as session:
-        jobs.release(session, fence, "test")
+        lifecycle.release(session, fence, "test")
     supervisor.leases.beat(database)
     supervisor.turn()
     assert supervisor.running == []
@@ -283,7 +284,7 @@ def test_leases_are_renewed_while_the_supervisor_is_held_up(
         turn(held_up)
         time.sleep(6)  # the main loop does nothing for two leases
         with database.writing() as session:
-            assert jobs.rescue(session) == []
+            assert lifecycle.rescue(session) == []
         assert not held_up.running[0].lost
     assert job(database, job_id).status == "running"
     end_all(held_up)
@@ -297,7 +298,7 @@ def test_a_stop_ends_training_with_a_model(
     with supervisor.leases.at_work():
         until(lambda: bool(supervisor.turn() or job(database, job_id).progress.get("step")))
         with database.writing() as session:
-            jobs.stop(session, job_id)
+            lifecycle.stop(session, job_id)
         until(lambda: bool(supervisor.turn() or job(database, job_id).status == "succeeded"))
     ended = job(database, job_id)
     assert "model.safetensors" in ended.result["files"]

@@ -7,7 +7,7 @@ import pytest
 
 from app.errors import BadSetting
 from app.planning.devices import Device
-from tests.runs import lay_order, until
+from tests.harness.runs import lay_order, until
 from workers.trainer_process import TrainerProcess, check_network_can_be_kept_away
 
 LAST_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")

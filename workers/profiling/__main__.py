@@ -9,12 +9,12 @@ import structlog
 import torch
 from sqlalchemy.exc import OperationalError
 
-from app import profiles
-from app.database import Changes, Database
+from app.contract.memory_profile import Recipe
 from app.logs import configure
+from app.memory_profiles import profiles
 from app.planning.catalogue import TINY_GPT2
-from app.schemas.profile import Recipe
 from app.settings import get_settings
+from app.storage.database import Changes, Database
 from workers.profiling import previews
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated

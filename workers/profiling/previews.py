@@ -10,11 +10,11 @@ from pathlib import Path
 
 import structlog
 
-from app import base_models
-from app.data import previews
-from app.database import Database
-from app.schemas.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewOrder
+from app.datasets import previews
+from app.models import base_models
 from app.settings import Settings
+from app.storage.database import Database
 from workers.training.faults import CannotTrain
 from workers.training.limits import limit_memory
 from workers.training.model import load_tokenizer, prepare_files

@@ -6,7 +6,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from app.schemas.profile import KINDS, Curve, Line, Profile, Recipe, Stretch
+from app.contract.memory_profile import KINDS, Curve, Line, Profile, Recipe, Stretch
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
 from workers.profiling.growth import Growing, Growths, NotAlike, Range, Sample, at, growing, growths

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.schemas.profile import Kind
+from app.contract.memory_profile import Kind
 from workers.profiling.kernels import Target, made_by, workspace_bytes
 from workers.profiling.tape import Place, Tape
 

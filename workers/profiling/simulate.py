@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.schemas.arguments import OPTIMIZER_ARGUMENTS
-from app.schemas.profile import Recipe
-from app.schemas.spec import OptimizerSpec
+from app.contract.arguments import OPTIMIZER_ARGUMENTS
+from app.contract.memory_profile import Recipe
+from app.contract.spec import OptimizerSpec
 from workers.profiling import definitions
 from workers.profiling.depth import Depth, config_for, with_layers
 from workers.profiling.layers import follow, layers_of, weights_by_group

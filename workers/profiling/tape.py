@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from app.schemas.profile import KINDS, Kind
+from app.contract.memory_profile import KINDS, Kind
 
 
 @dataclass

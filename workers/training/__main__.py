@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from app.schemas.run import Failure
+from app.contract.reports import Failure
 from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, Reporter, RunDirectory, RunDirectoryInUse
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.isolation import isolate

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from app.schemas.spec import Cut, FixedCount, FixedSize
+from app.contract.spec import Cut, FixedCount, FixedSize
 from workers.training import guards
 from workers.training import model as models
 from workers.training.balance import Balance

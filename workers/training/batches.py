@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from app.schemas.spec import Cut, FixedCount, FixedSize, TokenBudget
+from app.contract.spec import Cut, FixedCount, FixedSize, TokenBudget
 
 _COST_OF_A_MICRO_BATCH = 0.25
 """What a micro-batch costs beside its tokens, as a share of the token budget (tests/benchmarks: on a CPU,

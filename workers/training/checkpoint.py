@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from app.fail_points import fail_point
+from app.contract.fail_points import fail_point
 from workers.run_directory import sync, write_whole
 
 KEPT = 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.schemas.run import Completion, Completions
+from app.contract.reports import Completion, Completions
 from workers.training.data import Samples
 from workers.training.start import Training
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from app.schemas.examples import (
+from app.contract.examples import (
     BadLine,
     Chat,
     Example,
@@ -22,7 +22,7 @@ from app.schemas.examples import (
     parse_line,
     unused_keys,
 )
-from app.schemas.spec import DataSpec
+from app.contract.spec import DataSpec
 from workers.run_directory import sync, write_whole
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.rendering import Renderer

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.fail_points import fail_point
-from app.schemas.run import Outcome
-from app.schemas.spec import Order, TokenBudget
+from app.contract.fail_points import fail_point
+from app.contract.reports import Outcome
+from app.contract.spec import Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import (
     certificate,

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.schemas.spec import Plan
+from app.contract.spec import Plan
 from workers.training.checkpoint import TrainingState
 from workers.training.faults import CannotTrain
 from workers.training.memory import GIB

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from app.schemas.architecture import ModelReference
-from app.schemas.model_files import fingerprint_of_files
-from app.schemas.spec import LoraSpec, MethodSpec, Order, Plan, RunPrecision, Spec
+from app.contract.architecture import ModelReference
+from app.contract.model_files import fingerprint_of_files
+from app.contract.spec import LoraSpec, MethodSpec, Order, Plan, RunPrecision, Spec
 from workers.run_directory import RunDirectory, sync, write_whole
 from workers.training.faults import CannotTrain
 from workers.training.loss import backbone_of

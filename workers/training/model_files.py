@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.schemas.architecture import ModelReference
+from app.contract.architecture import ModelReference
 from workers.run_directory import TOKEN_VARIABLE
 from workers.training.faults import CannotTrain
 

@@ -16,7 +16,7 @@ from math import sqrt
 
 import numpy as np
 
-from app.schemas.run import NoiseScale
+from app.contract.reports import NoiseScale
 
 HISTORY = 100
 """Measurements that count: the noise scale grows while a model learns."""

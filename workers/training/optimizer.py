@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.schemas.spec import OptimizerSpec
+from app.contract.spec import OptimizerSpec
 from workers.training.faults import CannotTrain
 
 

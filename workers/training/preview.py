@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from app.schemas.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewOrder
+from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewOrder
 from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
 from workers.training.faults import CannotTrain
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from app.schemas.run import Operator, Operators
+from app.contract.reports import Operator, Operators
 
 AT_STEP = 3
 """The update that is profiled, counted from 1: the first ones warm up."""

@@ -3,8 +3,8 @@
 from math import ceil
 from statistics import pvariance
 
-from app.schemas.run import NoiseScale
-from app.schemas.spec import Spec
+from app.contract.reports import NoiseScale
+from app.contract.spec import Spec
 from workers.training.checkpoint import TrainingState
 
 LOOK_BACK = 10

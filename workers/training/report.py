@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import torch
 
-from app.schemas.run import LogLine, NoiseScale
-from app.schemas.spec import TokenBudget
+from app.contract.reports import LogLine, NoiseScale
+from app.contract.spec import TokenBudget
 from workers.training import memory
 from workers.training.accumulate import Trained, cut
 from workers.training.batches import Cursor, tokens_of

@@ -2,7 +2,7 @@
 
 from math import cos, pi
 
-from app.schemas.spec import ScheduleSpec
+from app.contract.spec import ScheduleSpec
 
 
 def warmup_of(schedule: ScheduleSpec, steps_total: int) -> int:

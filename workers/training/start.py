@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.schemas.run import WindowProgress
-from app.schemas.spec import Cut, FixedCount, Order, TokenBudget
+from app.contract.reports import WindowProgress
+from app.contract.spec import Cut, FixedCount, Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, memory, ramp
 from workers.training import model as models

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from app.schemas.run import LogLine
-from app.schemas.spec import Order, Tracker
+from app.contract.reports import LogLine
+from app.contract.spec import Order, Tracker
 from workers.training.faults import CannotTrain
 
 FIGURES = (

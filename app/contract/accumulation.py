@@ -1,0 +1,164 @@
+"""The accumulation configuration: how an effective batch is asked for."""
+
+from typing import Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from app.contract.base import Answer, Flag, Request
+
+MAX_ACCUMULATION_STEPS = 4096
+MAX_EFFECTIVE_BATCH = 1_000_000
+MAX_MICRO_BATCH = 100_000
+Precision = Literal["bf16", "fp16", "no", "tf32", "pure_bf16"]
+"""bf16, fp16: autocast over fp32 weights; pure_bf16: weights in bf16 too; no: fp32; tf32: fp32, on tensor
+cores with TF32's mantissa."""
+
+ClipMode = Literal["after_accumulation", "each_micro_batch", "value"]
+LearningRateRule = Literal["sqrt", "linear", "none"]
+
+
+class AccumulationConfig(Request):
+    """Every field of it has a default; what is null is planned or recommended."""
+
+    use_gradient_accumulation: Flag = Field(True, description="false: every micro-batch is a step")
+    accumulation_steps: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_ACCUMULATION_STEPS,
+        validation_alias=AliasChoices(
+            "accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"
+        ),
+        description="Micro-batches per step and device",
+    )
+    target_effective_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EFFECTIVE_BATCH,
+        validation_alias=AliasChoices(
+            "target_effective_batch_size", "target_batch_size", "effective_batch_size"
+        ),
+        description="Samples per optimizer step over all devices",
+    )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_MICRO_BATCH,
+        validation_alias=AliasChoices("micro_batch_size", "batch_size"),
+        description="Samples per forward and device",
+    )
+    max_memory_usage: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that may be used")
+    memory_safety_margin: float | None = Field(
+        None, ge=0, lt=1, description="Share kept free; null: from measured residuals, 0.1 without any"
+    )
+    auto_adjust_batch_size: Flag = Field(
+        True, description="Smaller micro-batches where memory asks for it; the effective batch stays"
+    )
+    sync_gradients: Flag = Field(True, description="Gradients are reduced once per window, always")
+    gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
+    lr_scaling: LearningRateRule = "sqrt"
+    base_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EFFECTIVE_BATCH,
+        description="The batch that the learning rate was chosen for; null: no scaling",
+    )
+    mixed_precision: Flag | Precision = Field(
+        True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")
+    )
+    gradient_clipping: float | None = Field(1.0, gt=0, description="By global norm; null: off")
+    clip_mode: ClipMode = "after_accumulation"
+    clip_gradients_before_accumulation: Flag = Field(False, description="true means each_micro_batch")
+    loss_spike_zscore: float | None = Field(
+        None,
+        gt=0,
+        description="Skip a window whose loss is this many standard deviations above the recent ones'",
+    )
+    accumulate_in_fp32: Flag = Field(
+        True,
+        description="pure_bf16: sum gradients in fp32, 4 bytes a parameter instead of 2; false: in bf16",
+    )
+    accumulate_gradients_on_cpu: Flag = Field(
+        False, description="Gradients live in host memory between micro-batches"
+    )
+    use_cpu_offload: Flag = Field(
+        False,
+        description="The optimizer's states live in host memory, and its step is the processor's: less GPU "
+        "memory, slower steps",
+    )
+    accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = "constant"
+    accumulation_warmup_steps: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        validation_alias=AliasChoices("accumulation_warmup_steps", "warmup_steps"),
+        description="Updates over which the linear scheduler ramps the effective batch up",
+    )
+    max_effective_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EFFECTIVE_BATCH,
+        description="As far as noise_scale and loss_variance may go; null: eight times the effective batch",
+    )
+    loss_variance_threshold: float = Field(
+        0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"
+    )
+    equivalence_check: Flag = Field(
+        True, description="Compare the first window's gradient with another split's before training"
+    )
+    noise_scale_every: int | None = Field(
+        10, ge=1, description="Measure the gradient noise scale in every so many windows; null: never"
+    )
+    log_accumulation: Flag = Field(
+        True, description="Report progress within a window, after its micro-batches, at most once a second"
+    )
+    log_memory_usage: Flag = True
+    log_micro_losses: Flag = Field(False, description="The loss of each micro-batch, in the log")
+    log_gradients: Flag = Field(False, description="The gradient norm of each layer, in the log")
+
+    @model_validator(mode="after")
+    def _gradients_are_synchronised(self) -> "AccumulationConfig":
+        if not self.sync_gradients:
+            raise ValueError(
+                "sync_gradients false would step each device on its own gradient, which is not the training "
+                "of the effective batch: leave it out. Gradients are reduced only once per window in any case"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _old_name_of_the_clip_mode(self) -> "AccumulationConfig":
+        if self.clip_gradients_before_accumulation and self.clip_mode == "after_accumulation":
+            self.clip_mode = "each_micro_batch"
+        return self
+
+    @model_validator(mode="after")
+    def _ramps_agree(self) -> "AccumulationConfig":
+        if self.accumulation_scheduler == "linear" and not self.accumulation_warmup_steps:
+            raise ValueError("accumulation_scheduler linear needs accumulation_warmup_steps")
+        if self.accumulation_warmup_steps and self.accumulation_scheduler != "linear":
+            raise ValueError(
+                "accumulation_warmup_steps (warmup_steps here) is the ramp of accumulation_scheduler linear; "
+                "the learning rate's warmup is training_config.warmup_steps"
+            )
+        if self.accumulation_scheduler == "noise_scale" and self.noise_scale_every is None:
+            raise ValueError("accumulation_scheduler noise_scale needs noise_scale_every")
+        if self.accumulation_scheduler == "noise_scale" and self.clip_mode == "each_micro_batch":
+            raise ValueError("the noise scale is not measured under clip_mode each_micro_batch")
+        return self
+
+
+class ConfigurationRequest(AccumulationConfig):
+    """A configuration on its own, with the number of devices that it is meant for."""
+
+    num_gpus: int = Field(1, ge=1, le=1024)
+
+
+class ConfigurationAnswer(Answer):
+    config_id: str
+    object: Literal["accumulation.config"] = "accumulation.config"
+    created_at: int
+    config: AccumulationConfig
+    num_gpus: int
+    effective_batch_size: int | None = Field(
+        description="null where neither a target, nor steps, nor a micro-batch was given"
+    )
+    warnings: list[str]

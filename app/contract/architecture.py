@@ -1,0 +1,54 @@
+"""The shape of a causal language model, as far as memory and limits depend on it."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import StringConstraints
+
+from app.contract.base import Frozen
+
+BUILT_IN_MODEL = "accrue/tiny-gpt2"
+
+
+class Architecture(Frozen):
+    """Sizes read from a model's config.json; counts of things, no units."""
+
+    family: str
+    """`model_type` of the config: gpt2, llama, opt, ..."""
+    layers: int
+    hidden_size: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Width of the feed-forward layer."""
+    vocabulary: int
+    positions: int
+    """The longest sequence the model can take, in tokens."""
+    gated: bool
+    """A feed-forward with a gate (SwiGLU, GeGLU): three matrices instead of two."""
+    experts: int = 1
+    """Experts of a layer; 1: a plain feed-forward."""
+    active_experts: int = 1
+    """Experts that a token goes through."""
+    fingerprint: str = ""
+    """Of the config.json, without what neither shapes nor sizes depend on: profiles are kept by it."""
+    parameters: int
+    """Trainable parameters, tied ones counted once."""
+
+
+class ModelReference(Frozen):
+    """A base model, and where its files are to be found."""
+
+    name: str
+    source: Literal["built_in", "local", "hub"]
+    architecture: Architecture
+    fingerprint: str | None = None
+    """Of its files at submission (`model_files.fingerprint_of_files`); null: they were not at hand."""
+
+
+MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
+
+
+ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME.pattern, max_length=200)]
+"""A name or owner/name, never a path."""

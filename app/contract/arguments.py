@@ -1,0 +1,96 @@
+"""Arguments of the optimizers, the schedules and the methods of training, by name."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from app.contract.base import Flag, Request
+from app.contract.spec import OptimizerName, ScheduleName
+
+
+def _as_ours(given: Any) -> Any:
+    """An optimizer's name however it is spelt. Adam is AdamW without weight decay (`TrainingConfig`)."""
+    if not isinstance(given, str):
+        return given
+    name = given.lower().replace("-", "_")
+    return {"adam": "adamw", "adamw_torch": "adamw", "adamw8bit": "adamw_8bit"}.get(name, name)
+
+
+OptimizerChoice = Annotated[OptimizerName, BeforeValidator(_as_ours)]
+
+
+class OptimizerArguments(Request):
+    """Those of the optimizer chosen; the defaults are its library's."""
+
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
+    eps: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+    nesterov: Flag | None = None
+    trust_coefficient: float | None = Field(None, gt=0)
+
+
+class ScheduleArguments(Request):
+    """Those of the schedule chosen; the defaults are PyTorch's."""
+
+    warmup_start: float | None = Field(
+        None, ge=0, le=1, description="Share of the peak rate at the first update; default 0, constant: 0.1"
+    )
+    final: float | None = Field(None, ge=0, le=1, description="linear, cosine: share of the peak at the end")
+    pct_start: float | None = Field(None, gt=0, lt=1, description="one_cycle: share of rising updates (0.3)")
+    div_factor: float | None = Field(None, ge=1, description="one_cycle: peak over the first rate (25)")
+    final_div_factor: float | None = Field(None, ge=1, description="one_cycle: first over last rate (1e4)")
+
+
+OPTIMIZER_ARGUMENTS: dict[OptimizerName, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "adamw_8bit": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "lion": {"betas": (0.9, 0.99)},
+    "lamb": {"betas": (0.9, 0.999), "eps": 1e-6},
+    "lars": {"momentum": 0.9, "nesterov": False, "trust_coefficient": 0.001},
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "adafactor": {},
+}
+"""The arguments that each optimizer takes, with their defaults."""
+
+SCHEDULE_ARGUMENTS: dict[ScheduleName, dict[str, float]] = {
+    "constant": {"warmup_start": 0.0},
+    "linear": {"warmup_start": 0.0, "final": 0.0},
+    "cosine": {"warmup_start": 0.0, "final": 0.0},
+    "one_cycle": {"pct_start": 0.3, "div_factor": 25.0, "final_div_factor": 1e4},
+}
+"""The arguments that each schedule takes, with their defaults."""
+
+
+class LoraConfig(Request):
+    r: int = Field(16, ge=1, le=1024, description="Rank of the adapters")
+    alpha: int = Field(32, ge=1, le=10_000, description="The adapters' output is scaled by alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | None = Field(
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=100,
+        description="Ends of module names; null: every linear layer",
+    )
+    merge: Flag = Field(False, description="Save the model with the adapters merged into it")
+
+
+class LoraMethod(Request):
+    lora: LoraConfig
+
+
+class QloraMethod(Request):
+    qlora: LoraConfig
+
+
+Method = Literal["full", "lora", "qlora"] | LoraMethod | QloraMethod
+
+
+def refuse_surplus(field: str, arguments: Request, taken: set[str], name: str) -> None:
+    """Raises:
+    ValueError: an argument that the one chosen does not take.
+    """
+    surplus = arguments.model_fields_set - taken
+    if surplus:
+        takes = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
+        raise ValueError(f"{field}: {', '.join(sorted(surplus))} is not an argument of {name}; {takes}")

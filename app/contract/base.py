@@ -1,0 +1,58 @@
+"""The kinds of object that Accrue's schemas are made of."""
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Strict, model_validator
+from pydantic_core import PydanticCustomError
+
+from app.contract.text import oversized, unstorable
+
+Flag = Annotated[bool, Strict()]
+"""true or false: neither 1 nor "yes"."""
+
+UNSTORABLE = "unstorable_text"
+"""The type of pydantic's error; its context names the field within the value."""
+
+Item = TypeVar("Item")
+
+
+class Request(BaseModel):
+    """What a client sends: an unknown field is refused by name, and infinity and NaN are no numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_stored(cls, given: Any) -> Any:
+        """Before anything else, so that no field has to think of it; the error names the field itself."""
+        if (why := oversized(given)) is not None:
+            raise PydanticCustomError("too_large", "the request {why}", {"why": why})
+        if (path := unstorable(given)) is not None:
+            raise PydanticCustomError(
+                UNSTORABLE, "has a NUL character or a lone surrogate", {"field": ".".join(path)}
+            )
+        return given
+
+
+class Answer(BaseModel):
+    """What a client gets."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class Frozen(BaseModel):
+    """What is fixed at submission or at a claim and travels through files: immutable, no surplus fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Page(Answer, Generic[Item]):
+    """One page of a list, newest first; ask for the next with `after=<last_id>`."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    has_more: bool
+    first_id: str | None = None
+    last_id: str | None = None

@@ -1,0 +1,133 @@
+"""One line of training data: text, a prompt with its completion, or a chat.
+
+The service checks uploaded lines with these and the trainer reads them with the same, so what was
+accepted at the door is what is trained on.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.contract.text import unstorable
+
+DataFormat = Literal["text", "prompt_completion", "messages"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Line(BaseModel):
+    """Further keys on a line (ids, sources) are people's own business: they are not trained on, and named
+    once (`unused_keys`)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    weight: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
+    """How much each of the line's tokens counts for the loss, beside those of other lines."""
+
+
+class TextExample(Line):
+    """Every token of the text counts for the loss."""
+
+    text: str = Field(min_length=1)
+
+
+class PromptCompletion(Line):
+    """Only the completion counts for the loss."""
+
+    prompt: str
+    completion: str = Field(min_length=1)
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: Role
+    content: str
+    weight: Literal[0, 1] = 1
+    """0: an assistant's turn that is only context."""
+
+
+class Chat(Line):
+    """Only what the assistant says counts for the loss, in turns whose weight is not 0."""
+
+    messages: list[Message] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _has_something_to_learn(self) -> "Chat":
+        if not any(message.role == "assistant" and message.weight for message in self.messages):
+            raise ValueError("no message has the role assistant, so there is nothing to learn")
+        return self
+
+
+Example = TextExample | PromptCompletion | Chat
+
+SHAPES: dict[DataFormat, type[Example]] = {
+    "text": TextExample,
+    "prompt_completion": PromptCompletion,
+    "messages": Chat,
+}
+"""The shape of each format, in the order in which a line is tried."""
+
+_KEYS: dict[DataFormat, set[str]] = {
+    "messages": {"messages"},
+    "prompt_completion": {"prompt", "completion"},
+    "text": {"text"},
+}
+
+
+def unused_keys(example: Example) -> set[str]:
+    """The keys of a line, and of its messages, that the trainer makes nothing of."""
+    found = set(example.model_extra or ())
+    if isinstance(example, Chat):
+        found |= {f"messages.{key}" for message in example.messages for key in message.model_extra or ()}
+    return found
+
+
+class BadLine(ValueError):
+    """A line of a training file that cannot be used; the message says what is wrong with it."""
+
+
+def format_of(line: dict[str, Any]) -> DataFormat:
+    """The format whose keys the line has.
+
+    Raises:
+        BadLine: the keys are those of no format.
+    """
+    for name, keys in _KEYS.items():
+        if keys <= line.keys():
+            return name
+    raise BadLine(
+        'expected the keys "messages", or "prompt" and "completion", or "text"; '
+        f"found {', '.join(sorted(map(ascii, line))[:8]) or 'none'}"
+    )
+
+
+def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:
+    """One JSON line as an example, in the expected format or in the one that its keys tell.
+
+    Raises:
+        BadLine: not UTF-8, not JSON, not an object, of another format, or with a wrong value.
+    """
+    try:
+        value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        told = str(error)[:120]
+        raise BadLine(
+            f'not valid JSON ({told}): a line is an object such as {{"text": "…"}}, or {{"prompt": "…", '
+            '"completion": "…"}'
+        ) from None
+    if not isinstance(value, dict):
+        raise BadLine(f"expected a JSON object, found {type(value).__name__}")
+    name = expected if expected and _KEYS[expected] <= value.keys() else format_of(value)
+    if expected and name != expected:
+        raise BadLine(f"this is a {name} line, but the format is {expected}")
+    if (path := unstorable(value)) is not None:
+        raise BadLine(f"{'.'.join(path)}: has a NUL character or a lone surrogate")
+    try:
+        return name, SHAPES[name].model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "line"
+        raise BadLine(f"{where}: {first['msg']}") from None

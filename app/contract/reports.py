@@ -1,0 +1,196 @@
+"""What a trainer reports through its run directory: lines of its log, events, its end."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from app.contract.base import Frozen
+
+Level = Literal["info", "warning", "error"]
+
+
+class NoiseScale(Frozen):
+    """The gradient noise scale in samples: the trace of the gradient's covariance over its squared norm
+    (McCandlish et al. 2018, section 2.2)."""
+
+    value: float
+    low: float
+    """Of the 90 % confidence band."""
+    high: float | None
+    """null: unbounded, since the gradient's own norm is not told from zero yet."""
+    measurements: int
+
+
+class LogLine(Frozen):
+    """One optimizer step. Counters (`step`, `micro_step`, `skipped`) run over the whole job;
+    `samples`, `tokens`, `loss` and times are those of this step's window."""
+
+    attempt: int
+    step: int
+    """Weight updates so far."""
+    micro_step: int
+    """Micro-batches so far."""
+    batch_idx: int
+    """Index of the window in its epoch."""
+    epoch: int
+    samples: int
+    loss: float
+    """Sum of token losses over the window, divided by its target tokens."""
+    loss_ema: float
+    gradient_accumulation_steps: int
+    effective_batch_size: int
+    physical_batch_size: int
+    """Samples of the largest micro-batch."""
+    learning_rate: float
+    grad_norm: float
+    """Global norm of the window's gradient before clipping (`each_micro_batch`: before the last clip)."""
+    tokens: int
+    """Target tokens: those that the loss is averaged over."""
+    input_tokens: int
+    """Tokens of the samples, prompts included, padding not."""
+    padded_tokens: int
+    """Rows × longest row, summed over the micro-batches: what the device worked on."""
+    tokens_per_second: float
+    memory_gb: float | None
+    """Memory in use at the end of the window, GiB: the process's on CPU, allocated on a GPU."""
+    peak_gb: float | None
+    noise_scale: float | None
+    skipped: int
+    time: float
+    """Unix seconds."""
+    data_seconds: float
+    forward_backward_seconds: float
+    optimizer_seconds: float
+    synchronise_seconds: float | None = None
+    """Reading the window's sums back from the device, and with several devices adding them up."""
+    temperature_celsius: float | None = None
+    """Of the GPU, as the worker saw it when it read this line."""
+    aux_loss: float | None = None
+    """A mixture of experts' balance loss, weighted as trained."""
+    micro_losses: tuple[float, ...] | None = None
+    """The mean loss of each micro-batch, on request."""
+    largest_tokens: int | None = None
+    """Tokens of the largest micro-batch, padding included."""
+    gradient_norms: dict[str, float] | None = None
+    """The gradient's norm by layer, before clipping, on request."""
+
+
+class WindowProgress(Frozen):
+    """How far the window at hand is: the content of progress.json."""
+
+    attempt: int
+    step: int
+    """Weight updates made before it."""
+    micro_step: int
+    """Micro-batches so far, over the whole job."""
+    accumulation_step: int
+    """Micro-batches of this window so far."""
+
+
+class EventLine(Frozen):
+    attempt: int
+    time: float
+    type: str
+    level: Level
+    message: str
+    data: dict[str, Any]
+
+
+AS_FAST = 0.97
+"""A micro-batch this close to the fastest counts as fast as it: the leanest of those is taken."""
+
+
+def leanest(measured: Iterable[tuple[int, float]]) -> int:
+    """The smallest size whose rate is as good as the best; of (tokens, rate) pairs, at least one."""
+    pairs = list(measured)
+    best = max(rate for _, rate in pairs)
+    return min(tokens for tokens, rate in pairs if rate >= AS_FAST * best)
+
+
+class Tried(Frozen):
+    """A micro-batch's size, measured on the job's own data and device."""
+
+    token_budget: int
+    micro_batches: int
+    """That the samples measured were cut into."""
+    largest_tokens: int
+    """Of the largest of them, padding included."""
+    samples_per_second: float
+    """Forward and backward, without the optimizer."""
+    tokens_per_second: float
+    """The samples' own tokens, padding not counted."""
+    peak_bytes: int
+    """Allocated on a GPU, the process's on a CPU; with the optimizer's states there."""
+
+
+class Tuning(Frozen):
+    """A sweep over micro-batches: the leanest of those that are as fast as the fastest is chosen."""
+
+    token_budget: int
+    """The one chosen."""
+    samples: int
+    """Samples that each was measured on."""
+    tried: tuple[Tried, ...]
+    """Largest first."""
+
+
+class Completion(Frozen):
+    """What a model makes of a prompt that was held back, token by token the likeliest."""
+
+    prompt: str
+    expected: str
+    """As the sample goes on."""
+    before: str | None = None
+    """By the model that training began with; null: it was not asked."""
+    after: str | None = None
+    """By the model as saved; null: it is not there yet."""
+
+
+class Completions(Frozen):
+    """The content of a run directory's completions.json."""
+
+    data: tuple[Completion, ...]
+
+
+class Operator(Frozen):
+    """One of PyTorch's operators in the window that was profiled. Seconds; `own` without what it calls."""
+
+    name: str
+    calls: int
+    seconds: float
+    own_seconds: float
+    device_seconds: float | None
+    """Of its kernels; null: on a CPU."""
+
+
+class Operators(Frozen):
+    """The content of a run directory's profile/operators.json."""
+
+    data: tuple[Operator, ...]
+    """Those that took longest by themselves, the first of them first."""
+
+
+class Outcome(Frozen):
+    """How a successful run ended."""
+
+    files: tuple[str, ...]
+    """Names in the model's directory."""
+    steps: int
+    first_loss: float | None
+    final_loss: float | None
+    trained_tokens: int
+    effective_batch_size: int
+    eval_loss: float | None = None
+    """Mean over the validation set's target tokens, of the model as saved."""
+    best_step: int | None = None
+    """The step with the lowest validation loss."""
+    equivalence_error: float | None = None
+    noise_scale: NoiseScale | None = None
+    tuning: Tuning | None = None
+
+
+class Failure(Frozen):
+    """Why a run ended without success; a permanent one would end the same way again."""
+
+    code: str
+    message: str
+    permanent: bool

@@ -1,0 +1,306 @@
+"""What is frozen: the spec at submission, the plan at the claim, and the order that a trainer gets.
+
+The spec says what is trained; the plan says how, and never changes the training (docs/idea.md).
+"""
+
+from math import ceil
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from app.contract.accumulation import ClipMode, Precision
+from app.contract.architecture import ModelReference
+from app.contract.base import Frozen
+from app.contract.examples import DataFormat
+
+OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
+ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
+WarmupShape = Literal["linear", "quadratic", "constant"]
+Overlength = Literal["truncate", "split", "error"]
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+AuxScope = Literal["window", "sequence", "none"]
+RunPrecision = Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"]
+Tune = Literal["first", "only"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class ValidationSpec(Frozen):
+    """Samples that are only evaluated on: a file of its own, or a share of the training file's lines."""
+
+    file_id: str | None
+    sha256: str | None
+    format: DataFormat | None
+    share: float | None
+
+
+class DataSpec(Frozen):
+    """The training data: one stored JSONL file, by its id and content."""
+
+    file_id: str
+    sha256: str
+    format: DataFormat
+    examples: int
+    max_length: int
+    """Longest sequence in tokens; what is longer is dealt with as `overlength` says."""
+    overlength: Overlength
+    packing: bool
+    """Samples of a micro-batch in one row, without padding."""
+    validation: ValidationSpec | None
+
+    def held_out(self) -> int:
+        """Lines of the training file that are kept for validation; never all of them."""
+        if self.validation is None or self.validation.share is None:
+            return 0
+        return min(max(1, round(self.validation.share * self.examples)), self.examples - 1)
+
+
+class OptimizerSpec(Frozen):
+    """An optimizer; of the last five only its own are not null (`arguments.OPTIMIZER_ARGUMENTS`)."""
+
+    name: OptimizerName
+    learning_rate: float
+    """The peak learning rate, after any scaling for the effective batch."""
+    weight_decay: float
+    betas: tuple[float, float] | None
+    eps: float | None
+    momentum: float | None
+    nesterov: bool | None
+    trust_coefficient: float | None
+
+
+class ScheduleSpec(Frozen):
+    """The learning rate as a function of updates."""
+
+    name: ScheduleName
+    warmup_steps: int | None
+    """null: `warmup_ratio` of the steps, resolved once these are known."""
+    warmup_ratio: float
+    warmup_shape: WarmupShape
+    warmup_start: float
+    """Share of the peak rate at the first update."""
+    final: float
+    """Share of the peak rate at the end of linear and cosine."""
+    pct_start: float
+    """one_cycle: share of the updates in which the rate rises."""
+    div_factor: float
+    """one_cycle: the peak over the first rate."""
+    final_div_factor: float
+    """one_cycle: the first rate over the last."""
+
+
+class LoraSpec(Frozen):
+    """Low-rank adapters (Hu et al. 2021) through peft."""
+
+    r: int
+    alpha: int
+    dropout: float
+    target_modules: tuple[str, ...] | None
+    """Ends of module names; null: every linear layer but the output head."""
+    merge: bool
+    """The model is saved with the adapters merged into it, instead of the adapters alone."""
+
+
+class MethodSpec(Frozen):
+    name: Literal["full", "lora", "qlora"]
+    lora: LoraSpec | None
+
+
+class RampSpec(Frozen):
+    """How the effective batch grows while training."""
+
+    name: Literal["constant", "linear", "noise_scale", "loss_variance"]
+    warmup_steps: int
+    loss_variance_threshold: float
+    max_effective_batch_size: int
+
+
+class EarlyStopping(Frozen):
+    """Ends a run after `patience` evaluations without a loss lower by at least `min_delta`, in nats."""
+
+    patience: int = Field(ge=1, le=1000)
+    min_delta: float = Field(0.0, ge=0)
+
+
+class AskedSplit(Frozen):
+    """What the person asked of the micro-batches, per device; null: planned."""
+
+    accumulation_steps: int | None
+    micro_batch_size: int | None
+    devices: int
+    """Devices that the effective batch was reckoned for."""
+
+
+class MemoryLimits(Frozen):
+    max_memory_usage: float
+    memory_safety_margin: float
+
+    def budget(self, memory_bytes: int) -> int:
+        """Bytes of a device's memory that may be used."""
+        return int(min(self.max_memory_usage, 1 - self.memory_safety_margin) * memory_bytes)
+
+
+class Spec(Frozen):
+    """Everything that the trained weights depend on, with no default left open."""
+
+    model: ModelReference
+    data: DataSpec
+    seed: int
+    method: MethodSpec
+    effective_batch_size: int
+    """Samples per optimizer step over all devices; where it ramps, see `ramp`."""
+    ramp: RampSpec
+    epochs: int | None
+    max_steps: int | None
+    """Exactly one of `epochs` and `max_steps` is given."""
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec
+    label_smoothing: float
+    aux_scope: AuxScope
+    """Over what a mixture of experts' balance loss is taken."""
+    gradient_clipping: float | None
+    clip_mode: ClipMode
+    loss_spike_zscore: float | None
+    """A window whose loss lies so many standard deviations above the recent ones is not applied."""
+    precision: Literal["auto"] | Precision
+    accumulate_in_fp32: bool
+    """Gradients of parameters in a lower precision are summed in fp32."""
+    accumulate_gradients_on_cpu: bool
+    use_cpu_offload: bool = False
+    """The optimizer's states and its step are in host memory."""
+    gradient_checkpointing: bool
+    attention: Attention
+    compile: bool
+    freeze: tuple[str, ...]
+    eval_every: int | None
+    early_stopping: EarlyStopping | None
+    save_every: int
+    """Optimizer steps between checkpoints."""
+    timeout_seconds: float | None
+    certificate: bool
+    """Compare the first window's gradient with that of a smaller split before training."""
+    noise_scale_every: int | None
+    """Measure the gradient noise scale in every so many windows."""
+    split: AskedSplit
+    memory: MemoryLimits
+    auto_adjust_batch_size: bool
+    log_accumulation: bool = True
+    """Tell how far the window at hand is."""
+    log_memory_usage: bool
+    log_micro_losses: bool
+    log_gradients: bool
+    report_to: tuple[Tracker, ...]
+    profile: bool
+    completions: int = 0
+    """Held-back samples whose prompts are completed before and after training."""
+    tune: Tune | None = None
+    """Measure micro-batches before the run has gone far, or do nothing else."""
+
+    def batch_at(self, step: int) -> int:
+        """The effective batch of an update, counted from 0, as far as it does not depend on what is measured.
+
+        A linear ramp goes from its first share to the whole in `warmup_steps` updates.
+        """
+        if self.ramp.name != "linear" or step >= self.ramp.warmup_steps:
+            return self.effective_batch_size
+        return ceil(self.effective_batch_size * (step + 1) / (self.ramp.warmup_steps + 1))
+
+    def steps_for(self, samples: int) -> int:
+        """Optimizer steps of the whole run; the partial window at an epoch's end is a step of its own."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.epochs is not None
+        steps = consumed = epoch = 0
+        while epoch < self.epochs and steps < self.ramp.warmup_steps and self.ramp.name == "linear":
+            consumed += self.batch_at(steps)
+            steps += 1
+            if consumed >= samples:
+                epoch, consumed = epoch + 1, 0
+        if epoch < self.epochs:
+            steps += ceil((samples - consumed) / self.effective_batch_size)
+            steps += (self.epochs - epoch - 1) * ceil(samples / self.effective_batch_size)
+        return steps
+
+
+class TokenBudget(Frozen):
+    """Micro-batches of at most this many padded tokens (rows × longest row)."""
+
+    rule: Literal["token_budget"] = "token_budget"
+    tokens: int
+
+
+class FixedCount(Frozen):
+    """Exactly this many micro-batches a window, of near-equal padded tokens."""
+
+    rule: Literal["count"] = "count"
+    micro_batches: int
+
+
+class FixedSize(Frozen):
+    """Micro-batches of at most this many samples."""
+
+    rule: Literal["size"] = "size"
+    samples: int
+
+
+Cut = Annotated[TokenBudget | FixedCount | FixedSize, Field(discriminator="rule")]
+"""How a window is cut into micro-batches."""
+
+
+class PlannedDevice(Frozen):
+    gpu_id: int | str
+    name: str | None = None
+    """Of the device; null in plans from before it was kept."""
+    micro_batch_size: int
+    accumulation_steps: int
+    token_budget: int | None
+    predicted_peak_bytes: int
+    memory_limit_bytes: int
+
+
+class Remedy(Frozen):
+    """A change that would take less memory, and the peak predicted with it."""
+
+    change: str
+    predicted_peak_bytes: int
+
+
+class Plan(Frozen):
+    """How a spec is run on the devices at hand."""
+
+    predicted: bool
+    """true until a worker has claimed the job and planned for its own device."""
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+    micro_batches: int
+    """Micro-batches per step over all devices, with every sample at its full length."""
+    devices: tuple[PlannedDevice, ...]
+    steps_total: int | None
+    """Optimizer steps; null where `overlength: split` leaves the number of samples to the tokenizer."""
+    predicted_duration_seconds: float | None
+    source: Literal["measured", "simulated", "formula"]
+    warnings: tuple[str, ...]
+    precision: RunPrecision
+    device: Literal["cpu", "cuda"]
+    threads: int | None
+    """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
+    cut: Cut
+    most_tokens: int | None = None
+    """The largest micro-batch that memory is predicted to allow, where that is left to the plan."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would take less memory than this plan, for one sample of full length."""
+
+
+class Order(Frozen):
+    """The whole content of a run directory's spec.json: who trains what, how, and from which files."""
+
+    job_id: str
+    attempt: int
+    spec: Spec
+    plan: Plan
+    data_file: str
+    """Absolute path of the JSONL file."""
+    validation_file: str | None = None
+    """Absolute path of the validation file, where it is one of its own."""
+    model_path: str
+    """Absolute path of a model's directory, or a hub id."""

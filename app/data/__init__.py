@@ -1,1 +1,0 @@
-"""Training files and data sets."""

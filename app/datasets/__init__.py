@@ -1,0 +1,1 @@
+"""Training files, data sets in a folder, and previews of both."""

@@ -1,0 +1,132 @@
+"""Training files, on the OpenAI-compatible surface."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Form, Path, UploadFile
+from fastapi.responses import FileResponse, Response
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.contract.base import Page
+from app.contract.text import is_storable
+from app.datasets import files
+from app.datasets.schemas import FileAnswer, FileDeleted
+from app.errors import Conflict, NotFound, Unprocessable
+from app.maintenance.retention import delete_file
+from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
+from app.results.csv_export import csv_answer, csv_of
+from app.results.series import series, validation_losses
+from app.storage.tables import File, Job
+from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
+from app.web.pagination import page
+
+router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
+
+RESULTS = "fine-tune-results"
+
+FileId = Annotated[str, Path(max_length=100, description="file-…")]
+
+
+@router.post("", summary="Upload a training file", response_model=FileAnswer)
+def upload(
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    once: CurrentOnce,
+    file: UploadFile,
+    purpose: Annotated[Literal["fine-tune"], Form()] = "fine-tune",
+) -> FileAnswer | Response:
+    """JSONL of chats, prompts with completions, or texts; every line is checked."""
+    name = (file.filename or "upload.jsonl")[-200:]
+    if not is_storable(name):
+        raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
+    with files.incoming(settings) as path:
+        checked = files.store_upload(file.file, path, settings)
+        equal = files.equal_to(database, path, checked)
+        made = once.with_content(f"{name} {checked.sha256}").make(
+            database,
+            lambda session: answer(
+                files.add(session, path, checked, filename=name, purpose=purpose, equal=equal)
+            ),
+        )
+        if isinstance(made, Response):  # the same file as before, under the id that it has
+            path.unlink()
+        return made
+
+
+@router.get("", summary="List files")
+def list_files(
+    session: Reading, limit: Limit = 20, after: After = None, purpose: str | None = None
+) -> Page[FileAnswer]:
+    """Uploaded files; with `purpose=fine-tune-results`, the step metrics of jobs that succeeded."""
+    if purpose == RESULTS:
+        return _list_results(session, limit, after)
+    query = select(File).where(File.inline.is_(False))
+    if purpose is not None:
+        query = query.where(File.purpose == purpose)
+    return page(session, query, File.id, limit, after, answer)
+
+
+@router.get("/{file_id}", summary="A file")
+def get(session: Reading, file_id: FileId) -> FileAnswer:
+    job_id = job_of_result_file(file_id)
+    return (
+        answer(files.get(session, file_id)) if job_id is None else _result(session, _ended(session, job_id))
+    )
+
+
+@router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
+def content(session: Reading, settings: CurrentSettings, file_id: FileId) -> Response:
+    job_id = job_of_result_file(file_id)
+    if job_id is not None:
+        return csv_answer(session, _ended(session, job_id).id)
+    file = files.get(session, file_id)
+    return FileResponse(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
+
+
+@router.delete("/{file_id}", summary="Delete a file")
+def delete(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> FileDeleted:
+    if (job_id := job_of_result_file(file_id)) is not None:
+        raise Conflict(f"The file {file_id} goes with its job: delete {job_id} instead.")
+    delete_file(database, settings, file_id)
+    return FileDeleted(id=file_id)
+
+
+def answer(row: File) -> FileAnswer:
+    return FileAnswer(
+        id=row.id,
+        bytes=row.bytes,
+        created_at=int(row.created_at),
+        filename=row.filename,
+        purpose=row.purpose,
+        format=row.format,
+        examples=row.examples,
+        sha256=row.sha256,
+    )
+
+
+def _list_results(session: Session, limit: int, after: str | None) -> Page[FileAnswer]:
+    query = select(Job).where(Job.status == "succeeded")
+    last = after and (job_of_result_file(after) or after)
+    found = page(session, query, Job.id, limit, last, lambda job: _result(session, job))
+    first_id, last_id = (found.data[0].id, found.data[-1].id) if found.data else (None, None)
+    return found.model_copy(update={"first_id": first_id, "last_id": last_id})
+
+
+def _ended(session: Session, job_id: str) -> Job:
+    job = session.get(Job, job_id)
+    if job is None or job.status != "succeeded":
+        raise NotFound(f"No file has the id {RESULT_FILE}{job_id.removeprefix('ftjob-')}.")
+    return job
+
+
+def _result(session: Session, job: Job) -> FileAnswer:
+    """A job's step metrics as a file."""
+    return FileAnswer(
+        id=result_file_of(job),
+        bytes=len(csv_of(series(session, job.id, 0, None), validation_losses(session, job.id)).encode()),
+        created_at=int(job.finished_at or job.created_at),
+        filename="step_metrics.csv",
+        purpose=RESULTS,
+        format=None,
+        examples=None,
+    )

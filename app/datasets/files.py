@@ -1,0 +1,276 @@
+"""Training files: streamed to disk, checked line by line, kept under their ids; equal ones take room once."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import structlog
+from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from app.contract.examples import BadLine, DataFormat, parse_line
+from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
+from app.settings import Settings
+from app.storage import pending
+from app.storage.compiled import Prepared
+from app.storage.database import Database, database_now
+from app.storage.ids import new_id
+from app.storage.ownership import OF_EVERYONE
+from app.storage.tables import File, Job
+
+_BLOCK = 2**20
+_MOST_READ = 3
+"""Files of one content that are read for one more: usually there is one, with many names."""
+
+log = structlog.get_logger("accrue.service")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a training file holds."""
+
+    sha256: str
+    bytes: int
+    format: DataFormat
+    examples: int
+
+
+@contextmanager
+def incoming(settings: Settings) -> Iterator[Path]:
+    """Where a new file is to lie, by its id; if the block raises, nothing of it stays.
+
+    But where the connection was lost, the commit may have gone through: then the file stays, and is removed
+    at the service's next start if no row names it (upkeep/data_folder.py).
+    """
+    path = settings.files_dir / new_id("file")
+    try:
+        yield path
+    except BaseException as error:
+        if not (isinstance(error, DBAPIError) and error.connection_invalidated):
+            path.unlink(missing_ok=True)
+            pending.settle(path)
+        raise
+    pending.settle(path)
+
+
+def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
+    """Copies an upload to its place and checks every line of it.
+
+    Raises:
+        TooLarge, InvalidRequest: too many bytes, or a line that is no example.
+    """
+    written = 0
+    pending.mark(path)
+    with path.open("xb") as target:
+        path.chmod(0o600)
+        while block := source.read(_BLOCK):
+            written += len(block)
+            if written > settings.max_file_bytes:
+                raise TooLarge(
+                    f"The file is larger than {settings.max_file_bytes} bytes (ACCRUE_MAX_FILE_BYTES).",
+                    field="file",
+                )
+            target.write(block)
+        _make_durable(target, path.parent)
+    return check(path, settings, field="file")
+
+
+def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> Checked:
+    """Writes inline samples as a training file."""
+    examples = 0
+    pending.mark(path)
+    with path.open("wb") as target:
+        path.chmod(0o600)
+        for line in lines:
+            target.write(json.dumps(line).encode() + b"\n")
+            examples += 1
+        _make_durable(target, path.parent)
+    return Checked(_digest(path), path.stat().st_size, form, examples)
+
+
+def check(path: Path, settings: Settings, field: str) -> Checked:
+    """Reads a training file once, a line at a time.
+
+    Raises:
+        InvalidRequest: no example at all, or a bad line; the message has its number.
+    """
+    form: DataFormat | None = None
+    examples = 0
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(settings.max_line_bytes + 1):
+            number += 1
+            if len(line) > settings.max_line_bytes:
+                raise InvalidRequest(
+                    f"Line {number} is longer than {settings.max_line_bytes} bytes "
+                    "(ACCRUE_MAX_LINE_BYTES): split it into several samples.",
+                    field=field,
+                )
+            if not line.strip():
+                continue
+            try:
+                form, _ = parse_line(line, form)
+            except BadLine as error:
+                raise InvalidRequest(f"Line {number}: {error}.", field=field) from None
+            examples += 1
+    if form is None:
+        raise InvalidRequest("The file has no example: give at least one JSON line.", field=field)
+    return Checked(_digest(path), path.stat().st_size, form, examples)
+
+
+def add(
+    session: Session,
+    path: Path,
+    checked: Checked,
+    *,
+    filename: str,
+    purpose: str,
+    equal: str | None = None,
+    inline: bool = False,
+) -> File:
+    """Records a stored file, whose name on the disk is its id.
+
+    Args:
+        equal: as `equal_to` gives it.
+    """
+    _keep_once(path, equal)
+    file = File(
+        id=path.name,
+        created_at=session.scalar(select(database_now())),
+        filename=filename,
+        purpose=purpose,
+        bytes=checked.bytes,
+        sha256=checked.sha256,
+        format=checked.format,
+        examples=checked.examples,
+        inline=inline,
+    )
+    session.add(file)
+    session.flush()
+    return file
+
+
+def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
+    """An id under which the same content lies, whosever that is; null: there is none.
+
+    It is read before it is taken, outside of any transaction: a file that was damaged since must not become
+    another one's content. A damaged one is mended instead: its names come to stand for the new file.
+    """
+    table = File.__table__
+    with database.reading() as session:
+        equal = select(table.c.id).where(table.c.sha256 == checked.sha256).order_by(table.c.id.desc())
+        names = [path.with_name(file_id) for file_id in session.scalars(equal)]
+    by_inode: dict[int, list[Path]] = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # it was deleted just now
+            by_inode.setdefault(name.stat().st_ino, []).append(name)
+    for same in list(by_inode.values())[:_MOST_READ]:
+        if _digest(same[0]) == checked.sha256:
+            return same[0].name
+        log.error(
+            "a stored file was damaged, and is mended by an equal one", files=[each.name for each in same]
+        )
+        for name in same:
+            _link(path, name)
+    return None
+
+
+def _keep_once(path: Path, equal: str | None) -> None:
+    """One content under two names: it is there until the last of them is deleted."""
+    if equal is not None:
+        _link(path.with_name(equal), path)
+
+
+def _link(source: Path, name: Path) -> None:
+    """Makes a name stand for another's content; where that cannot be, both stay as they are."""
+    link = name.with_name(f"{name.name}.link")
+    try:
+        link.hardlink_to(source)
+        link.replace(name)
+    except OSError:  # the source was deleted just now, or this file system has no (more) links
+        link.unlink(missing_ok=True)
+        return
+    _sync(name.parent)
+
+
+def get(session: Session, file_id: str, field: str | None = None) -> File:
+    """Raises:
+    NotFound: no file has that id.
+    """
+    file = session.get(File, file_id)
+    if file is None:
+        raise _unknown(file_id, field)
+    return file
+
+
+def glance(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
+    """A file's id, digest, format and number of examples.
+
+    Args:
+        owner: whose files are seen; null: everybody's.
+
+    Raises:
+        NotFound: as in `get`.
+    """
+    rows = _FILE.run(connection, {"id": file_id, "owner": owner})
+    if not rows:
+        raise _unknown(file_id, field)
+    return rows[0]
+
+
+def _file(dialect: str) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    own = or_(owner.is_(None), File.owner == owner)
+    return select(File.id, File.sha256, File.format, File.examples).where(File.id == bindparam("id"), own)
+
+
+_FILE = Prepared(_file)
+
+
+def _unknown(file_id: str, field: str | None) -> NotFound:
+    return NotFound(
+        f"No file has the id {file_id}: GET /v1/files lists them, POST /v1/files uploads one.", field=field
+    )
+
+
+def remove(session: Session, file_id: str) -> None:
+    """Forgets a file that no job needs any more; its content is the caller's to unlink after the commit.
+
+    Raises:
+        NotFound, Conflict: no such file, or jobs name it.
+    """
+    file = get(session, file_id)
+    evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
+    needing = select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
+    if (job_id := session.scalar(needing)) is not None:
+        raise Conflict(f"The file {file_id} belongs to job {job_id}: delete that job first.")
+    if session.scalar(needing, execution_options=OF_EVERYONE) is not None:
+        raise Conflict(f"The file {file_id} belongs to a job of another key: it stays until that is deleted.")
+    session.delete(file)
+
+
+def _make_durable(file: BinaryIO, folder: Path) -> None:
+    """Returns once content and name are on the disk: the row that names the file must not outlive it."""
+    file.flush()
+    os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

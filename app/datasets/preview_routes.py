@@ -1,0 +1,56 @@
+"""Data sets as the trainer will see them."""
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Path, Query, Request
+
+from app.contract.architecture import ModelName
+from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.spec import DataSpec, Overlength
+from app.datasets import files, previews
+from app.models import base_models
+from app.storage.waits import Waits
+from app.submissions.freeze import max_length_for
+from app.web.dependencies import CurrentDatabase, CurrentSettings
+
+router = APIRouter(prefix="/datasets", tags=["training"])
+
+_PATIENCE_SECONDS = 50.0
+
+
+@router.get("/{file_id}/preview", summary="A file as the trainer will see it, token by token")
+async def preview(
+    request: Request,
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    file_id: Annotated[str, Path(max_length=100, description="file-…")],
+    model_name: Annotated[ModelName, Query(description="Whose tokenizer reads it")],
+    max_length: Annotated[int | None, Query(ge=2, description="Tokens; default: as for a job")] = None,
+    overlength: Annotated[Overlength, Query(description="What becomes of longer examples")] = "truncate",
+    limit: Annotated[int, Query(ge=1, le=20, description="Samples to show")] = 3,
+) -> DatasetPreview:
+    """A worker reads it with the model's tokenizer; of a large file, a thousand examples spread evenly."""
+
+    def checked() -> PreviewOrder:
+        with database.glancing() as connection:
+            known_as, digest, form, examples = files.glance(
+                connection, database.owner, file_id, field="file_id"
+            )
+        model, _ = base_models.find_for_training(model_name, settings)
+        data = DataSpec(
+            file_id=known_as,
+            sha256=digest,
+            format=form,
+            examples=examples,
+            max_length=max_length_for(max_length, model, field="max_length"),
+            overlength=overlength,
+            packing=False,
+            validation=None,
+        )
+        return PreviewOrder(model=model, data=data, shown=limit)
+
+    waits: Waits = request.app.state.waits
+    with waits.place(request.state.caller.key_id):
+        order = await to_thread.run_sync(checked)
+        return await previews.ask(database, order, _PATIENCE_SECONDS, request.is_disconnected)

@@ -1,0 +1,106 @@
+"""Looks at data sets as the trainer will see them: asked for by the service, made by a worker's profiler.
+
+The service has no tokenizers, and should run none: a chat template is a program. What is found is training
+text, so it stays in the database only until it is read.
+"""
+
+from anyio import CancelScope, to_thread
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.text import storable, storable_values
+from app.devices import live_workers
+from app.errors import Conflict, NotFound, Unavailable, Unprocessable
+from app.storage.database import Database, database_now
+from app.storage.ids import new_id
+from app.storage.tables import PreviewRequest
+from app.storage.waits import Gone, never, until_found
+
+_FORGOTTEN_AFTER = 600.0
+"""Seconds after which nobody waits: the service that asked has gone."""
+
+
+async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gone = never) -> DatasetPreview:
+    """Has it made, and waits for it without holding a thread.
+
+    Raises:
+        Unprocessable: the trainer could not read the data with that model either; the message says why.
+        Conflict: no worker is here.
+        Unavailable: none had time.
+    """
+    request_id = await to_thread.run_sync(_want, database, order)
+    try:
+        found = await until_found(lambda: _look(database, request_id), seconds, gone)
+    finally:
+        with CancelScope(shield=True):  # also where whoever asked has gone
+            await to_thread.run_sync(_forget, database, request_id)
+    if found is None:
+        raise Unavailable(
+            "The worker has not come to it yet: ask again in a moment. One with ACCRUE_PROFILER=false "
+            "never does."
+        )
+    return found
+
+
+def claim(session: Session) -> PreviewRequest | None:
+    """The oldest request that nobody works on."""
+    oldest = (
+        select(PreviewRequest.id)
+        .where(PreviewRequest.claimed_at.is_(None))
+        .order_by(PreviewRequest.id)
+        .limit(1)
+        .scalar_subquery()
+    )
+    return session.scalars(
+        update(PreviewRequest)
+        .where(PreviewRequest.id == oldest, PreviewRequest.claimed_at.is_(None))
+        .values(claimed_at=database_now())
+        .returning(PreviewRequest)
+    ).one_or_none()
+
+
+def waiting(session: Session) -> bool:
+    """Whether anybody waits for a look that nobody takes."""
+    free = PreviewRequest.claimed_at.is_(None)
+    return session.scalar(select(PreviewRequest.id).where(free).limit(1)) is not None
+
+
+def store(session: Session, request_id: str, made: DatasetPreview | None, error: str | None = None) -> None:
+    """Gives what was found to whoever waits, or why there is nothing."""
+    told = storable_values(made.model_dump(mode="json")) if made is not None else None
+    values = {"answer": told, "error": error and storable(error)}
+    session.execute(update(PreviewRequest).where(PreviewRequest.id == request_id).values(values))
+
+
+def _want(database: Database, order: PreviewOrder) -> str:
+    request = PreviewRequest(
+        id=new_id("preview"),
+        created_at=database_now(),
+        file_id=order.data.file_id,
+        order=order.model_dump(mode="json"),
+    )
+    with database.writing() as session:
+        if not live_workers.any_alive(session):
+            raise Conflict("No worker is here to read the data with the model's tokenizer: accrue worker.")
+        old = PreviewRequest.created_at < database_now() - _FORGOTTEN_AFTER
+        session.execute(delete(PreviewRequest).where(old))
+        session.add(request)
+        session.flush()
+        return request.id
+
+
+def _look(database: Database, request_id: str) -> DatasetPreview | None:
+    query = select(PreviewRequest.answer, PreviewRequest.error).where(PreviewRequest.id == request_id)
+    with database.reading() as session:
+        row = session.execute(query).one_or_none()
+    if row is None:
+        raise NotFound("The file was deleted meanwhile.")
+    if row.error is not None:
+        raise Unprocessable(f"{row.error}.", field="model_name")
+    return None if row.answer is None else DatasetPreview.model_validate(row.answer)
+
+
+def _forget(database: Database, request_id: str) -> None:
+    with database.writing() as session:
+        session.execute(delete(PreviewRequest).where(PreviewRequest.id == request_id))

@@ -1,0 +1,27 @@
+"""Uploaded files, in OpenAI's shape."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from app.contract.base import Answer
+from app.contract.examples import DataFormat
+
+
+class FileAnswer(Answer):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    format: DataFormat | None = Field(description="null: no training file")
+    examples: int | None
+    sha256: str | None = Field(None, description="Of its content; null: no training file")
+
+
+class FileDeleted(Answer):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True

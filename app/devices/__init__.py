@@ -1,0 +1,1 @@
+"""GPUs, and the workers that have them."""

@@ -1,0 +1,175 @@
+"""This machine's devices, through GPUtil; declared ones; and those that workers have recorded."""
+
+import math
+import os
+import subprocess
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+import structlog
+
+from app.errors import Unprocessable
+from app.planning.devices import MIB, Device
+
+log = structlog.get_logger("accrue.gpus")
+
+_FRESH_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class SeenGpu:
+    """A GPU as nvidia-smi shows it now; bytes, a share of 1, degrees Celsius."""
+
+    id: int
+    uuid: str
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int
+    load: float | None
+    temperature_celsius: float | None
+    compute_capability: float | None = None
+
+    @property
+    def device(self) -> Device:
+        return Device(
+            self.id, self.name, self.memory_total_bytes, "cuda", _expandable_segments(),
+            self.compute_capability,
+        )  # fmt: skip
+
+
+class _Gauge:
+    """nvidia-smi takes a while: one look serves everybody for a moment; one that hangs holds nobody up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked_at = -math.inf
+        self._seen: list[SeenGpu] = []
+        self._asking: threading.Thread | None = None
+
+    def look(self) -> list[SeenGpu]:
+        with self._lock:
+            hangs = self._asking is not None and self._asking.is_alive()
+            if not hangs and time.monotonic() - self._looked_at > _FRESH_SECONDS:
+                self._looked_at = time.monotonic()
+                self._asking = threading.Thread(target=self._ask, daemon=True, name="nvidia-smi")
+                self._asking.start()
+                self._asking.join(_PATIENCE_SECONDS)
+                if self._asking.is_alive():
+                    log.warning("nvidia-smi does not answer", seconds=_PATIENCE_SECONDS)
+            return self._seen
+
+    def _ask(self) -> None:
+        try:
+            self._seen = _ask()
+        except (ValueError, IndexError, OSError) as error:
+            log.warning("could not parse nvidia-smi's output", error=str(error)[:200])
+
+
+_gauge = _Gauge()
+
+
+def seen() -> list[SeenGpu]:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; none without nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = _gauge.look()
+    if visible is None:
+        return gpus
+    allowed = {part.strip() for part in visible.split(",")}
+    return [gpu for gpu in gpus if str(gpu.id) in allowed or gpu.uuid in allowed]
+
+
+def this_cpu() -> Device:
+    """This machine's processor, with its whole memory."""
+    return Device("cpu", "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cpu")
+
+
+def cpu_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Device]:
+    """The devices that plans are made for.
+
+    Declared ones, else those seen here, else those that workers elsewhere have, else this machine's CPU.
+    """
+    return declared or [gpu.device for gpu in seen()] or of_workers or [this_cpu()]
+
+
+def _ask() -> list[SeenGpu]:
+    gpus = _gputil().getGPUs()
+    capabilities = _compute_capabilities() if gpus else {}
+    return [
+        SeenGpu(
+            id=gpu.id,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_total_bytes=int(gpu.memoryTotal) * MIB,
+            memory_used_bytes=int(_number(gpu.memoryUsed) or 0) * MIB,
+            load=_number(gpu.load),
+            temperature_celsius=_number(gpu.temperature),
+            compute_capability=capabilities.get(gpu.uuid),
+        )
+        for gpu in gpus
+        if not math.isnan(gpu.memoryTotal)
+    ]
+
+
+@lru_cache
+def _compute_capabilities() -> dict[str, float]:
+    """By UUID, which GPUtil does not tell; empty where nvidia-smi is too old to. They never change."""
+    command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
+        ).stdout
+        rows = [line.split(",") for line in told.splitlines()]
+        return {uuid.strip(): float(capability) for uuid, capability in rows}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+
+
+@lru_cache
+def _gputil():  # type: ignore[no-untyped-def]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GPUtil imports distutils
+        import GPUtil
+        import setuptools  # noqa: F401  # brings distutils where Python has none
+    return GPUtil
+
+
+def _expandable_segments() -> bool:
+    """Whether trainers started from this environment have them; PyTorch reads either name."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable_segments:true" in told.replace(" ", "").lower()
+
+
+def _number(value: float) -> float | None:
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def first_devices(count: int, there: list[Device]) -> list[Device]:
+    """The first of those there are; where more are wanted, they are taken to be like the last."""
+    return [there[min(number, len(there) - 1)] for number in range(count)]
+
+
+def select_devices(gpu_ids: list[int], there: list[Device]) -> list[Device]:
+    """Devices by their ids.
+
+    Raises:
+        Unprocessable: one is not there; the message lists those that are.
+    """
+    by_id = {device.id: device for device in there}
+    unknown = [str(gpu_id) for gpu_id in gpu_ids if gpu_id not in by_id]
+    if unknown:
+        known = ", ".join(f"{device.id} ({device.name})" for device in there)
+        raise Unprocessable(
+            f"gpu_ids: {', '.join(unknown)} is not there. There are: {known}. Declare devices to plan for "
+            "with gpus, or with ACCRUE_GPUS=24GB,24GB.",
+            field="gpu_ids",
+        )
+    return [by_id[gpu_id] for gpu_id in gpu_ids]

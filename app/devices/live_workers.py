@@ -1,0 +1,69 @@
+"""Which workers there are, by their heartbeats."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sqlalchemy import delete, or_, select
+from sqlalchemy.orm import Session
+
+from app.planning.devices import Device
+from app.storage.database import database_now
+from app.storage.tables import Worker
+
+SILENT_SECONDS = 30.0
+"""A worker that was not seen for so long is taken for gone."""
+
+
+def beat(session: Session, worker: Worker) -> None:
+    """Records that a worker lives, with its devices and jobs."""
+    now = session.scalar(select(database_now())) or 0.0
+    session.merge(
+        Worker(
+            id=worker.id,
+            hostname=worker.hostname,
+            started_at=worker.started_at or now,
+            heartbeat_at=now,
+            devices=worker.devices,
+            running=worker.running,
+        )
+    )
+
+
+def any_alive(session: Session) -> bool:
+    alive = select(Worker.id).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+    return session.scalar(alive.limit(1)) is not None
+
+
+def devices(session: Session) -> list[Device]:
+    """The devices of workers that live, GPUs first: what a job will be given one of."""
+    alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS).order_by(Worker.id)
+    found = [Device(**device) for worker in session.scalars(alive) for device in worker.devices]
+    return sorted(found, key=lambda device: device.kind != "cuda")
+
+
+def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
+    """The GPUs of workers that live, numbered from 0 where they are of several machines."""
+    machines = _by_machine(session, silent_seconds)
+    found = [device for own in machines for device in own]
+    return found if len(machines) < 2 else [replace(device, id=n) for n, device in enumerate(found)]
+
+
+def machines_with_gpus(session: Session) -> int:
+    """How many machines have workers that live and GPUs."""
+    return len(_by_machine(session, SILENT_SECONDS))
+
+
+def _by_machine(session: Session, silent_seconds: float) -> list[list[Device]]:
+    """The GPUs of each machine; several workers of one see the same."""
+    alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)
+    machines: dict[str, dict[int | str, Device]] = {}
+    for worker in session.scalars(alive):
+        own = [Device(**device) for device in worker.devices if device["kind"] == "cuda"]
+        machines.setdefault(worker.hostname, {}).update({device.id: device for device in own})
+    return [list(own.values()) for own in machines.values() if own]
+
+
+def forget(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:
+    """Removes workers that said goodbye, and those silent for longer than anybody would ask about."""
+    silent = Worker.heartbeat_at < database_now() - silent_seconds
+    session.execute(delete(Worker).where(or_(Worker.id.in_(worker_ids), silent)))

@@ -1,0 +1,75 @@
+"""Devices and workers."""
+
+import socket
+
+from fastapi import APIRouter
+from sqlalchemy import select
+
+from app.contract.base import Page
+from app.devices import gpus
+from app.devices.live_workers import SILENT_SECONDS
+from app.devices.schemas import DeclaredGpu, GpuInfo, GpusAnswer, WorkerAnswer
+from app.planning.devices import GIB
+from app.storage.database import database_now
+from app.storage.ownership import OF_EVERYONE, is_seen
+from app.storage.tables import Job, Worker
+from app.web.dependencies import CurrentSettings, Reading
+
+ANOTHER_S = "another key's job"
+
+router = APIRouter(tags=["devices"])
+
+
+@router.get("/gpus", summary="GPUs of this machine, and declared ones")
+def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
+    """What nvidia-smi shows through GPUtil, and which job holds which."""
+    rows = session.execute(
+        select(Job.device, Job.id, Job.owner)
+        .join(Worker, Worker.id == Job.worker_id)
+        .where(Job.status == "running", Job.device.is_not(None), Worker.hostname == socket.gethostname()),
+        execution_options=OF_EVERYONE,
+    )
+    held = {row.device: row.id if is_seen(session, row.owner) else ANOTHER_S for row in rows}
+    seen = gpus.seen()
+    return GpusAnswer(
+        available_gpus=[gpu.id for gpu in seen if f"cuda:{gpu.id}" not in held],
+        gpu_info=[
+            GpuInfo(
+                gpu_id=gpu.id,
+                name=gpu.name,
+                memory_total_bytes=gpu.memory_total_bytes,
+                memory_used_bytes=gpu.memory_used_bytes,
+                memory_total_gb=round(gpu.memory_total_bytes / GIB, 2),
+                memory_used_gb=round(gpu.memory_used_bytes / GIB, 2),
+                load=gpu.load,
+                temperature_celsius=gpu.temperature_celsius,
+                held_by=held.get(f"cuda:{gpu.id}"),
+            )
+            for gpu in seen
+        ],
+        declared=[
+            DeclaredGpu(gpu_id=int(device.id), name=device.name, memory_total_bytes=device.memory_bytes)
+            for device in settings.declared_devices
+        ],
+    )
+
+
+@router.get("/workers", summary="Workers, what they have and what they run")
+def list_workers(session: Reading) -> Page[WorkerAnswer]:
+    now = session.scalar(select(database_now())) or 0.0
+    rows = session.scalars(select(Worker).order_by(Worker.id.desc())).all()
+    own = set(session.scalars(select(Job.id).where(Job.status == "running")))
+    data = [
+        WorkerAnswer(
+            id=row.id,
+            hostname=row.hostname,
+            started_at=int(row.started_at),
+            last_heartbeat_at=int(row.heartbeat_at),
+            alive=row.heartbeat_at > now - SILENT_SECONDS,
+            devices=row.devices,
+            running=[job_id if job_id in own else ANOTHER_S for job_id in row.running],
+        )
+        for row in rows
+    ]
+    ids = [worker.id for worker in data]
+    return Page(data=data, has_more=False, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None)

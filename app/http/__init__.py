@@ -1,1 +1,0 @@
-"""What surrounds every request: headers, limits, errors and how long answers took."""

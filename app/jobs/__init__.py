@@ -1,0 +1,1 @@
+"""Jobs: their states, their events, why they wait, and how they are read."""

@@ -1,0 +1,166 @@
+"""A job's row as people see it."""
+
+from typing import Any
+
+from app.contract.spec import Plan, Spec
+from app.contract.states import ENDED
+from app.jobs.lifecycle import Submission
+from app.jobs.schemas import (
+    AccumulationStatus,
+    DatasetAnswer,
+    DryRunAnswer,
+    ErrorAnswer,
+    JobAnswer,
+    Links,
+    Progress,
+    ResultAnswer,
+)
+from app.jobs.waiting import Outlook
+from app.planning.plan import samples_of
+from app.statistics.performance import Speed
+from app.storage.tables import Job
+
+PREFIX = "/gradient-accumulation"
+
+
+def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
+    """Everything about a job, in API.md's shape."""
+    spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
+    progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
+    progress.within_window &= job.status == "running"  # a window that was left is begun anew
+    steps, micro_batch = _split(job, spec, plan, progress)
+    return JobAnswer(
+        id=job.id,
+        training_id=job.id,
+        status=job.status,
+        requested=job.requested,
+        created_at=int(job.created_at),
+        started_at=_whole(job.started_at),
+        finished_at=_whole(job.finished_at),
+        model_name=job.model_name,
+        user_id=job.user_id,
+        metadata=job.labels,
+        priority=job.priority,
+        attempt=job.attempt,
+        config=job.config,
+        training_config=job.training_config,
+        dataset=_dataset(spec),
+        device=job.device,
+        accumulation_status=_accumulation_status(job, spec, steps, progress),
+        plan=plan,
+        progress=progress,
+        result=_result(job),
+        error=ErrorAnswer.model_validate(job.error) if job.error else None,
+        waiting=outlook.of(job),
+        tune=spec.tune,
+        links=_links(job, spec),
+        learning_rate=spec.optimizer.learning_rate,
+        effective_batch_size=spec.effective_batch_size,
+        accumulation_steps=steps,
+        actual_batch_size_per_gpu=micro_batch,
+    )
+
+
+def dry_run_answer(
+    submission: Submission, speed: Speed | None, hour_cost: float | None = None
+) -> DryRunAnswer:
+    """What a job would do, in the same words.
+
+    Args:
+        hour_cost: of one GPU.
+    """
+    spec, plan = submission.spec, submission.plan
+    seconds = plan.predicted_duration_seconds
+    samples = samples_of(spec, plan.steps_total)
+    tokens = speed.tokens_per_sample * samples if speed is not None and samples is not None else None
+    hours = None
+    if seconds is not None and plan.device == "cuda":
+        hours = seconds * len(plan.devices) / 3600
+    return DryRunAnswer(
+        predicted_tokens=None if tokens is None else round(tokens),
+        predicted_duration_seconds=seconds,
+        gpu_hours=hours,
+        gpu_cost=hours * hour_cost if hours is not None and hour_cost is not None else None,
+        measured_by=speed.job_id if speed is not None else None,
+        model_name=spec.model.name,
+        config=submission.config,
+        training_config=submission.training_config,
+        dataset=_dataset(spec),
+        plan=plan,
+        learning_rate=spec.optimizer.learning_rate,
+        effective_batch_size=spec.effective_batch_size,
+        accumulation_steps=plan.accumulation_steps,
+        actual_batch_size_per_gpu=plan.actual_batch_size_per_gpu,
+    )
+
+
+def _dataset(spec: Spec) -> DatasetAnswer:
+    data = spec.data
+    return DatasetAnswer(
+        file_id=data.file_id,
+        format=data.format,
+        examples=data.examples,
+        max_length=data.max_length,
+        overlength=data.overlength,
+    )
+
+
+def _split(job: Job, spec: Spec, plan: Plan, progress: Progress) -> tuple[int, int]:
+    """Accumulation steps and samples per micro-batch: of a job that has ended as they were, on average, else
+    as planned for samples of full length."""
+    if job.status not in ENDED or not progress.step:
+        return plan.accumulation_steps, plan.actual_batch_size_per_gpu
+    steps = max(1, round(progress.micro_step / (progress.step + progress.skipped)))
+    return steps, -(-spec.effective_batch_size // steps)
+
+
+def _accumulation_status(job: Job, spec: Spec, steps: int, progress: Progress) -> AccumulationStatus:
+    return AccumulationStatus(
+        enabled=bool(job.config["use_gradient_accumulation"]),
+        steps=steps,
+        effective_batch_size=spec.effective_batch_size,
+        sync_gradients=True,
+        clip_before_accumulation=spec.clip_mode == "each_micro_batch",
+        accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
+        accumulation_step=progress.accumulation_step,
+    )
+
+
+def _result(job: Job) -> ResultAnswer | None:
+    if not job.result:
+        return None
+    result = job.result
+    return ResultAnswer(
+        model_path=f"runs/{job.id}/model" if result["files"] else None,
+        files=result["files"],
+        first_loss=result["first_loss"],
+        eval_loss=result.get("eval_loss"),
+        best_step=result.get("best_step"),
+        equivalence_error=result.get("equivalence_error"),
+        noise_scale=result.get("noise_scale"),
+        tuning=result.get("tuning"),
+        final_loss=result["final_loss"],
+        trained_tokens=result["trained_tokens"],
+        effective_batch_size=result["effective_batch_size"],
+    )
+
+
+def _links(job: Job, spec: Spec) -> Links:
+    own = f"{PREFIX}/training/{job.id}"
+    return Links(
+        self=own,
+        metrics=f"{own}/metrics",
+        log=f"{own}/log",
+        events=f"{own}/events",
+        stats=f"{PREFIX}/stats/{job.id}",
+        model=f"{own}/model" if job.result and job.result["files"] else None,
+        profile=f"{own}/profile" if spec.profile else None,
+    )
+
+
+def _known(progress: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in progress.items() if value is not None}
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds)

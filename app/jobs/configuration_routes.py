@@ -1,0 +1,138 @@
+"""Accumulation configurations, stored under an id."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import AliasChoices, ValidationError
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.contract.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
+from app.contract.base import Page
+from app.jobs import configurations, lifecycle
+from app.storage.database import database_now
+from app.storage.ids import new_id
+from app.storage.tables import Configuration, Job
+from app.submissions.freeze import resolve_batch
+from app.web.dependencies import After, CurrentDatabase, CurrentOnce, Limit, Reading, Writing
+from app.web.pagination import page
+
+router = APIRouter(tags=["configurations"])
+
+ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or ftjob-…")]
+
+
+@router.post("/config", status_code=201, summary="Store a configuration", response_model=ConfigurationAnswer)
+def create(
+    database: CurrentDatabase, asked: ConfigurationRequest, once: CurrentOnce
+) -> ConfigurationAnswer | Response:
+    """Checks the numbers against each other and keeps what was given under an id."""
+    return once.make(database, lambda session: _create(session, asked), 201)
+
+
+def _create(session: Session, asked: ConfigurationRequest) -> ConfigurationAnswer:
+    given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
+    row = Configuration(
+        id=new_id("accumulation"),
+        created_at=session.scalar(select(database_now())),
+        given=given,
+        num_gpus=asked.num_gpus,
+        effective_batch_size=_effective(asked),
+    )
+    session.add(row)
+    session.flush()
+    return answer(row)
+
+
+def _effective(asked: ConfigurationRequest) -> int | None:
+    numbers = (asked.target_effective_batch_size, asked.accumulation_steps, asked.micro_batch_size)
+    if not any(numbers):
+        return None
+    return resolve_batch(asked, asked.num_gpus, recommended=1).effective_batch_size
+
+
+@router.get("/config", summary="List configurations")
+def list_configurations(
+    session: Reading, limit: Limit = 20, after: After = None
+) -> Page[ConfigurationAnswer]:
+    return page(session, select(Configuration), Configuration.id, limit, after, answer)
+
+
+@router.get("/config/{config_id}", summary="A configuration, or a job's")
+def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
+    if config_id.startswith("ftjob-"):
+        return _of_job(lifecycle.get(session, config_id))
+    return answer(configurations.find(session, config_id))
+
+
+@router.put("/config/{config_id}", summary="Replace a configuration")
+def replace(session: Writing, config_id: ConfigId, asked: ConfigurationRequest) -> ConfigurationAnswer:
+    """Jobs made with it keep what they were made with."""
+    return _change(session, config_id, asked)
+
+
+@router.patch("/config/{config_id}", summary="Change some fields of a configuration")
+def change(session: Writing, config_id: ConfigId, asked: dict[str, Any]) -> ConfigurationAnswer:
+    """Fields that are not given stay as they are."""
+    row = configurations.find(session, config_id, lock=True)
+    merged = {
+        **row.given,
+        "num_gpus": row.num_gpus,
+        **{_NAMES.get(name, name): asked[name] for name in asked},
+    }
+    try:
+        whole = ConfigurationRequest.model_validate(merged)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    return _change(session, config_id, whole)
+
+
+_NAMES = {
+    str(other): name
+    for name, field in ConfigurationRequest.model_fields.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for other in field.validation_alias.choices
+}
+"""A field's own name by each of its others."""
+
+
+def _change(session: Session, config_id: str, asked: ConfigurationRequest) -> ConfigurationAnswer:
+    row = configurations.find(session, config_id)
+    row.given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
+    row.num_gpus, row.effective_batch_size = asked.num_gpus, _effective(asked)
+    session.flush()
+    return answer(row)
+
+
+@router.delete("/config/{config_id}", status_code=204, summary="Delete a configuration")
+def delete(session: Writing, config_id: ConfigId) -> None:
+    """Jobs made with it keep what they were made with."""
+    session.delete(configurations.find(session, config_id))
+
+
+def answer(row: Configuration) -> ConfigurationAnswer:
+    """A stored configuration with every default filled in."""
+    config = AccumulationConfig.model_validate(row.given)
+    warnings = []
+    if config.clip_mode == "each_micro_batch":
+        warnings.append("clip_mode each_micro_batch: the result depends on how the batch is split")
+    return ConfigurationAnswer(
+        config_id=row.id,
+        created_at=int(row.created_at),
+        config=config,
+        num_gpus=row.num_gpus,
+        effective_batch_size=row.effective_batch_size,
+        warnings=warnings,
+    )
+
+
+def _of_job(job: Job) -> ConfigurationAnswer:
+    return ConfigurationAnswer(
+        config_id=job.id,
+        created_at=int(job.created_at),
+        config=AccumulationConfig.model_validate(job.config),
+        num_gpus=int(job.spec["split"]["devices"]),
+        effective_batch_size=int(job.spec["effective_batch_size"]),
+        warnings=list(job.plan["warnings"]),
+    )

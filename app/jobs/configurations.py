@@ -1,0 +1,21 @@
+"""Stored accumulation configurations."""
+
+from sqlalchemy.orm import Session
+
+from app.errors import NotFound
+from app.storage.tables import Configuration
+
+
+def find(session: Session, config_id: str, field: str | None = None, *, lock: bool = False) -> Configuration:
+    """A configuration.
+
+    Args:
+        lock: until the transaction ends nobody else can change it.
+
+    Raises:
+    NotFound: no configuration has that id.
+    """
+    row = session.get(Configuration, config_id, with_for_update=lock or None)
+    if row is None:
+        raise NotFound(f"No configuration has the id {config_id}.", field=field)
+    return row

@@ -1,0 +1,78 @@
+"""Answers about jobs as they go out: made once for each state of a job, and known again by their ETag."""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from app.contract.states import ENDED
+from app.jobs.reads import Row
+from app.storage.tables import Job
+
+NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
+    304: {"description": "Nothing changed since the answer whose ETag If-None-Match shows"}
+}
+_MOST_KEPT = 1000
+
+
+@dataclass(frozen=True)
+class Document:
+    """An answer's bytes, and the tag by which they are known again."""
+
+    body: bytes
+    tag: str
+
+
+class Documents:
+    """Those of jobs that ended, as long as nothing of their rows changes.
+
+    What is told of others depends on the time, or on who waits before them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], tuple[Row, Document]] = OrderedDict()
+
+    def of(self, surface: str, row: Row, answer: Callable[[Job], BaseModel]) -> Document:
+        """The document of a job on one of the surfaces.
+
+        Args:
+            answer: makes it, where it is not known.
+        """
+        key = (surface, row["id"])
+        kept = self._kept.get(key)
+        if kept is not None and kept[0] == row:
+            return kept[1]
+        body = answer(row.job()).model_dump_json().encode()
+        document = Document(body, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
+        if row["status"] in ENDED:
+            self._kept[key] = row, document
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return document
+
+    def page(
+        self, surface: str, rows: Sequence[Row], limit: int, answer: Callable[[Job], BaseModel]
+    ) -> Response:
+        """Those of the first `limit` rows, in the shape of `Page`."""
+        shown = rows[:limit]
+        rest = {
+            "has_more": len(rows) > limit,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+        }
+        data = b",".join(self.of(surface, row, answer).body for row in shown)
+        end = json.dumps(rest, separators=(",", ":"))[1:].encode()
+        return Response(b'{"object":"list","data":[' + data + b"]," + end, media_type="application/json")
+
+
+def tagged(request: Request, document: Document) -> Response:
+    """The document, or nothing but a 304 to whoever has it already."""
+    shown = request.headers.get("if-none-match")
+    if shown is not None and document.tag in (each.strip().removeprefix("W/") for each in shown.split(",")):
+        return Response(status_code=304, headers={"ETag": document.tag})
+    return Response(document.body, media_type="application/json", headers={"ETag": document.tag})

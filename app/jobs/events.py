@@ -1,0 +1,82 @@
+"""What happens to a job, as people read it later."""
+
+import json
+from typing import Any
+
+from sqlalchemy import bindparam, func, insert, select
+from sqlalchemy.orm import Session
+
+from app.contract.reports import Level
+from app.contract.text import storable, storable_values
+from app.storage.compiled import Prepared
+from app.storage.database import database_now
+from app.storage.ids import new_id
+from app.storage.tables import Delivery, Job, JobEvent
+
+ANNOUNCED = ("succeeded", "failed", "cancelled", "paused")
+
+
+def _tell(dialect: str) -> Any:
+    table: Any = JobEvent.__table__
+    given: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns}
+    return insert(table).values(given | {"created_at": database_now(), "line": None})
+
+
+_TELL = Prepared(_tell)
+_LAST = Prepared(lambda dialect: select(func.max(JobEvent.id)).where(JobEvent.job_id == bindparam("job_id")))
+_TIME = slice(len("ftevent-"), len("ftevent-") + 14)
+"""Where the time is in an event's id."""
+
+
+def next_id(session: Session, job_id: str) -> str:
+    """An event's id behind all others of its job, also where those were made by a host whose clock is ahead:
+    who follows a job asks for what comes behind the last id that they know."""
+    made = new_id("ftevent")
+    ((last,),) = _LAST.run(session, {"job_id": job_id})
+    if last is None or made > last:
+        return made
+    prefix, digits = last[: _TIME.start], last[_TIME]
+    return f"{prefix}{int(digits, 16) + 1:014x}{made[_TIME.stop :]}"
+
+
+def tell(
+    session: Session,
+    job: Job,
+    kind: str,
+    message: str,
+    *,
+    level: Level = "info",
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Adds an event of the service's or the worker's own, and has the job's webhook told of it."""
+    if kind in ANNOUNCED and job.webhook_url is not None:
+        announced = f"fine_tuning.job.{kind}"
+        now = database_now()
+        session.add(
+            Delivery(
+                id=new_id("evt"), job_id=job.id, created_at=now, type=announced, url=job.webhook_url,
+                attempts=0, not_before=now,
+            )
+        )  # fmt: skip
+    tell_of(session, job.id, job.attempt, kind, message, level=level, data=data)
+
+
+def tell_of(
+    session: Session,
+    job_id: str,
+    attempt: int,
+    kind: str,
+    message: str,
+    *,
+    level: Level = "info",
+    data: dict[str, Any] | None = None,
+) -> None:
+    """The same of a job by its id, which is in the database by now."""
+    told = {
+        "id": next_id(session, job_id),
+        "job_id": job_id,
+        "attempt": attempt,
+        "level": level,
+        "type": kind,
+    }
+    _TELL.run(session, told | {"message": storable(message), "data": json.dumps(storable_values(data or {}))})

@@ -1,0 +1,84 @@
+"""What lists and totals of jobs are filtered by."""
+
+import json
+from typing import Annotated, Any
+
+from fastapi import Depends, Query, Request
+from sqlalchemy import ColumnElement, Select, String, cast, literal, or_
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+
+from app.contract.states import JobStatus
+from app.errors import Unprocessable
+from app.storage.tables import Job
+
+MOST_LABELS = 16
+
+
+def is_filter(name: str) -> bool:
+    """Whether a parameter is `metadata[key]`."""
+    return name.startswith("metadata[") and name.endswith("]")
+
+
+def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
+    """The jobs that carry every `metadata[key]=value` of the request's query.
+
+    Raises:
+        Unprocessable: more of them than a job can have.
+    """
+    if sum(is_filter(name) for name in request.query_params) > MOST_LABELS:
+        raise Unprocessable(f"A job has at most {MOST_LABELS} metadata: filter by fewer.", field="metadata")
+    for name, value in request.query_params.items():
+        if is_filter(name):
+            query = query.where(_label(Job.labels, literal(name[9:-1])) == value)
+    return query
+
+
+def _filters(
+    status: Annotated[JobStatus | None, Query()] = None,
+    user_id: Annotated[str | None, Query(max_length=200)] = None,
+    model: Annotated[str | None, Query(max_length=200, description="model_name")] = None,
+    since: Annotated[float | None, Query(ge=0, le=2**33, description="Submitted then or later")] = None,
+    until: Annotated[
+        float | None, Query(ge=0, le=2**33, description="Submitted before; Unix seconds")
+    ] = None,
+) -> list[ColumnElement[bool]]:
+    filters: list[ColumnElement[bool]] = []
+    if status is not None:
+        filters.append(Job.status == status)
+    if user_id is not None:
+        own = cast(Job.user_id, String)  # as JSON: SQLite's with escapes, PostgreSQL's without
+        written = {user_id, json.dumps(user_id), json.dumps(user_id, ensure_ascii=False)}
+        filters.append(or_(*(own == each for each in sorted(written))))
+    if model is not None:
+        filters.append(Job.model_name == model)
+    if since is not None:
+        filters.append(Job.created_at >= since)
+    if until is not None:
+        filters.append(Job.created_at < until)
+    return filters
+
+
+Filters = Annotated[list[ColumnElement[bool]], Depends(_filters)]
+"""Conditions on jobs, by the query's `status`, `user_id`, `model`, `since` and `until`."""
+
+
+class _label(FunctionElement[str]):  # noqa: N801
+    """A member of a JSON object by its name, whatever characters that has: a JSON path knows no quotes."""
+
+    type = String()
+    inherit_cache = True
+
+
+@compiles(_label, "sqlite")
+def _sqlite_label(element: _label, compiler: SQLCompiler, **kw: Any) -> str:
+    column, name = element.clauses
+    own, key = compiler.process(column, **kw), compiler.process(name, **kw)
+    return f"(SELECT value FROM json_each({own}) WHERE key = {key})"
+
+
+@compiles(_label, "postgresql")
+def _postgresql_label(element: _label, compiler: SQLCompiler, **kw: Any) -> str:
+    column, name = element.clauses
+    return f"({compiler.process(column, **kw)} ->> {compiler.process(name, **kw)})"

@@ -1,0 +1,222 @@
+"""The OpenAI-compatible surface of jobs: the same jobs, in OpenAI's shape."""
+
+import time
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+from sqlalchemy import Connection, select
+from sqlalchemy.orm import Session
+
+from app.contract.base import Page
+from app.contract.spec import Spec
+from app.jobs import lifecycle, reads
+from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
+from app.jobs.filters import with_metadata
+from app.jobs.openai_schemas import (
+    CheckpointMetrics,
+    FineTuningCheckpoint,
+    FineTuningError,
+    FineTuningEvent,
+    FineTuningJob,
+    FineTuningRequest,
+    HyperparametersAnswer,
+    MethodAnswer,
+    SupervisedAnswer,
+)
+from app.models.trained_models import name_of, result_file_of
+from app.planning.learning_rate import DEFAULT_LEARNING_RATE
+from app.results import checkpoints
+from app.results.checkpoints import Checkpoint
+from app.results.series import validation_losses
+from app.storage.tables import Job, JobEvent, StepMetric
+from app.submissions import admission, openai_requests
+from app.submissions.dispatch import submitted
+from app.web.dependencies import (
+    After,
+    CurrentDatabase,
+    CurrentOnce,
+    CurrentSettings,
+    Limit,
+    Reading,
+    Writing,
+    foresight_of,
+)
+from app.web.pagination import page, page_of
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"])
+
+JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
+
+
+@router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
+async def create(request: Request, asked: FineTuningRequest, once: CurrentOnce) -> Response:
+    """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
+    foresight, settings = foresight_of(request), request.app.state.settings
+    check = partial(openai_requests.check, asked, foresight, settings)
+    alone = admission.takes_a_while(asked.model, None, settings)
+    return await submitted(
+        request, foresight.database, once, check, lambda session, job: answer(job), alone=alone
+    )
+
+
+@router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])
+def list_jobs(
+    request: Request, database: CurrentDatabase, limit: Limit = 20, after: After = None
+) -> Response:
+    """Newest first; filter by `metadata[key]=value`."""
+    documents: Documents = request.app.state.documents
+    with database.glancing() as connection:
+        rows = reads.page(connection, with_metadata(reads.JOBS, request), database.owner, limit, after)
+        return documents.page("openai", rows, limit, answer)
+
+
+@router.get(
+    "/{fine_tuning_job_id}",
+    summary="A fine-tuning job",
+    response_model=FineTuningJob,
+    responses=NOT_MODIFIED,
+)
+async def get(request: Request, fine_tuning_job_id: JobId) -> Response:
+    owner = request.state.caller.owner
+
+    documents: Documents = request.app.state.documents
+
+    def read(connection: Connection) -> Document:
+        return documents.of("openai", reads.row(connection, fine_tuning_job_id, owner), answer)
+
+    return tagged(request, await request.app.state.glances.at(read))
+
+
+@router.post("/{fine_tuning_job_id}/cancel", summary="Cancel a fine-tuning job")
+def cancel(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(lifecycle.cancel(session, fine_tuning_job_id))
+
+
+@router.post("/{fine_tuning_job_id}/pause", summary="Pause a fine-tuning job")
+def pause(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(lifecycle.pause(session, fine_tuning_job_id))
+
+
+@router.post("/{fine_tuning_job_id}/resume", summary="Resume a paused fine-tuning job")
+def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobId) -> FineTuningJob:
+    return answer(admission.resume(session, fine_tuning_job_id, settings))
+
+
+@router.get("/{fine_tuning_job_id}/events", summary="What happened to a job, newest first")
+def list_events(
+    session: Reading, fine_tuning_job_id: JobId, limit: Limit = 20, after: After = None
+) -> Page[FineTuningEvent]:
+    """Messages, and an event of type `metrics` for every step."""
+    lifecycle.get(session, fine_tuning_job_id)
+    query = select(JobEvent).where(JobEvent.job_id == fine_tuning_job_id)
+    told = page(session, query, JobEvent.id, limit, after, _event)
+    made = _metrics(session, fine_tuning_job_id, limit, after)
+    both = sorted([*told.data, *made], key=lambda event: event.id, reverse=True)
+    data = both[:limit]
+    return Page(
+        data=data,
+        has_more=told.has_more or len(both) > limit,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+    )
+
+
+@router.get("/{fine_tuning_job_id}/checkpoints", summary="A job's checkpoints, newest first")
+def list_checkpoints(
+    session: Reading,
+    settings: CurrentSettings,
+    fine_tuning_job_id: JobId,
+    limit: Limit = 10,
+    after: After = None,
+) -> Page[FineTuningCheckpoint]:
+    """Those that are kept: older ones make room for newer ones."""
+    job = lifecycle.get(session, fine_tuning_job_id)
+    kept = [_checkpoint(job, each) for each in checkpoints.kept(session, settings, job)]
+    return page_of(kept, lambda each: each.id, limit, after)
+
+
+def answer(job: Job) -> FineTuningJob:
+    """A job in OpenAI's shape."""
+    spec = Spec.model_validate(job.spec)
+    hyperparameters = HyperparametersAnswer(
+        n_epochs=spec.epochs or "auto",
+        batch_size=spec.effective_batch_size,
+        learning_rate_multiplier=job.training_config["learning_rate"] / DEFAULT_LEARNING_RATE,
+    )
+    made = job.status == "succeeded" and bool(job.result["files"])
+    left = job.progress.get("eta_seconds") if job.status == "running" else None
+    validation = spec.data.validation
+    return FineTuningJob(
+        id=job.id,
+        created_at=int(job.created_at),
+        finished_at=None if job.finished_at is None else int(job.finished_at),
+        model=job.model_name,
+        fine_tuned_model=name_of(job) if made else None,
+        status=job.status,
+        training_file=job.file_id,
+        validation_file=validation.file_id if validation is not None else None,
+        result_files=[result_file_of(job)] if job.status == "succeeded" else [],
+        hyperparameters=hyperparameters,
+        method=MethodAnswer(supervised=SupervisedAnswer(hyperparameters=hyperparameters)),
+        seed=spec.seed,
+        trained_tokens=job.result["trained_tokens"] if job.status == "succeeded" else None,
+        estimated_finish=None if left is None else int(time.time() + left),
+        error=FineTuningError(**job.error) if job.error else None,
+        metadata=job.labels,
+    )
+
+
+def _event(row: JobEvent) -> FineTuningEvent:
+    return FineTuningEvent(
+        id=row.id,
+        created_at=int(row.created_at),
+        level="warn" if row.level == "warning" else row.level,
+        message=row.message,
+        data={"type": row.type, **row.data},
+    )
+
+
+def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> list[FineTuningEvent]:
+    """The newest steps as events, one more than asked for where there are more.
+
+    Their ids are made of the steps' times, as other events' are, so that they sort among them.
+    """
+    query = select(StepMetric.step, StepMetric.time, StepMetric.loss).where(StepMetric.job_id == job_id)
+    if after is not None:
+        query = query.where(StepMetric.time <= _time_of(after) + 1e-5)
+    newest = session.execute(query.order_by(StepMetric.step.desc()).limit(limit + 2)).all()
+    evaluated = validation_losses(session, job_id)
+    events = []
+    for step, at, loss in newest:
+        data = {"step": step, "train_loss": loss}
+        if (validation := evaluated.get(step)) is not None:
+            data["valid_loss"] = validation
+        event_id = f"ftevent-{int(at * 1e6):014x}{step:012x}"
+        if after is None or event_id < after:
+            message = f"Step {step}: training loss={loss:.4f}"
+            events.append(
+                FineTuningEvent(
+                    id=event_id, created_at=int(at), level="info", message=message, type="metrics", data=data
+                )
+            )
+    return events[: limit + 1]
+
+
+def _time_of(event_id: str) -> float:
+    """Unix seconds at which an event's id was made; the end of time for what is no id."""
+    try:
+        return int(event_id.removeprefix("ftevent-")[:14], 16) / 1e6
+    except ValueError:
+        return float(2**40)
+
+
+def _checkpoint(job: Job, each: Checkpoint) -> FineTuningCheckpoint:
+    return FineTuningCheckpoint(
+        id=each.id,
+        created_at=each.created_at,
+        fine_tuned_model_checkpoint=f"{name_of(job)}:ckpt-step-{each.step}",
+        fine_tuning_job_id=job.id,
+        step_number=each.step,
+        metrics=CheckpointMetrics(step=each.step, train_loss=each.train_loss, full_valid_loss=each.eval_loss),
+    )

@@ -1,0 +1,154 @@
+"""Fine-tuning jobs and models in OpenAI's shape, as its clients send and expect them.
+
+Source: https://platform.openai.com/docs/api-reference/fine-tuning, and the types of openai 3.52.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from app.contract.architecture import ModelName
+from app.contract.base import Answer, Request
+from app.jobs.schemas import DatasetOptions, FileId, JobOptions, Metadata, TrainingConfig
+
+Auto = Literal["auto"]
+OpenAIStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+
+Suffix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+
+
+class Hyperparameters(Request):
+    """`"auto"` takes the recommendation."""
+
+    n_epochs: Annotated[int, Field(ge=1, le=10_000)] | Auto = "auto"
+    batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
+        "auto", description="The effective batch: samples per optimizer step"
+    )
+    learning_rate_multiplier: Annotated[float, Field(gt=0, le=10_000)] | Auto = Field(
+        "auto", description="Of training_config.learning_rate, 5e-5 where that is not given"
+    )
+
+
+class Supervised(Request):
+    hyperparameters: Hyperparameters = Field(default_factory=Hyperparameters)
+
+
+class FineTuningMethod(Request):
+    type: Literal["supervised"]
+    supervised: Supervised = Field(default_factory=Supervised)
+
+
+class FineTuningRequest(Request):
+    """A job as OpenAI's clients ask for it; `extra_body` reaches what they have no word for."""
+
+    model: ModelName
+    training_file: FileId
+    validation_file: FileId | None = None
+    method: FineTuningMethod | None = None
+    hyperparameters: Hyperparameters | None = Field(None, description="The older place of method's")
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    suffix: Suffix | None = Field(None, description="Becomes part of the trained model's name")
+    metadata: Metadata | None = None
+    integrations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = Field(
+        None, description="None here: see training_config.report_to"
+    )
+    accumulation: JobOptions = Field(default_factory=JobOptions)
+    training_config: TrainingConfig = Field(default_factory=TrainingConfig)
+    dataset_config: DatasetOptions = Field(default_factory=DatasetOptions)
+
+
+class HyperparametersAnswer(Answer):
+    """As they were resolved."""
+
+    n_epochs: int | Auto = Field(description="auto: the job's length is given in steps")
+    batch_size: int
+    learning_rate_multiplier: float
+
+
+class SupervisedAnswer(Answer):
+    hyperparameters: HyperparametersAnswer
+
+
+class MethodAnswer(Answer):
+    type: Literal["supervised"] = "supervised"
+    supervised: SupervisedAnswer
+
+
+class FineTuningError(Answer):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class FineTuningJob(Answer):
+    """A job in OpenAI's shape; `GET /gradient-accumulation/training/{id}` tells the rest."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str = "accrue"
+    status: OpenAIStatus
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    hyperparameters: HyperparametersAnswer
+    method: MethodAnswer
+    seed: int
+    trained_tokens: int | None
+    estimated_finish: int | None
+    error: FineTuningError | None
+    metadata: dict[str, str]
+    integrations: list[Any] = Field(default_factory=list)
+
+
+class FineTuningEvent(Answer):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"] = "message"
+    data: dict[str, Any]
+
+
+class CheckpointMetrics(Answer):
+    step: int
+    train_loss: float | None
+    full_valid_loss: float | None
+
+
+class FineTuningCheckpoint(Answer):
+    """A checkpoint that is kept, with which the job would go on."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: CheckpointMetrics
+
+
+class ModelAnswer(Answer):
+    """A base model, or one that a job has trained."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    parent: str | None = Field(None, description="Of a trained model: what it was trained from")
+    job: str | None = Field(None, description="Of a trained model: the job that made it")
+
+
+class ModelList(Answer):
+    object: Literal["list"] = "list"
+    data: list[ModelAnswer]
+
+
+class ModelDeleted(Answer):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True

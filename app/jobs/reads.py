@@ -1,0 +1,129 @@
+"""What is asked for all the time, such as a job by its id: read by the driver, without a session or a thread.
+
+A session with its transaction and its objects takes many times as long as the database does to find a row,
+and so does the way to another thread and back.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from anyio import to_thread
+from sqlalchemy import JSON, BindParameter, Connection, Select, String, bindparam, or_, select, type_coerce
+from sqlalchemy.exc import DBAPIError
+
+from app.errors import NotFound
+from app.storage.compiled import Prepared
+from app.storage.database import Database
+from app.storage.tables import Job, JobRow
+
+_COLUMNS = list(Job.__table__.columns)
+
+_PLACES = {column.name: place for place, column in enumerate(_COLUMNS)}
+_IN_JSON = [place for place, column in enumerate(_COLUMNS) if isinstance(column.type, JSON)]
+
+JOBS = select(
+    *(
+        type_coerce(column, String).label(column.name) if isinstance(column.type, JSON) else column
+        for column in _COLUMNS
+    )
+)
+"""Every column of every job, as the driver gives it."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A job's columns as the driver gives them: equal as long as nothing of the job changed."""
+
+    values: Sequence[Any]
+    json_is_text: bool
+    """As SQLite has it; other drivers read it themselves."""
+
+    def __getitem__(self, column: str) -> Any:
+        """One of those that are not JSON."""
+        return self.values[_PLACES[column]]
+
+    def job(self) -> Job:
+        """Whatever asks of a job finds it here; nothing can be changed by it."""
+        values = list(self.values)
+        for place in _IN_JSON:
+            if self.json_is_text and isinstance(values[place], str):  # a number is kept as one
+                values[place] = json.loads(values[place])
+        return JobRow(*values)
+
+
+class Glances:
+    """Reads of a moment each; on SQLite they are done right where they are asked for."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._connection: Connection | None = None
+
+    async def at(self, read: Callable[[Connection], Found]) -> Found:
+        """What `read` gives. Only one thread may call it, that of the event loop."""
+        if self._database.is_sqlite:
+            try:
+                return read(self._own())
+            except DBAPIError:  # somebody holds the whole database for once: not for the others to wait for
+                self.close()
+        return await to_thread.run_sync(self._in_a_thread, read)
+
+    def _own(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._database.engine.connect()
+            self._connection.connection.cursor().execute("PRAGMA busy_timeout=0")
+        return self._connection
+
+    def _in_a_thread(self, read: Callable[[Connection], Found]) -> Found:
+        with self._database.glancing() as connection:
+            return read(connection)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def row(connection: Connection, job_id: str, owner: str | None) -> Row:
+    """A job's columns.
+
+    Args:
+        owner: whose jobs are seen; null: everybody's.
+
+    Raises:
+        NotFound: no job has that id, or none that is seen.
+    """
+    rows = _JOB.run(connection, {"id": job_id, "owner": owner})
+    if not rows:
+        raise NotFound(f"No job has the id {job_id}.")
+    return Row(rows[0], connection.dialect.name == "sqlite")
+
+
+def page(
+    connection: Connection, query: Select[Any], owner: str | None, limit: int, after: str | None
+) -> list[Row]:
+    """A page of jobs, newest first, and one more where there are more.
+
+    Args:
+        query: `JOBS`, with what is filtered by.
+        owner: as in `row`.
+        after: the last id of the page before.
+    """
+    if owner is not None:
+        query = query.where(Job.owner == owner)
+    if after is not None:
+        query = query.where(Job.id < after)
+    found = connection.execute(query.order_by(Job.id.desc()).limit(limit + 1))
+    json_is_text = connection.dialect.name == "sqlite"
+    return [Row(tuple(each), json_is_text) for each in found]
+
+
+def _job(dialect: str) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    return select(*_COLUMNS).where(Job.id == bindparam("id"), or_(owner.is_(None), Job.owner == owner))
+
+
+_JOB = Prepared(_job)

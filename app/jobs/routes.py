@@ -1,0 +1,256 @@
+"""Jobs: submitted, looked at, stopped, deleted."""
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import format_sse_event
+from sqlalchemy import Connection, select
+from sqlalchemy.orm import Session
+from starlette.background import BackgroundTask
+
+from app.contract.base import Page
+from app.contract.reports import WindowProgress
+from app.contract.states import ENDED
+from app.errors import AccrueError
+from app.jobs import lifecycle, reads
+from app.jobs.answers import dry_run_answer, job_answer
+from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
+from app.jobs.filters import Filters, with_metadata
+from app.jobs.schemas import DryRunAnswer, EventAnswer, JobAnswer, TrainingRequest
+from app.jobs.waiting import Outlook
+from app.maintenance.retention import delete_job
+from app.memory_profiles import profiles
+from app.security.authentication import Authenticate
+from app.storage.tables import Job, JobEvent
+from app.storage.waits import Waits
+from app.submissions import admission
+from app.submissions.dispatch import as_json, submitted
+from app.submissions.idempotency import Once
+from app.web.dependencies import (
+    After,
+    CurrentDatabase,
+    CurrentOnce,
+    CurrentSettings,
+    JobId,
+    Limit,
+    Reading,
+    Writing,
+    foresight_of,
+)
+from app.web.event_stream import EventStream
+from app.web.pagination import page
+
+router = APIRouter(prefix="/training", tags=["training"])
+
+_DRY_RUN_WAITS = 1.5
+"""Seconds for a simulation; a submission does not wait, since the worker plans anew."""
+
+_ACCEPTED: dict[int | str, dict[str, Any]] = {
+    200: {"model": DryRunAnswer, "description": "With dry_run: the plan"}
+}
+
+
+@router.post(
+    "/with-accumulation",
+    status_code=202,
+    responses=_ACCEPTED,
+    summary="Train, with steps as given",
+    response_model=JobAnswer | DryRunAnswer,
+)
+async def with_accumulation(request: Request, asked: TrainingRequest, once: CurrentOnce) -> Response:
+    """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
+    return await _submitted(request, asked, once)
+
+
+@router.post(
+    "/large-batch",
+    status_code=202,
+    responses=_ACCEPTED,
+    summary="Train a large batch, steps planned",
+    response_model=JobAnswer | DryRunAnswer,
+)
+async def large_batch(request: Request, asked: TrainingRequest, once: CurrentOnce) -> Response:
+    """Queues a job whose accumulation steps are planned from memory."""
+    return await _submitted(request, asked, once, planned=True)
+
+
+@router.get("", summary="List jobs", response_model=Page[JobAnswer])
+def list_jobs(
+    request: Request,
+    database: CurrentDatabase,
+    filters: Filters,
+    limit: Limit = 20,
+    after: After = None,
+) -> Response:
+    """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
+    query = with_metadata(reads.JOBS, request).where(*filters)
+    documents: Documents = request.app.state.documents
+    with database.glancing() as connection:
+        outlook = Outlook(connection)
+        rows = reads.page(connection, query, database.owner, limit, after)
+        return documents.page("native", rows, limit, lambda job: job_answer(outlook, job))
+
+
+@router.get("/{training_id}", summary="A job", response_model=JobAnswer, responses=NOT_MODIFIED)
+async def get(request: Request, training_id: JobId) -> Response:
+    owner = request.state.caller.owner
+
+    documents: Documents = request.app.state.documents
+
+    def read(connection: Connection) -> Document:
+        outlook = Outlook(connection)
+        row = reads.row(connection, training_id, owner)
+        return documents.of("native", row, lambda job: job_answer(outlook, job))
+
+    return tagged(request, await request.app.state.glances.at(read))
+
+
+@router.post("/{training_id}/cancel", summary="Cancel a job")
+def cancel(session: Writing, training_id: JobId) -> JobAnswer:
+    """A waiting job ends at once; a running one as soon as its worker has stopped it."""
+    return _answer(session, lifecycle.cancel(session, training_id))
+
+
+@router.post("/{training_id}/pause", summary="Pause a job")
+def pause(session: Writing, training_id: JobId) -> JobAnswer:
+    """A running job writes a checkpoint and gives its device free."""
+    return _answer(session, lifecycle.pause(session, training_id))
+
+
+@router.post("/{training_id}/stop", summary="End training early, and keep the model")
+def stop(session: Writing, training_id: JobId) -> JobAnswer:
+    """A running job makes the step at hand and saves its model; a waiting one that of its last checkpoint."""
+    return _answer(session, lifecycle.stop(session, training_id))
+
+
+@router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
+def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
+    """What timed out goes on from its last checkpoint, and has its `timeout_seconds` once more."""
+    return _answer(session, admission.resume(session, training_id, settings))
+
+
+@router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
+def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
+    return _answer(session, admission.resume(session, training_id, settings))
+
+
+@router.post(
+    "/{training_id}/retry",
+    status_code=202,
+    summary="Train again what failed or was cancelled",
+    response_model=JobAnswer,
+)
+def retry(
+    database: CurrentDatabase, settings: CurrentSettings, once: CurrentOnce, training_id: JobId
+) -> JobAnswer | Response:
+    """A new job with the same spec; the old one stays as it ended."""
+
+    def create(session: Session) -> JobAnswer:
+        admission.check_quota(session, settings)
+        return _answer(session, lifecycle.retry(session, training_id))
+
+    return once.make(database, create, 202)
+
+
+@router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
+def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: JobId) -> None:
+    delete_job(database, settings, training_id)
+
+
+@router.get(
+    "/{training_id}/events",
+    summary="What happened to a job, newest first, or as it happens",
+    response_model=Page[EventAnswer],
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "A page; or, with Accept: text/event-stream, every event as it happens",
+        },
+        204: {"description": "The job has ended, and nothing came after Last-Event-ID"},
+    },
+)
+def events(
+    request: Request,
+    session: Reading,
+    training_id: JobId,
+    limit: Limit = 20,
+    after: After = None,
+    accept: Annotated[str, Header(max_length=1000)] = "*/*",
+    last_event_id: Annotated[str, Header(max_length=100)] = "",
+) -> Page[EventAnswer] | Response:
+    """With `Accept: text/event-stream`: server-sent events, oldest first, each with its id. They begin at
+    the start, or after `Last-Event-ID`; the stream ends with the job. Between them, events named `progress`,
+    without an id, say once a second how far a window is that takes longer than that."""
+    job = lifecycle.get(session, training_id)
+    query = select(JobEvent).where(JobEvent.job_id == training_id)
+    if "text/event-stream" not in accept:
+        return page(session, query, JobEvent.id, limit, after, _event)
+    if job.status in ENDED and session.scalar(query.where(JobEvent.id > last_event_id).limit(1)) is None:
+        return Response(status_code=204)  # by which a browser knows not to ask again
+    stream: EventStream = request.app.state.events
+    follower = stream.join(training_id, last_event_id, request.state.caller.key_id)
+    return StreamingResponse(
+        _as_sent_events(request, stream.follow(follower)),
+        media_type="text/event-stream",
+        background=BackgroundTask(stream.leave, follower),  # the client may be gone before the first event
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _as_sent_events(
+    request: Request, events: AsyncIterator[JobEvent | WindowProgress | None]
+) -> AsyncIterator[bytes]:
+    """Until the job ends, or the key that follows it is revoked."""
+    who: Authenticate = request.app.state.authenticate
+    async for event in events:
+        try:
+            await who(request)
+        except AccrueError:
+            return
+        if event is None:
+            yield format_sse_event(comment="still here")
+        elif isinstance(event, WindowProgress):  # of no id: nothing goes on from here
+            yield format_sse_event(event="progress", data_str=event.model_dump_json())
+        else:
+            yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
+
+
+async def _submitted(
+    request: Request, asked: TrainingRequest, once: Once, *, planned: bool = False
+) -> Response:
+    foresight, settings = foresight_of(request), request.app.state.settings
+    check = partial(admission.check, asked, foresight, settings, planned=planned)
+    if asked.dry_run:
+        checked = await to_thread.run_sync(check)
+        if checked.submission.plan.source == "formula":
+            waits: Waits = request.app.state.waits
+            key_id = request.state.caller.key_id
+            if not waits.has_place(key_id):
+                return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
+            with waits.place(key_id):
+                await profiles.wait_for(
+                    foresight.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
+                )
+            checked = await to_thread.run_sync(check)
+        return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
+    alone = admission.takes_a_while(asked.model_name, asked.dataset_config, settings)
+    return await submitted(request, foresight.database, once, check, _answer, alone=alone, status=202)
+
+
+def _answer(session: Session, job: Job) -> JobAnswer:
+    return job_answer(Outlook.within(session), job)
+
+
+def _event(row: JobEvent) -> EventAnswer:
+    return EventAnswer(
+        id=row.id,
+        created_at=int(row.created_at),
+        level=row.level,
+        type=row.type,
+        message=row.message,
+        data=row.data,
+    )

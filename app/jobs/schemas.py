@@ -1,0 +1,426 @@
+"""Jobs on the wire: what is submitted, and what is told of a job."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
+
+from app.contract.accumulation import AccumulationConfig
+from app.contract.architecture import ModelName
+from app.contract.arguments import (
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULE_ARGUMENTS,
+    Method,
+    OptimizerArguments,
+    OptimizerChoice,
+    ScheduleArguments,
+    refuse_surplus,
+)
+from app.contract.base import Answer, Flag, Request
+from app.contract.examples import DataFormat, Role
+from app.contract.reports import NoiseScale, Tuning
+from app.contract.spec import (
+    Attention,
+    AuxScope,
+    EarlyStopping,
+    Overlength,
+    Plan,
+    ScheduleName,
+    Tracker,
+    Tune,
+    WarmupShape,
+)
+from app.contract.states import JobStatus, Requested
+from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
+
+WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
+FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
+
+Metadata = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    Field(max_length=16),
+]
+
+
+UserId = (
+    Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]
+    | Annotated[str, StringConstraints(strict=True, max_length=200)]
+)
+"""A label of the client's: a number that JSON carries exactly, or a short string."""
+
+
+class DatasetOptions(Request):
+    """What becomes of the samples, wherever they come from."""
+
+    format: DataFormat | None = Field(None, description="null: what the file's lines are")
+    max_length: int | None = Field(
+        None, ge=2, description="Tokens; null: the model's positions, at most 1024"
+    )
+    overlength: Overlength = "truncate"
+    validation_split: float | None = Field(
+        None, gt=0, lt=1, description="Share of the lines that is kept for evaluation"
+    )
+    packing: Flag = Field(
+        False, description="Samples of a micro-batch share a row without padding, kept apart by attention"
+    )
+
+
+class InlinePrompt(Request):
+    """A prompt with its completion, which alone counts for the loss."""
+
+    prompt: str
+    completion: str = Field(min_length=1)
+    weight: float = Field(1.0, ge=0, le=1000)
+
+
+class InlineMessage(Request):
+    """A turn of a chat; those of the assistant count for the loss."""
+
+    role: Role
+    content: str
+    weight: Literal[0, 1] = 1
+
+
+class DatasetConfig(DatasetOptions):
+    """Where the samples come from: exactly one of `texts`, `prompts`, `messages`, `file_id` and `dataset`."""
+
+    texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
+        None, fail_fast=True, max_length=100_000, description="Inline samples; they are stored as a file"
+    )
+    prompts: list[InlinePrompt] | None = Field(
+        None, fail_fast=True, max_length=100_000, description="Inline prompts with their completions"
+    )
+    messages: list[Annotated[list[InlineMessage], Field(min_length=1, max_length=1000)]] | None = Field(
+        None, fail_fast=True, max_length=100_000, description="Inline chats, each a list of messages"
+    )
+    file_id: FileId | None = Field(None, description="An uploaded JSONL file")
+    dataset: ModelName | None = Field(None, description="A file of the service's dataset folder, by name")
+    validation_file_id: FileId | None = Field(None, description="An uploaded file to evaluate on")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DatasetConfig":
+        if self.validation_split is not None and self.validation_file_id is not None:
+            raise ValueError("give validation_split or validation_file_id, not both")
+        names = ("texts", "prompts", "messages", "file_id", "dataset")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of texts, prompts, messages, file_id and dataset")
+        inline = self.inline()
+        if inline is None:
+            return self
+        form, lines = inline
+        if not lines:
+            raise ValueError(f"{given[0]} is empty: give at least one sample")
+        if self.format not in (None, form):
+            raise ValueError(f"{given[0]} are of format {form}, not {self.format}: leave format out")
+        for number, chat in enumerate(self.messages or []):
+            if not any(message.role == "assistant" and message.weight for message in chat):
+                raise ValueError(f"messages.{number} has no turn of the assistant: there is nothing to learn")
+        return self
+
+    def inline(self) -> tuple[DataFormat, list[dict[str, Any]]] | None:
+        """The samples that the request brings itself, as lines of a training file; null: it names a file."""
+        if self.texts is not None:
+            return "text", [{"text": text} for text in self.texts]
+        if self.prompts is not None:
+            return "prompt_completion", [prompt.model_dump() for prompt in self.prompts]
+        if self.messages is not None:
+            chats = [[message.model_dump() for message in chat] for chat in self.messages]
+            return "messages", [{"messages": chat} for chat in chats]
+        return None
+
+
+class TrainingConfig(Request):
+    epochs: int | None = Field(None, ge=1, le=10_000, description="Default 3, where max_steps is not given")
+    max_steps: int | None = Field(
+        None, ge=1, le=100_000_000, validation_alias=AliasChoices("max_steps", "steps")
+    )
+    learning_rate: float = Field(DEFAULT_LEARNING_RATE, gt=0, le=100)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    optimizer: OptimizerChoice = "adamw"
+    optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)
+    lr_scheduler: ScheduleName = "linear"
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    warmup_shape: WarmupShape = "linear"
+    lr_scheduler_args: ScheduleArguments = Field(default_factory=ScheduleArguments)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    aux_scope: AuxScope = Field(
+        "window",
+        description="A mixture of experts' balance loss: over the window (costs a forward without gradient), "
+        "over each sequence (another loss, at no cost), or not at all",
+    )
+    freeze: list[str] = Field(
+        default_factory=list,
+        fail_fast=True,
+        max_length=100,
+        description="Patterns of parameter names, as in transformer.h.0.*",
+    )
+    method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
+    gradient_checkpointing: Flag = False
+    compile: Flag = Field(False, description="torch.compile, with micro-batches of a few shapes")
+    attention: Attention = "sdpa"
+    seed: int = Field(42, ge=0, lt=2**31)
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
+    early_stopping: EarlyStopping | None = None
+    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: 50")
+    completions: int = Field(
+        3,
+        ge=0,
+        le=20,
+        description="Held-back samples whose prompts are completed before and after training, to look at; "
+        "none without validation data",
+    )
+    report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
+    timeout_seconds: float | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_the_method(cls, given: Any) -> Any:
+        """Adapters have a default rate of their own."""
+        if isinstance(given, dict) and "learning_rate" not in given:
+            method = given.get("method", "full")
+            if method in ("lora", "qlora") or (isinstance(method, dict) and method):
+                return {**given, "learning_rate": LORA_LEARNING_RATE}
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adam_has_no_weight_decay(cls, given: Any) -> Any:
+        if (
+            isinstance(given, dict)
+            and str(given.get("optimizer")).lower() == "adam"
+            and given.get("weight_decay")
+        ):
+            raise ValueError(
+                "optimizer adam is taken for adamw, which is the same without weight_decay; with it "
+                "they differ: "
+                "say adamw, or leave weight_decay out"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingConfig":
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("give epochs or max_steps, not both")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        if self.lr_scheduler == "one_cycle" and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError("one_cycle rises by itself: set lr_scheduler_args.pct_start instead of a warmup")
+        if self.early_stopping is not None and self.eval_every is None:
+            raise ValueError("early_stopping needs eval_every")
+        refuse_surplus(
+            "optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer
+        )
+        refuse_surplus(
+            "lr_scheduler_args",
+            self.lr_scheduler_args,
+            set(SCHEDULE_ARGUMENTS[self.lr_scheduler]),
+            self.lr_scheduler,
+        )
+        return self
+
+
+class JobOptions(AccumulationConfig):
+    """How a job is to run: any field of a configuration, or its id, and what is of this job alone."""
+
+    config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
+    num_gpus: int | None = Field(None, ge=1, le=1024)
+    gpu_ids: list[int] | None = Field(
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=1024,
+        description="One: the job waits for that GPU; several: so many are planned for",
+    )
+    user_id: UserId | None = Field(None, description="A label to filter by")
+    priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
+    auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")
+    webhook_url: WebhookUrl | None = Field(
+        None, description="Told, signed, when the job ends or is paused; default: the service's own"
+    )
+    profile: Flag = Field(False, description="torch.profiler over one settled window, as an artifact")
+    tune: Tune | None = Field(
+        None,
+        description="Measure micro-batches of several sizes: first, to train with the leanest of the "
+        "fastest; or only, which makes no model",
+    )
+
+    @model_validator(mode="after")
+    def _rate_can_be_scaled(self) -> "JobOptions":
+        asked = {"gradient_scaling", "lr_scaling"} & self.model_fields_set
+        scales = self.gradient_scaling and self.lr_scaling != "none"
+        if asked and scales and self.base_batch_size is None and self.config_id is None:
+            raise ValueError(
+                f"{min(asked)} scales the learning rate from the batch that it was chosen for: say that "
+                "batch "
+                "(base_batch_size), or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> "JobOptions":
+        if self.gpu_ids is not None and self.num_gpus not in (None, len(self.gpu_ids)):
+            raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")
+        if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
+            raise ValueError("gpu_ids names a GPU twice")
+        return self
+
+
+class TrainingRequest(JobOptions):
+    """A job: the model, the data, the effective batch."""
+
+    model_name: ModelName
+    dataset_config: DatasetConfig
+    training_config: TrainingConfig = Field(default_factory=TrainingConfig)
+    metadata: Metadata = Field(default_factory=dict)
+    dry_run: Flag = Field(False, description="Check and plan, queue nothing")
+
+    def accumulation(self) -> AccumulationConfig:
+        """The part that a configuration holds, with only the fields that were given."""
+        given = self.model_fields_set & AccumulationConfig.model_fields.keys()
+        return AccumulationConfig.model_validate({name: getattr(self, name) for name in given})
+
+
+class ErrorAnswer(Answer):
+    code: str
+    message: str
+
+
+class DatasetAnswer(Answer):
+    file_id: str
+    format: DataFormat
+    examples: int
+    max_length: int
+    overlength: Overlength
+
+
+class AccumulationStatus(Answer):
+    enabled: bool
+    steps: int
+    effective_batch_size: int
+    sync_gradients: bool
+    clip_before_accumulation: bool
+    accumulate_on_cpu: bool
+    accumulation_step: int
+
+
+class Progress(Answer):
+    step: int = 0
+    steps_total: int | None = None
+    micro_step: int = 0
+    accumulation_step: int = 0
+    """Micro-batches of the window at hand; between two of them, of the one before."""
+    within_window: bool = False
+    """A window has been at hand for a second or longer."""
+    skipped: int = 0
+    epoch: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    loss: float | None = None
+    loss_ema: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    memory_peak_bytes: int | None = None
+    eta_seconds: float | None = None
+
+
+class ResultAnswer(Answer):
+    model_path: str | None = Field(
+        description="Relative to the service's data folder; null: a job that only measured"
+    )
+    files: list[str]
+    first_loss: float | None
+    final_loss: float | None
+    eval_loss: float | None = None
+    best_step: int | None = None
+    trained_tokens: int
+    equivalence_error: float | None = None
+    noise_scale: NoiseScale | None = None
+    tuning: Tuning | None = None
+    effective_batch_size: int
+
+
+Reason = Literal["no_worker", "no_free_gpu", "not_before", "starting"]
+
+
+class Waiting(Answer):
+    reason: Reason
+    queue_position: int
+    predicted_start: int | None
+
+
+class Links(Answer):
+    self: str
+    metrics: str
+    log: str
+    events: str
+    stats: str
+    model: str | None
+    profile: str | None
+
+
+class JobAnswer(Answer):
+    """A job as it stands."""
+
+    id: str
+    training_id: str
+    object: Literal["accumulation.training"] = "accumulation.training"
+    status: JobStatus
+    requested: Requested | None = Field(description="What its worker has yet to do")
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    model_name: str
+    user_id: int | str | None
+    metadata: dict[str, str]
+    priority: int
+    attempt: int
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    dataset: DatasetAnswer
+    device: str | None
+    accumulation_status: AccumulationStatus
+    plan: Plan
+    progress: Progress
+    result: ResultAnswer | None
+    error: ErrorAnswer | None
+    waiting: Waiting | None
+    tune: Tune | None = Field(None, description="Micro-batches are measured first, or only")
+    links: Links
+    learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+
+
+class DryRunAnswer(Answer):
+    """What a job would do: nothing was queued or stored."""
+
+    object: Literal["accumulation.dry_run"] = "accumulation.dry_run"
+    model_name: str
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    dataset: DatasetAnswer
+    plan: Plan
+    learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+    predicted_tokens: int | None = Field(None, description="Of all samples of the run; by an earlier job")
+    predicted_duration_seconds: float | None = None
+    gpu_hours: float | None = Field(None, description="On GPUs: the duration on all devices, in hours")
+    gpu_cost: float | None = Field(
+        None, description="Of these hours, where ACCRUE_GPU_HOUR_COST says what one costs"
+    )
+    measured_by: str | None = Field(None, description="The finished job that duration and tokens are from")
+
+
+class EventAnswer(Answer):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warning", "error"]
+    type: str
+    message: str
+    data: dict[str, Any]

@@ -1,0 +1,132 @@
+"""Why a job waits, and where it stands in the queue."""
+
+from collections import Counter
+from functools import cached_property
+from typing import NamedTuple
+
+from sqlalchemy import BindParameter, Connection, and_, bindparam, case, func, or_, select
+from sqlalchemy.orm import Session
+
+from app.devices.live_workers import SILENT_SECONDS
+from app.jobs.schemas import Reason, Waiting
+from app.storage.compiled import Prepared
+from app.storage.database import Transaction, database_now
+from app.storage.tables import Job, Worker
+
+
+class _Workers(NamedTuple):
+    now: float
+    alive: int
+    free: int
+    """Devices of theirs on which nothing runs; negative: more runs than was seen of devices."""
+
+
+class _Mark(NamedTuple):
+    """A place in the queue, from which others are counted."""
+
+    place: float
+    id: str
+    ahead: int
+
+
+class Outlook:
+    """How waiting jobs stand at one moment; nothing is looked up where none waits."""
+
+    def __init__(self, where: Session | Connection) -> None:
+        self._where = where
+        self._mark: _Mark | None = None
+
+    @classmethod
+    def within(cls, session: Session) -> "Outlook":
+        """That of the transaction that a session is part of, for all of its jobs."""
+        transaction: Transaction | None = session.info.get("transaction")
+        if transaction is None:
+            return cls(session)
+        outlook: Outlook = transaction.known.setdefault("outlook", cls(transaction.connection))
+        return outlook
+
+    @cached_property
+    def _workers(self) -> _Workers:
+        ((now, alive, free),) = _WORKERS.run(self._where, {})
+        return _Workers(float(now), alive, free or 0)
+
+    def of(self, job: Job) -> Waiting | None:
+        """Null: it does not wait."""
+        if job.status != "queued":
+            return None
+        self._mark = self._counted(job)
+        later = job.not_before > self._workers.now
+        return Waiting(
+            reason=self._reason(later=later),
+            queue_position=self._mark.ahead + 1,
+            predicted_start=int(job.not_before) + 1 if later else None,
+        )
+
+    def _counted(self, job: Job) -> _Mark:
+        """How many are ahead of a job: in a long queue those between it and the last one are far fewer."""
+        own = {"place": job.place, "id": job.id}
+        if self._mark is None:
+            ((ahead,),) = _AHEAD.run(self._where, own)
+            return _Mark(job.place, job.id, ahead)
+        last, reached = (self._mark.place, self._mark.id), (job.place, job.id)
+        low, high = sorted((last, reached))
+        between = {"low_place": low[0], "low_id": low[1], "place": high[0], "id": high[1]}
+        ((jobs,),) = _BETWEEN.run(self._where, between)
+        return _Mark(*reached, self._mark.ahead + (jobs if reached > last else -jobs))
+
+    def by_reason(self) -> dict[Reason, int]:
+        """How many jobs wait for what; reasons that none waits for are left out."""
+        counted: Counter[Reason] = Counter()
+        for later, jobs in _BY_TIME.run(self._where, {}):
+            counted[self._reason(later=bool(later))] += jobs
+        return counted
+
+    def _reason(self, *, later: bool) -> Reason:
+        if not self._workers.alive:
+            return "no_worker"
+        if later:
+            return "not_before"
+        return "starting" if self._workers.free > 0 else "no_free_gpu"
+
+
+def _ahead(dialect: str) -> object:
+    """Everybody's jobs: their number is all that is told of them."""
+    place: BindParameter[float] = bindparam("place")
+    job_id: BindParameter[str] = bindparam("id")
+    before = and_(Job.place <= place, or_(Job.place < place, Job.id < job_id))
+    return select(func.count()).select_from(Job).where(Job.status == "queued", before)
+
+
+def _between(dialect: str) -> object:
+    """From one job, which counts, to another, which does not."""
+    place: BindParameter[float] = bindparam("place")
+    low_place: BindParameter[float] = bindparam("low_place")
+    job_id: BindParameter[str] = bindparam("id")
+    low_id: BindParameter[str] = bindparam("low_id")
+    return (
+        select(func.count())
+        .select_from(Job)
+        .where(
+            Job.status == "queued",
+            Job.place >= low_place,
+            or_(Job.place > low_place, Job.id >= low_id),
+            Job.place <= place,
+            or_(Job.place < place, Job.id < job_id),
+        )
+    )
+
+
+def _workers(dialect: str) -> object:
+    length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
+    return select(
+        database_now(), func.count(), func.sum(length(Worker.devices) - length(Worker.running))
+    ).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+
+
+def _by_time(dialect: str) -> object:
+    later = case((Job.not_before > database_now(), 1), else_=0)
+    return select(later, func.count()).where(Job.status == "queued").group_by(later)
+
+
+_AHEAD, _BETWEEN = Prepared(_ahead), Prepared(_between)
+_WORKERS, _BY_TIME = Prepared(_workers), Prepared(_by_time)

@@ -1,0 +1,1 @@
+"""Looking after the data folder: backup, retention, locks, `accrue doctor`."""

@@ -1,0 +1,183 @@
+"""Backups of a service on SQLite, taken while it runs: the database as it stands, and the files it names.
+
+A backup is a folder: `accrue.db`, made by SQLite's online backup, `files/`, and, where asked for, `runs/`
+with whole checkpoints and models. Files never change once they are stored, so copying them afterwards is
+copying what the database means.
+"""
+
+import contextlib
+import os
+import shutil
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import make_url, select
+from sqlalchemy.orm import Session
+
+from app.errors import InvalidRequest
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.migrations import migrate
+from app.storage.tables import Job
+
+_DATABASE = "accrue.db"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a backup holds."""
+
+    folder: Path
+    jobs: int
+    files: int
+    bytes: int
+
+
+def take(settings: Settings, folder: Path, *, runs: bool) -> Taken:
+    """Writes a backup; the folder appears once it is whole.
+
+    Raises:
+        InvalidRequest: the database is no SQLite file, or the folder is there already.
+    """
+    source = _sqlite_file(settings)
+    if not source.exists():
+        raise InvalidRequest(f"{source} is not there: nothing to back up")
+    if folder.exists():
+        raise InvalidRequest(f"{folder} is there already: choose another name")
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o700, parents=True)
+    try:
+        _copy_database(source, partial / _DATABASE)
+        database = Database(f"sqlite:///{(partial / _DATABASE).absolute()}")
+        with database.reading() as session:
+            jobs = _jobs(session)
+        database.close()
+        (partial / "files").mkdir(mode=0o700)
+        files = _copy_files(_named_files(partial / _DATABASE), settings.files_dir, partial / "files")
+        if runs:
+            for job_id in jobs:
+                _copy_run(settings.runs_dir / job_id, partial / "runs" / job_id)
+        for leftover in partial.glob(f"{_DATABASE}-*"):
+            leftover.unlink()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Taken(folder, len(jobs), files, _size(folder))
+
+
+def restore(settings: Settings, folder: Path) -> Taken:
+    """Puts a backup where the service looks for its data.
+
+    What ran when it was taken goes on from its last checkpoint, if runs are in it, else from its beginning.
+
+    Raises:
+        InvalidRequest: it is no whole backup, or there is a database already; nothing was written.
+    """
+    target = _sqlite_file(settings)
+    if not (folder / _DATABASE).is_file():
+        raise InvalidRequest(f"{folder} is no backup: there is no {_DATABASE} in it")
+    if target.exists():
+        raise InvalidRequest(
+            f"{target} is there already: stop service and workers, and move it away with its -wal and -shm"
+        )
+    wrong = _what_is_wrong(folder / _DATABASE)
+    if wrong is not None:
+        raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")
+    named = _named_files(folder / _DATABASE)
+    missing = [file_id for file_id in named if not (folder / "files" / file_id).exists()]
+    if missing:
+        raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
+    settings.make_directories()
+    files = _copy_files(named, folder / "files", settings.files_dir)
+    if (folder / "runs").is_dir():
+        shutil.copytree(folder / "runs", settings.runs_dir, dirs_exist_ok=True)
+    _copy_database(folder / _DATABASE, target)
+    migrate(settings.url)
+    database = Database(settings.url)
+    with database.reading() as session:
+        jobs = _jobs(session)
+    database.close()
+    return Taken(folder, len(jobs), files, _size(folder))
+
+
+def _sqlite_file(settings: Settings) -> Path:
+    url = make_url(settings.url)
+    if url.get_backend_name() != "sqlite" or not url.database:
+        raise InvalidRequest(
+            "ACCRUE_DATABASE_URL names a server: back it up with its own tools (pg_dump), and copy the data "
+            "folder's files/ and runs/ afterwards"
+        )
+    return Path(url.database)
+
+
+def _named_files(path: Path) -> dict[str, str]:
+    """The files that a database names: their ids, and the digests of what they hold."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return dict(database.execute("SELECT id, sha256 FROM files"))
+
+
+def _what_is_wrong(path: Path) -> str | None:
+    """The first thing that SQLite finds wrong with a database; null: nothing."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            (answer,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return None if answer == "ok" else str(answer)
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """In one go, as of one moment: in WAL mode nobody who writes has to wait. On the disk when it returns."""
+    with (
+        contextlib.closing(sqlite3.connect(source, timeout=30)) as old,
+        contextlib.closing(sqlite3.connect(target)) as new,
+    ):
+        old.backup(new)
+        new.execute("PRAGMA journal_mode=DELETE")
+    target.chmod(0o600)
+    descriptor = os.open(target, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
+    """Those that are still there, equal ones once; gives how many."""
+    copied = 0
+    first: dict[str, Path] = {}
+    for file_id, sha256 in named.items():
+        own = target / file_id
+        own.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile, and is named no more by now
+            try:
+                own.hardlink_to(first[sha256])
+            except (KeyError, OSError):  # the first of its kind, or a file system without links
+                shutil.copy2(source / file_id, own)
+                first[sha256] = own
+            copied += 1
+    return copied
+
+
+def _size(folder: Path) -> int:
+    """Bytes on the disk; what has several names counts once."""
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum({each.st_ino: each.st_size for each in files}.values())
+
+
+def _jobs(session: Session) -> list[str]:
+    return list(session.scalars(select(Job.id)))
+
+
+def _copy_run(source: Path, target: Path) -> None:
+    """What a job's run directory holds, without what is only begun."""
+    if not source.is_dir():
+        return
+
+    def begun(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith(".") or name == "lock"]
+
+    with contextlib.suppress(shutil.Error):  # a checkpoint that was retired meanwhile
+        shutil.copytree(source, target, ignore=begun)

@@ -1,0 +1,107 @@
+"""The data folder of services and workers that run: held by locks, freed of what earlier ones left behind.
+
+A service that is killed may leave an upload that no row names, or the run directory of a job that was being
+deleted. Both are marked while they are under way, and removed when a service starts and no other one works in
+the same folder.
+"""
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from app.errors import BadSetting
+from app.settings import Settings
+from app.storage import pending
+from app.storage.database import Database
+from app.storage.tables import File, Job
+
+log = structlog.get_logger("accrue.service")
+
+_SERVED, _WORKED_IN = ".in-use", ".worked-in"
+"""Two locks, since the first service cleans up also where a worker runs already."""
+
+
+class DataFolder:
+    """A service's: from `hold()` to `release()` nobody restores a backup into it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock: IO[bytes] | None = None
+
+    def hold(self, database: Database) -> None:
+        """Holds the folder together with other services and workers; the first service cleans it up."""
+        self._lock = _opened(self._settings, _SERVED)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            clean(database, self._settings)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+@contextlib.contextmanager
+def held_by_worker(settings: Settings) -> Iterator[None]:
+    """Holds the folder together with services and other workers."""
+    with _opened(settings, _WORKED_IN) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@contextlib.contextmanager
+def held_alone(settings: Settings) -> Iterator[None]:
+    """Holds the folder for one who changes all of it.
+
+    Raises:
+        BadSetting: a service or a worker works in it.
+    """
+    settings.make_directories()
+    with contextlib.ExitStack() as locks:
+        for name, user in ((_SERVED, "service"), (_WORKED_IN, "worker")):
+            try:
+                fcntl.flock(locks.enter_context(_opened(settings, name)), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BadSetting(
+                    f"a {user} is running on {settings.data_dir.absolute()}: stop it first"
+                ) from None
+        yield
+
+
+def clean(database: Database, settings: Settings) -> int:
+    """Removes what was begun when a service was killed, and is named by no row; gives how many.
+
+    Only what is marked as begun (`data/pending.py`): of everything else that no row names the database may be
+    the wrong one. No upload may be under way.
+    """
+    removed = 0
+    for folder, table in ((settings.files_dir, File), (settings.runs_dir, Job)):
+        for name in pending.marked(folder):
+            with database.reading() as session:
+                is_named = session.get(table, name) is not None
+            if not is_named:
+                _remove(folder / name)
+                removed += 1
+            pending.settle(folder / name)
+    for link in settings.files_dir.glob("file-*.link"):
+        link.unlink(missing_ok=True)
+    if removed:
+        log.info("removed what an earlier service left behind", files=removed)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _opened(settings: Settings, name: str) -> IO[bytes]:
+    return (Path(settings.data_dir.absolute()) / name).open("ab")

@@ -1,0 +1,171 @@
+"""What is right and wrong with this installation, and what to do about it: `accrue doctor`."""
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sqlalchemy import func, make_url, select, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.devices import gpus
+from app.planning.devices import GIB
+from app.settings import Settings
+from app.storage.database import Database, database_now
+from app.storage.migrations import current_revision, newest_revision
+from app.storage.tables import Job, ProfileRequest, Worker
+
+Verdict = Literal["ok", "warning", "error"]
+
+_LITTLE_ROOM = 5 * GIB
+_SILENT_SECONDS = 30.0
+
+_WAL_RESET_FIXED = (3, 51, 3)
+_WAL_RESET_BACKPORTS = {(3, 44): 6, (3, 50): 7}
+"""The releases of older lines that have the fix too (sqlite.org/wal.html, "The WAL-Reset Bug")."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at."""
+
+    what: str
+    verdict: Verdict
+    told: str
+    """What was found; with anything but ok, what to do."""
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Looks at everything that a service and its workers need, without changing anything."""
+    yield _data_folder(settings)
+    yield _room(settings)
+    if settings.url.startswith("sqlite"):
+        yield _sqlite_version(sqlite3.sqlite_version_info)
+    if settings.url.startswith("sqlite") and not Path(make_url(settings.url).database or "").exists():
+        yield Finding("database", "warning", "there is none yet: accrue up makes it")
+    else:
+        yield from _examined(settings)
+    yield _gpus()
+    yield _models(settings)
+
+
+def _examined(settings: Settings) -> Iterator[Finding]:
+    database = Database(settings.url, patience_seconds=5)
+    try:
+        yield from _database(database)
+    except SQLAlchemyError as error:
+        told = f"{str(error).splitlines()[0]}: is ACCRUE_DATABASE_URL right, and the server up?"
+        yield Finding("database", "error", told)
+    finally:
+        database.close()
+
+
+def _data_folder(settings: Settings) -> Finding:
+    folder = settings.data_dir.absolute()
+    if not folder.is_dir():
+        return Finding("data folder", "warning", f"{folder} is not there yet: accrue up makes it")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Finding("data folder", "error", f"{folder} cannot be written to ({error.strerror}): look at "
+                       "its owner, or set ACCRUE_DATA_DIR")  # fmt: skip
+    if folder.stat().st_mode & 0o077:
+        return Finding("data folder", "warning", f"others may read {folder}: chmod 700 it")
+    return Finding("data folder", "ok", str(folder))
+
+
+def _room(settings: Settings) -> Finding:
+    folder = settings.data_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    told = f"{free / GIB:.1f} GiB free"
+    if free < _LITTLE_ROOM:
+        return Finding("disk", "warning", f"{told}: checkpoints of a large model need more: delete ended "
+                       "jobs, or set ACCRUE_DATA_DIR")  # fmt: skip
+    return Finding("disk", "ok", told)
+
+
+def _sqlite_version(version: tuple[int, int, int]) -> Finding:
+    told = ".".join(map(str, version))
+    backport = _WAL_RESET_BACKPORTS.get(version[:2])
+    if version >= _WAL_RESET_FIXED or (backport is not None and version[2] >= backport):
+        return Finding("SQLite", "ok", told)
+    return Finding(
+        "SQLite", "warning",
+        f"{told} works, but has the WAL-reset bug, so rare that it was overlooked for years: a write at the "
+        "moment of another process' checkpoint may be lost. Where that matters, a Python with SQLite 3.51.3 "
+        "or newer, or PostgreSQL; backups in any case (accrue backup)",
+    )  # fmt: skip
+
+
+def _database(database: Database) -> Iterator[Finding]:
+    at, head = current_revision(database), newest_revision()
+    if at != head:
+        told = f"at revision {at or 'none'}, this code has {head}: accrue migrate"
+        yield Finding("database", "error" if at else "warning", told)
+        return
+    if database.engine.dialect.name == "sqlite":
+        with database.engine.connect() as connection:
+            (answer,) = connection.execute(text("PRAGMA quick_check(1)")).one()
+        if answer != "ok":
+            yield Finding(
+                "database", "error", f"damaged: {answer}. Stop everything, and accrue restore a backup"
+            )
+            return
+    yield Finding("database", "ok", f"{database.engine.dialect.name}, revision {at}")
+    yield from _queue(database)
+
+
+def _queue(database: Database) -> Iterator[Finding]:
+    with database.reading() as session:
+        now = session.scalar(select(database_now())) or 0.0
+        alive = session.scalar(
+            select(func.count()).select_from(Worker).where(Worker.heartbeat_at > now - _SILENT_SECONDS)
+        )
+        waiting = session.scalar(select(func.count()).select_from(Job).where(Job.status == "queued"))
+        orphans = session.scalar(
+            select(func.count()).select_from(Job).where(Job.status == "running", Job.lease_until < now)
+        )
+        refused = session.scalar(select(func.count()).where(ProfileRequest.error.is_not(None)))
+    if alive:
+        yield Finding("worker", "ok", f"{alive} at work, {waiting or 'no'} jobs waiting")
+    else:
+        yield Finding(
+            "worker", "warning", f"none was seen lately, {waiting or 'no'} jobs wait: accrue worker"
+        )
+    if orphans:
+        yield Finding("jobs", "warning", f"{orphans} running without a worker: the next worker takes them up")
+    if refused:
+        yield Finding("profiles", "warning", f"{refused} models could not be simulated: they are planned "
+                      "for by formula")  # fmt: skip
+
+
+def _gpus() -> Finding:
+    seen = gpus.seen()
+    if seen:
+        return Finding("GPUs", "ok", ", ".join(f"{gpu.id} {gpu.name}" for gpu in seen))
+    if shutil.which("nvidia-smi") is None:
+        return Finding("GPUs", "ok", "no nvidia-smi: jobs train on the CPU")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "run nvidia-smi to see why"
+    return Finding("GPUs", "warning", f"nvidia-smi is here and shows none ({why}): jobs train on the CPU")
+
+
+def _models(settings: Settings) -> Finding:
+    folder = settings.models_dir
+    if folder is None:
+        return Finding("models", "ok", "the built-in one and the hub's; ACCRUE_MODELS_DIR is not set")
+    if not folder.is_dir():
+        return Finding("models", "error", f"ACCRUE_MODELS_DIR: {folder} is no folder")
+    found = [each for each in sorted(folder.iterdir()) if (each / "config.json").exists()]
+    without = [each.name for each in found if not any(each.glob("*.safetensors"))]
+    if without:
+        return Finding("models", "warning", f"no safetensors in {', '.join(without[:5])}: they can be "
+                       "planned for, not trained")  # fmt: skip
+    return Finding("models", "ok", f"{len(found)} in {folder}")

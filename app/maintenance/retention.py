@@ -1,0 +1,113 @@
+"""Deleting jobs and files with what lies on the disk: when asked to, and by age where that was set."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import structlog
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.contract.states import ENDED
+from app.datasets import files
+from app.errors import AccrueError, ReplacedDatabase
+from app.jobs import lifecycle
+from app.results.run_files import remove_run
+from app.settings import Settings
+from app.storage import pending
+from app.storage.database import Database, database_now
+from app.storage.tables import File, Job
+
+log = structlog.get_logger("accrue.service")
+
+_DAY = 86400.0
+_LOOK_EVERY_SECONDS = 600.0
+_AT_ONCE = 100
+
+
+def delete_job(database: Database, settings: Settings, job_id: str) -> None:
+    """An ended job with its run directory, and with the file made of its inline texts.
+
+    Raises:
+        NotFound, Conflict: no such job, or it has not ended.
+    """
+    with database.writing() as session:
+        job_id, file_id = lifecycle.remove(session, job_id)
+        going = [settings.runs_dir / job_id]
+        going += [] if file_id is None else [settings.files_dir / file_id]
+        for path in going:
+            pending.mark(path)
+    remove_run(settings, job_id)
+    if file_id is not None:
+        (settings.files_dir / file_id).unlink(missing_ok=True)
+    for path in going:
+        pending.settle(path)
+
+
+def delete_file(database: Database, settings: Settings, file_id: str) -> None:
+    """A file that no job needs.
+
+    Raises:
+        NotFound, Conflict: no such file, or a job names it.
+    """
+    with database.writing() as session:
+        files.remove(session, file_id)
+        pending.mark(settings.files_dir / file_id)
+    (settings.files_dir / file_id).unlink(missing_ok=True)
+    pending.settle(settings.files_dir / file_id)
+
+
+def forget(database: Database, settings: Settings, days: float) -> int:
+    """Deletes jobs that ended so long ago, then files as old that no job needs; gives how many of both."""
+    old_jobs = select(Job.id).where(Job.status.in_(ENDED), Job.finished_at < database_now() - days * _DAY)
+    used = select(Job.file_id)
+    evaluated = Job.spec["data"]["validation"]["file_id"].as_string()
+    validation = select(evaluated).where(evaluated.is_not(None))
+    old_files = select(File.id).where(
+        File.created_at < database_now() - days * _DAY, File.id.not_in(used), File.id.not_in(validation)
+    )
+    with database.reading() as session:
+        job_ids = session.scalars(old_jobs.limit(_AT_ONCE)).all()
+    gone = _delete_each(job_ids, lambda job_id: delete_job(database, settings, job_id))
+    with database.reading() as session:
+        file_ids = session.scalars(old_files.limit(_AT_ONCE)).all()
+    return gone + _delete_each(file_ids, lambda file_id: delete_file(database, settings, file_id))
+
+
+def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> int:
+    gone = 0
+    for identifier in identifiers:
+        try:
+            delete(identifier)
+        except AccrueError:  # another service was faster, or a job needs it after all
+            continue
+        log.info("deleted by age", id=identifier)
+        gone += 1
+    return gone
+
+
+class Retention:
+    """From `start()` to `close()`: deletes by age, if an age was set."""
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database, self._settings = database, settings
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="retention", daemon=True)
+
+    def start(self) -> None:
+        if self._settings.retention_days is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def _look_on(self) -> None:
+        assert self._settings.retention_days is not None
+        while not self._ended.is_set():
+            gone = 0
+            try:
+                gone = forget(self._database, self._settings, self._settings.retention_days)
+            except (SQLAlchemyError, ReplacedDatabase, OSError) as error:
+                log.warning("nothing is deleted by age right now", error=str(error))
+            self._ended.wait(0.0 if gone else _LOOK_EVERY_SECONDS)

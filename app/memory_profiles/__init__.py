@@ -1,0 +1,1 @@
+"""Memory profiles, and what jobs measured of memory and throughput."""

@@ -1,0 +1,164 @@
+"""What jobs measured of their micro-batches: memory beside its prediction, and throughput.
+
+From these come how wrong predictions have been, the margin that this deserves, estimates that start from
+what was measured, and the micro-batch beyond which throughput no longer grows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean, quantiles
+from typing import Literal
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app.contract.reports import Tuning
+from app.contract.spec import Plan
+from app.planning.devices import GIB, Device
+from app.planning.estimate import Estimate, Point
+from app.planning.speeds import Speeds
+from app.storage.database import database_now, insert_for
+from app.storage.tables import Job, Measurement, StepMetric
+
+DeviceKind = Literal["cpu", "cuda"]
+
+_SETTLED_STEPS = 3
+"""From so many steps on, an attempt's peak is that of its steady state."""
+
+_REMEMBERED = 200
+_ENOUGH = 5
+"""Measurements from which the margin is taken."""
+_LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What an attempt measures: a recipe on a device, and what is predicted of it."""
+
+    job: Job
+    device: Device
+    sequence: int
+    architecture: str
+    """The fingerprint of the model's config.json."""
+    key: str
+    """Of the profile."""
+    estimate: Estimate
+
+    def predicted_bytes(self, tokens: int, *, accumulating: bool) -> int:
+        """The peak: on a GPU of what is allocated, on a CPU of the whole process."""
+        memory = self.estimate.memory(tokens / self.sequence, accumulating=accumulating)
+        return memory.peak_process_bytes if self.device.kind == "cpu" else memory.peak_allocated_bytes
+
+
+def note_run(session: Session, subject: Subject, plan: Plan) -> None:
+    """Keeps what an attempt measured at its largest micro-batch, once it is settled."""
+    own = (StepMetric.job_id == subject.job.id) & (StepMetric.attempt == subject.job.attempt)
+    peak, tokens, steps = session.execute(
+        select(func.max(StepMetric.peak_gb), func.max(StepMetric.largest_tokens), func.count()).where(own)
+    ).one()
+    if peak is None or tokens is None or steps < _SETTLED_STEPS:
+        return
+    seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds
+    done, took = session.execute(
+        select(func.sum(StepMetric.input_tokens), func.sum(seconds)).where(own, StepMetric.step > 1)
+    ).one()
+    _keep(session, subject, "run", tokens, plan.accumulation_steps, int(peak * GIB), done / took)
+
+
+def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
+    """Keeps what a sweep measured of each size."""
+    for each in tuning.tried:
+        _keep(
+            session, subject, "sweep", each.largest_tokens, each.micro_batches, each.peak_bytes,
+            each.tokens_per_second,
+        )  # fmt: skip
+
+
+def points(session: Session, architecture: str, device_name: str | None) -> Mapping[str, list[Point]]:
+    """What was measured on such a device, by the profile's key; of equal sizes the newest."""
+    query = select(Measurement).where(
+        Measurement.architecture == architecture, Measurement.device_name == device_name
+    )
+    found: dict[str, dict[int, Point]] = {}
+    for row in session.scalars(query.order_by(Measurement.created_at)):
+        found.setdefault(row.key, {})[row.tokens] = Point(row.tokens, row.accumulating, row.measured_bytes)
+    return {key: [own[tokens] for tokens in sorted(own)] for key, own in found.items()}
+
+
+def speeds(session: Session, key: str, device_name: str | None) -> Speeds | None:
+    """The newest sweep of a recipe on such a device, else what the newest job did; null: neither."""
+    own = select(Measurement).where(
+        Measurement.key == key,
+        Measurement.device_name == device_name,
+        Measurement.tokens_per_second.is_not(None),
+    )
+    newest = session.scalars(
+        own.order_by((Measurement.kind == "sweep").desc(), Measurement.created_at.desc()).limit(1)
+    ).one_or_none()
+    if newest is None:
+        return None
+    same = own.where(
+        Measurement.kind == newest.kind,
+        Measurement.job_id == newest.job_id,
+        Measurement.attempt == newest.attempt,
+    )
+    rows = session.scalars(same.order_by(Measurement.tokens)).all()
+    return Speeds(tuple((row.tokens, row.tokens_per_second or 0.0) for row in rows))
+
+
+def mean_error(session: Session, source: str, device: DeviceKind) -> float | None:
+    """The mean size of a source's relative errors on a kind of device; null: none was measured."""
+    errors = _errors(session, source, device)
+    return fmean(map(abs, errors)) if errors else None
+
+
+def margin(session: Session, device: DeviceKind) -> float | None:
+    """The share of a device to keep free, so that all but one in twenty of the measured jobs fit.
+
+    null: too little was measured to say.
+    """
+    errors = _errors(session, None, device)
+    if len(errors) < _ENOUGH:
+        return None
+    beyond = quantiles(errors, n=20, method="inclusive")[-1]
+    return min(_MOST_MARGIN, max(_LEAST_MARGIN, beyond))
+
+
+def _keep(
+    session: Session,
+    subject: Subject,
+    kind: Literal["run", "sweep"],
+    tokens: int,
+    micro_batches: int,
+    measured_bytes: int,
+    tokens_per_second: float,
+) -> None:
+    """Once: read again, it would be held against a prediction that knows it."""
+    accumulating = micro_batches > 1
+    statement = insert_for(session, Measurement).values(
+        job_id=subject.job.id,
+        attempt=subject.job.attempt,
+        kind=kind,
+        tokens=tokens,
+        created_at=session.scalar(select(database_now())),
+        key=subject.key,
+        architecture=subject.architecture,
+        device=subject.device.kind,
+        device_name=subject.device.name,
+        accumulating=accumulating,
+        source=subject.estimate.source,
+        predicted_bytes=subject.predicted_bytes(tokens, accumulating=accumulating),
+        measured_bytes=measured_bytes,
+        tokens_per_second=tokens_per_second,
+    )
+    session.execute(statement.on_conflict_do_nothing(index_elements=["job_id", "attempt", "kind", "tokens"]))
+
+
+def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:
+    """Measured over predicted, less 1, of the newest measurements."""
+    query = select(Measurement.measured_bytes, Measurement.predicted_bytes)
+    query = query.where(Measurement.device == device, Measurement.predicted_bytes > 0)
+    if source is not None:
+        query = query.where(Measurement.source == source)
+    rows = session.execute(query.order_by(Measurement.created_at.desc()).limit(_REMEMBERED)).all()
+    return [measured / predicted - 1 for measured, predicted in rows]

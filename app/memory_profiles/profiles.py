@@ -1,0 +1,261 @@
+"""Profiles of memory: looked up, asked for, made."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from anyio import to_thread
+from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy.orm import Session
+
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Profile, Recipe
+from app.contract.spec import Spec
+from app.contract.text import storable
+from app.devices import live_workers
+from app.errors import NotFound
+from app.memory_profiles import measurements
+from app.memory_profiles.measurements import Subject
+from app.planning.devices import Device
+from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, Estimates
+from app.planning.plan import recipe_of
+from app.planning.speeds import Speeds, SpeedsOf
+from app.storage.database import Database, database_now, insert_for
+from app.storage.ids import new_id
+from app.storage.tables import Job, ProfileRequest, StoredProfile
+from app.storage.waits import Gone, never, until_found
+
+_MADE_BY = 2
+"""The version of the profiler: what an earlier one made is not taken for what this one would make."""
+
+_CLAIM_SECONDS = 60.0
+"""A request that was claimed this long ago is anybody's again."""
+
+_FORGOTTEN_AFTER = 24 * 3600.0
+"""Seconds after which nobody waits for a request, and what failed may be tried again."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A profile by what it depends on."""
+
+    model_name: str
+    architecture: Architecture
+    config: dict[str, Any]
+    recipe: Recipe
+    sequence: int
+
+    @property
+    def key(self) -> str:
+        return key_of(self.architecture, self.recipe, self.sequence)
+
+
+def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
+    """What a profile is kept by: the architecture without its weights, the recipe, and the versions of torch
+    and of the profiler."""
+    own = recipe.model_dump_json(
+        exclude=None if recipe.optimizer_on_cpu else {"optimizer_on_cpu"}
+    )  # as before
+    told = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_MADE_BY}"
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
+
+
+def there(session: Session, key: str) -> bool:
+    """Whether the profile of that key is known."""
+    return session.scalar(select(StoredProfile.id).where(StoredProfile.key == key)) is not None
+
+
+def estimates(session: Session, architecture: Architecture, device_name: str | None) -> Estimates:
+    """The best estimate there is for each recipe and length: by profile, else by formula.
+
+    Either starts from what was measured with that recipe and length on such a device, where anything was.
+
+    Args:
+        device_name: null: the devices are of several kinds.
+    """
+    stored = select(StoredProfile.key, StoredProfile.content)
+    stored = stored.where(StoredProfile.architecture == architecture.fingerprint)
+    known: dict[str, Any] = {row.key: row.content for row in session.execute(stored)}
+    measured = measurements.points(session, architecture.fingerprint, device_name)
+    error_of = cache(lambda source, device: measurements.mean_error(session, source, device))
+
+    def best(recipe: Recipe, sequence: int) -> Estimate:
+        key = key_of(architecture, recipe, sequence)
+        content = known.get(key)
+        profile = None if content is None else Profile.model_validate(content)
+        estimate: Estimate
+        if profile is None:
+            estimate = ByFormula(architecture, recipe, sequence, error_of("formula", recipe.device))
+        else:
+            error = error_of(profile.source, recipe.device)
+            estimate = ByProfile(profile.curve, recipe, profile.source, error)
+        if key not in measured:
+            return estimate
+        error = error_of("measured", recipe.device)
+        return ByMeasurement(estimate, recipe.device, sequence, tuple(measured[key]), error)
+
+    return best
+
+
+def speeds(session: Session, architecture: Architecture, device_name: str | None) -> SpeedsOf:
+    """What throughput was measured with each recipe and length on such a device."""
+
+    def found(recipe: Recipe, sequence: int) -> Speeds | None:
+        return measurements.speeds(session, key_of(architecture, recipe, sequence), device_name)
+
+    return found
+
+
+def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
+    """What an attempt of a job measures on a device."""
+    architecture, recipe, sequence = spec.model.architecture, recipe_of(spec, device), spec.data.max_length
+    return Subject(
+        job=job,
+        device=device,
+        sequence=sequence,
+        architecture=architecture.fingerprint,
+        key=key_of(architecture, recipe, sequence),
+        estimate=estimates(session, architecture, device.name)(recipe, sequence),
+    )
+
+
+def ask(session: Session, wanted: Wanted) -> None:
+    """Wants a profile, unless it is there, wanted already, or known not to be possible."""
+    if there(session, wanted.key):
+        return
+    old = ProfileRequest.created_at < database_now() - _FORGOTTEN_AFTER
+    session.execute(delete(ProfileRequest).where(old))
+    statement = insert_for(session, ProfileRequest).values(
+        key=wanted.key,
+        created_at=session.scalar(select(database_now())),
+        model_name=wanted.model_name,
+        architecture=wanted.architecture.fingerprint,
+        config=wanted.config,
+        recipe=wanted.recipe.model_dump(mode="json"),
+        sequence=wanted.sequence,
+    )
+    session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
+
+
+def want(database: Database, wanted: Wanted) -> list[str] | None:
+    """Wants a profile, if it isn't there; gives what a person should know of it, as `outcome` does."""
+    with database.reading() as session:
+        if there(session, wanted.key):
+            return []
+    with database.writing() as session:
+        ask(session, wanted)
+    with database.reading() as session:
+        if not live_workers.any_alive(session):
+            return ["the figures are by formula: no worker is here to simulate this model"]
+    return outcome(database, wanted)
+
+
+def outcome(database: Database, wanted: Wanted) -> list[str] | None:
+    """What a person should know of a profile that was wanted; null: it is still being made."""
+    with database.reading() as session:
+        request = session.get(ProfileRequest, wanted.key)
+    if request is None:
+        return []
+    if request.error is not None:
+        return [f"this model cannot be simulated, so the figures are by formula: {request.error}"]
+    return None
+
+
+async def wait_for(database: Database, wanted: Wanted, seconds: float, gone: Gone = never) -> list[str]:
+    """Wants a profile and waits until it is there, cannot be made, or the time is over; holds no thread.
+
+    With no worker to make it nobody waits. Gives what a person should know of it.
+    """
+    told = await to_thread.run_sync(want, database, wanted)
+    if told is None:
+        told = await until_found(lambda: outcome(database, wanted), seconds, gone)
+    if told is None:
+        return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
+    return told
+
+
+def claim(session: Session) -> ProfileRequest | None:
+    """The newest request that nobody works on: whoever asked for older ones has had an answer by formula."""
+    free = _free()
+    newest = (
+        select(ProfileRequest.key)
+        .where(free)
+        .order_by(ProfileRequest.created_at.desc())
+        .limit(1)
+        .scalar_subquery()
+    )
+    return session.scalars(
+        update(ProfileRequest)
+        .where(ProfileRequest.key == newest, free)
+        .values(claimed_at=database_now())
+        .returning(ProfileRequest)
+    ).one_or_none()
+
+
+def waiting(session: Session) -> bool:
+    """Whether anybody waits for a profile that nobody makes."""
+    return session.scalar(select(ProfileRequest.key).where(_free()).limit(1)) is not None
+
+
+def store(session: Session, request: ProfileRequest, profile: Profile) -> None:
+    """Keeps a profile that was made for a request."""
+    statement = insert_for(session, StoredProfile).values(
+        id=new_id("profile"),
+        key=request.key,
+        created_at=session.scalar(select(database_now())),
+        model_name=request.model_name,
+        architecture=request.architecture,
+        recipe=request.recipe,
+        sequence=request.sequence,
+        torch_version=_torch_version(),
+        content=profile.model_dump(mode="json"),
+    )
+    session.execute(
+        statement.on_conflict_do_update(index_elements=["key"], set_={"content": statement.excluded.content})
+    )
+    session.execute(delete(ProfileRequest).where(ProfileRequest.key == request.key))
+
+
+def give_up(session: Session, request: ProfileRequest, reason: str) -> None:
+    """Notes that a profile cannot be made."""
+    session.execute(
+        update(ProfileRequest).where(ProfileRequest.key == request.key).values(error=storable(reason)[:500])
+    )
+
+
+def remove(session: Session, profile_id: str) -> None:
+    """Forgets a profile, so that it is made anew when it is wanted again.
+
+    Raises:
+        NotFound: there is none of that id.
+    """
+    stored = get(session, profile_id)
+    session.execute(delete(ProfileRequest).where(ProfileRequest.key == stored.key))
+    session.delete(stored)
+    session.flush()
+
+
+def get(session: Session, profile_id: str) -> StoredProfile:
+    """Raises:
+    NotFound: no profile has that id.
+    """
+    stored = session.get(StoredProfile, profile_id)
+    if stored is None:
+        raise NotFound(f"No profile has the id {profile_id}.")
+    return stored
+
+
+def _free() -> Any:
+    long_ago = ProfileRequest.claimed_at < database_now() - _CLAIM_SECONDS
+    return and_(ProfileRequest.error.is_(None), or_(ProfileRequest.claimed_at.is_(None), long_ago))
+
+
+@cache
+def _torch_version() -> str:
+    """Without importing it."""
+    try:
+        return version("torch").split("+")[0]
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,73 @@
+"""Profiles of memory: those that there are, to look at and to forget."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from sqlalchemy import select
+
+from app.contract.base import Answer, Page
+from app.contract.memory_profile import Profile, Recipe
+from app.errors import Forbidden
+from app.memory_profiles import profiles
+from app.security.keys import Caller
+from app.storage.tables import StoredProfile
+from app.web.dependencies import After, CurrentCaller, Limit, Reading, Writing
+from app.web.pagination import page
+
+router = APIRouter(prefix="/profiles", tags=["profiles"])
+
+ProfileId = Annotated[str, Path(max_length=100, description="profile-…")]
+
+
+class ProfileAnswer(Answer):
+    """What is known of the memory of one model's training step."""
+
+    id: str
+    created_at: int
+    model_name: str
+    recipe: Recipe
+    sequence: int
+    torch_version: str
+    profile: Profile
+
+
+@router.get("", summary="Profiles, newest first")
+def list_profiles(
+    session: Reading, caller: CurrentCaller, limit: Limit = 20, after: After = None
+) -> Page[ProfileAnswer]:
+    """Of all keys' models: for admins."""
+    _check(caller)
+    return page(session, select(StoredProfile), StoredProfile.id, limit, after, _answer)
+
+
+@router.get("/{profile_id}", summary="A profile")
+def get(session: Reading, caller: CurrentCaller, profile_id: ProfileId) -> ProfileAnswer:
+    """For admins."""
+    _check(caller)
+    return _answer(profiles.get(session, profile_id))
+
+
+@router.delete("/{profile_id}", status_code=204, summary="Forget a profile")
+def delete(session: Writing, caller: CurrentCaller, profile_id: ProfileId) -> None:
+    """It is made anew when it is wanted again. For admins."""
+    _check(caller)
+    profiles.remove(session, profile_id)
+
+
+def _check(caller: Caller) -> None:
+    """Raises:
+    Forbidden: profiles are shared by all keys, and tell of each other's models.
+    """
+    if not caller.may("admin"):
+        raise Forbidden("Profiles are shared by everybody: they are for keys with the scope admin.")
+
+
+def _answer(stored: StoredProfile) -> ProfileAnswer:
+    fields: dict[str, Any] = {name: getattr(stored, name) for name in ("id", "model_name", "sequence")}
+    return ProfileAnswer(
+        **fields,
+        created_at=int(stored.created_at),
+        recipe=Recipe.model_validate(stored.recipe),
+        torch_version=stored.torch_version,
+        profile=Profile.model_validate(stored.content),
+    )

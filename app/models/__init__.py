@@ -1,0 +1,1 @@
+"""Base models and trained models, by name."""

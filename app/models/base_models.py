@@ -1,0 +1,283 @@
+"""Base models by name: built in, in the models folder, in the hub's cache, or on the hub."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture, ModelReference
+from app.contract.model_files import fingerprint_of_files
+from app.contract.text import oversized, unstorable
+from app.errors import Unprocessable
+from app.planning import architectures, catalogue
+from app.planning.architectures import UnknownArchitecture
+from app.settings import Settings
+
+Source = Literal["built_in", "local", "hub"]
+KnownFrom = Literal["built_in", "local", "catalogue"]
+
+_HUB_TIMEOUT_SECONDS = 5.0
+"""For the whole answer."""
+_HUB_REDIRECTS = 5
+_HUB_BLOCK_BYTES = 2**14
+_LARGEST_CONFIG_BYTES = 2**20
+_MOST_CONFIG_FIELDS = 20_000
+"""Some list a class by its number, or a setting for each layer."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model that can be planned for."""
+
+    architecture: Architecture
+    config: dict[str, Any]
+    """The content of its config.json."""
+
+
+def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, BaseModel]:
+    """A model whose weights can be had.
+
+    Raises:
+        Unprocessable: unknown, not reachable, or of an architecture without a rule.
+    """
+    if name == BUILT_IN_MODEL:
+        return _built_in()
+    source: Source = "local"
+    config = _local_config(name, settings)
+    if config is None:
+        source, config = "hub", _cached_config(name) or _hub_config(name, settings)
+    base = _read(name, config)
+    folder = _local_folder(name, settings) if source == "local" else None
+    return ModelReference(
+        name=name,
+        source=source,
+        architecture=base.architecture,
+        fingerprint=None if folder is None else _fingerprint(name, folder),
+    ), base
+
+
+def _fingerprint(name: str, folder: Path) -> str:
+    try:
+        return fingerprint_of_files(folder)
+    except OSError as error:
+        raise Unprocessable(
+            f"The files of the model {name} cannot be read ({error.strerror}).", field="model_name"
+        ) from None
+
+
+@cache
+def _built_in() -> tuple[ModelReference, BaseModel]:
+    base = _read(BUILT_IN_MODEL, catalogue.TINY_GPT2)
+    return ModelReference(name=BUILT_IN_MODEL, source="built_in", architecture=base.architecture), base
+
+
+def find_for_planning(name: str, settings: Settings) -> BaseModel:
+    """A model's sizes; of a model in the catalogue they are known without its files.
+
+    Raises:
+        Unprocessable: as in `find_for_training`.
+    """
+    config = _local_config(name, settings) or catalogue.config_of(name)
+    return _read(name, config) if config is not None else find_for_training(name, settings)[1]
+
+
+def path_of(model: ModelReference, settings: Settings) -> str:
+    """Where a process of this machine finds a model's files: a folder, or its name on the hub.
+
+    Raises:
+        ValueError: it is a local one, and this process has no models folder.
+    """
+    if model.source == "built_in":
+        return str(settings.made_models_dir / model.name)
+    if model.source == "hub":
+        return model.name
+    if settings.models_dir is None:
+        raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
+    return str(settings.models_dir.absolute() / model.name)
+
+
+def is_at_hand(name: str, settings: Settings) -> bool:
+    """Whether a model is known without asking the hub, or looking into its cache."""
+    return name == BUILT_IN_MODEL or _local_folder(name, settings) is not None
+
+
+def known(settings: Settings) -> list[str]:
+    """Names that need no hub: the built-in model and those of the models folder."""
+    folder = settings.models_dir
+    local = (
+        sorted(
+            name
+            for path in _configs(folder)
+            if MODEL_NAME.fullmatch(name := str(path.parent.relative_to(folder))) and name != BUILT_IN_MODEL
+        )
+        if folder is not None and folder.is_dir()
+        else []
+    )
+    return [BUILT_IN_MODEL, *local]
+
+
+def to_plan_for(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]:
+    """Everything that is known without asking the hub, by name; a folder that cannot be read is left out."""
+    found = {name: _of_the_catalogue(name) for name in catalogue.CATALOGUE}
+    for name in known(settings):
+        with contextlib.suppress(Unprocessable, OSError):
+            source: KnownFrom = "built_in" if name == BUILT_IN_MODEL else "local"
+            found[name] = source, find_for_planning(name, settings).architecture
+    return dict(sorted(found.items()))
+
+
+@cache
+def _of_the_catalogue(name: str) -> tuple[KnownFrom, Architecture]:
+    return "catalogue", architectures.from_config(catalogue.CATALOGUE[name])
+
+
+def _configs(folder: Path) -> list[Path]:
+    """Of its folders and theirs; one that links lead to again is left out, and so is what is no file."""
+    found: dict[Path, Path] = {}
+    for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json")):
+        with contextlib.suppress(OSError, RuntimeError):
+            if path.is_file():
+                found.setdefault(path.parent.resolve(), path)
+    return list(found.values())
+
+
+def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
+    folder = _local_folder(name, settings)
+    return None if folder is None else _parse(name, _beginning(name, folder / "config.json"))
+
+
+def _local_folder(name: str, settings: Settings) -> Path | None:
+    if settings.models_dir is None:
+        return None
+    try:
+        folder = (settings.models_dir / name).resolve()
+        inside = folder.is_relative_to(settings.models_dir.resolve())
+        return folder if inside and (folder / "config.json").is_file() else None
+    except (OSError, RuntimeError):  # links that lead in a circle
+        return None
+
+
+def _cached_config(name: str) -> dict[str, Any] | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return _parse(name, _beginning(name, Path(cached))) if isinstance(cached, str) else None
+
+
+def _beginning(name: str, path: Path) -> bytes:
+    """A file, and not more of it than a config.json may have.
+
+    Raises:
+        Unprocessable: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(_LARGEST_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise Unprocessable(
+            f"The config.json of {name} cannot be read ({error.strerror}).", field="model_name"
+        ) from None
+
+
+def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
+    """Asks the hub once and briefly: a person is waiting."""
+    if settings.offline:
+        raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
+    import httpx2 as httpx
+    from huggingface_hub import get_token, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        url = hf_hub_url(name, "config.json")
+    except HFValidationError:
+        raise _unknown(name, settings, "and the hub has no such names") from None
+    try:
+        status, content = asyncio.run(_fetched(url, get_token()))  # with this machine's token, if it has one
+    except TimeoutError:
+        raise _unknown(name, settings, "and the hub answers too slowly") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        raise _unknown(name, settings, "and the hub cannot be reached from here") from None
+    if status != httpx.codes.OK:
+        raise _unknown(name, settings, f"and the hub answers {status}")
+    return _parse(name, content)
+
+
+async def _fetched(url: str, token: str | None) -> tuple[int, bytes]:
+    """The status that an address answers with, and the beginning of its answer.
+
+    Raises:
+        TimeoutError: all of it together takes too long: names, redirects, headers and what comes byte by
+        byte.
+    """
+    import httpx2 as httpx
+
+    headers, content = {"Authorization": f"Bearer {token}"} if token else None, b""
+    async with (
+        asyncio.timeout(_HUB_TIMEOUT_SECONDS),
+        httpx.AsyncClient(follow_redirects=True, max_redirects=_HUB_REDIRECTS) as client,
+        client.stream("GET", url, headers=headers, timeout=_HUB_TIMEOUT_SECONDS) as answer,
+    ):
+        if answer.status_code == httpx.codes.OK:
+            async for block in answer.aiter_bytes(_HUB_BLOCK_BYTES):
+                content += block
+                if len(content) > _LARGEST_CONFIG_BYTES:
+                    break  # `_parse` refuses it
+        return answer.status_code, content
+
+
+def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
+    where = (
+        "in ACCRUE_MODELS_DIR" if settings.models_dir else "on this machine (ACCRUE_MODELS_DIR is not set)"
+    )
+    near = _near(name, [*known(settings), *catalogue.CATALOGUE])
+    meant = f"Did you mean {near}? " if near not in (None, name) else ""
+    return Unprocessable(
+        f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
+        f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}. For "
+        f"planning alone {len(catalogue.CATALOGUE)} more are known: GET /gradient-accumulation/models, or "
+        "accrue models.",
+        field="model_name",
+    )
+
+
+def _near(name: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant; the part behind the slash is enough."""
+    whole = {each.lower(): each for each in names}
+    parts = {each.rpartition("/")[2]: each for each in reversed(whole)}
+    near = get_close_matches(name.lower(), [*whole, *parts], n=1)
+    return whole[parts.get(near[0], near[0])] if near else None
+
+
+def _parse(name: str, content: bytes) -> dict[str, Any]:
+    if len(content) > _LARGEST_CONFIG_BYTES:
+        raise Unprocessable(
+            f"The config.json of {name} is larger than {_LARGEST_CONFIG_BYTES} bytes.", field="model_name"
+        )
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        raise Unprocessable(f"The config.json of {name} is not JSON.", field="model_name") from None
+    if not isinstance(config, dict):
+        raise Unprocessable(f"The config.json of {name} is no object.", field="model_name")
+    why = oversized(config, most_fields=_MOST_CONFIG_FIELDS) or (
+        "has a text with a NUL character" if unstorable(config) else None
+    )
+    if why is not None:
+        raise Unprocessable(f"The config.json of {name} {why}.", field="model_name")
+    return config
+
+
+def _read(name: str, config: dict[str, Any]) -> BaseModel:
+    try:
+        return BaseModel(architectures.from_config(config), config)
+    except UnknownArchitecture as error:
+        raise Unprocessable(f"The model {name} cannot be planned for: {error}.", field="model_name") from None

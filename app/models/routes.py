@@ -1,0 +1,45 @@
+"""Base and trained models, on the OpenAI-compatible surface."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+
+from app.jobs.openai_schemas import ModelAnswer, ModelDeleted, ModelList
+from app.models import base_models, trained_models
+from app.storage.tables import Job
+from app.web.dependencies import CurrentSettings, Reading
+
+router = APIRouter(prefix="/v1/models", tags=["OpenAI: models"])
+
+ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/models lists it")]
+
+
+@router.get("", summary="Base and trained models")
+def list_models(session: Reading, settings: CurrentSettings) -> ModelList:
+    """Trained ones first, newest first; of base models those that need no download."""
+    trained = [_trained(job) for job in trained_models.there(session, settings)]
+    return ModelList(data=trained + [_base(name) for name in base_models.known(settings)])
+
+
+@router.get("/{model:path}", summary="A model")
+def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelAnswer:
+    if model in base_models.known(settings):
+        return _base(model)
+    return _trained(trained_models.find(session, settings, model))
+
+
+@router.delete("/{model:path}", summary="Delete a trained model's files")
+def delete(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelDeleted:
+    """The job that made it stays, with its figures."""
+    trained_models.remove(session, settings, model)
+    return ModelDeleted(id=model)
+
+
+def _base(name: str) -> ModelAnswer:
+    return ModelAnswer(id=name, created=0, owned_by="base")
+
+
+def _trained(job: Job) -> ModelAnswer:
+    created = int(job.finished_at or job.created_at)
+    name = trained_models.name_of(job)
+    return ModelAnswer(id=name, created=created, owned_by="accrue", parent=job.model_name, job=job.id)

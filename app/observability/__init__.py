@@ -1,0 +1,1 @@
+"""Health, Prometheus metrics and latency."""

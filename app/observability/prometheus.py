@@ -1,0 +1,140 @@
+"""What Prometheus scrapes: the database counted at that moment, and the answers of this process."""
+
+from collections.abc import Callable, Iterable
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app.contract.states import JobStatus
+from app.devices import gpus
+from app.devices.gpus import SeenGpu
+from app.devices.live_workers import SILENT_SECONDS
+from app.jobs.schemas import Reason
+from app.jobs.waiting import Outlook
+from app.statistics import counters
+from app.storage.database import Database, database_now
+from app.storage.tables import Job, Measurement, Worker
+
+_STATES: tuple[JobStatus, ...] = get_args(JobStatus)
+_REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+_OF_A_GPU: dict[str, Callable[[SeenGpu], float | None]] = {
+    "memory_bytes": lambda gpu: gpu.memory_total_bytes,
+    "memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
+    "load_ratio": lambda gpu: gpu.load,
+    "temperature_celsius": lambda gpu: gpu.temperature_celsius,
+}
+
+
+class Exposition:
+    """One service's figures."""
+
+    def __init__(self, database: Database) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._answers = Histogram(
+            "accrue_http_request_seconds",
+            "Answers by method, route and status",
+            ("method", "route", "status"),
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
+            registry=self._registry,
+        )
+        self._registry.register(_FromDatabase(database))
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Counts an answer. `route` is a template, of which there are few."""
+        self._answers.labels(method, route, str(status)).observe(seconds)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _FromDatabase(Collector):
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def collect(self) -> Iterable[Metric]:
+        with self._database.reading() as session:
+            yield _jobs(session)
+            yield _waiting(session)
+            yield _oldest(session)
+            yield from _counters(session)
+            yield _prediction_error(session)
+            yield _workers(session)
+        yield from _gpus()
+
+
+def _jobs(session: Session) -> Metric:
+    family = GaugeMetricFamily("accrue_jobs", "Jobs by state", labels=["status"])
+    rows = session.execute(select(Job.status, func.count()).group_by(Job.status))
+    counted = {row[0]: row[1] for row in rows}
+    for state in _STATES:
+        family.add_metric([state], counted.get(state, 0))
+    return family
+
+
+def _waiting(session: Session) -> Metric:
+    family = GaugeMetricFamily("accrue_queue_jobs", "Queued jobs by what they wait for", labels=["reason"])
+    counted = Outlook(session).by_reason()
+    for reason in _REASONS:
+        family.add_metric([reason], counted.get(reason, 0))
+    return family
+
+
+def _oldest(session: Session) -> Metric:
+    since = session.scalar(select(database_now() - func.min(Job.created_at)).where(Job.status == "queued"))
+    text = "How long the job that was submitted first has been waiting; 0: none waits"
+    return GaugeMetricFamily("accrue_queue_oldest_seconds", text, value=since or 0.0)
+
+
+def _counters(session: Session) -> Iterable[Metric]:
+    counted = counters.count(session)
+    seconds = CounterMetricFamily(
+        "accrue_job_seconds", "From first claim to end, summed over ended jobs", labels=["status"]
+    )
+    for (name, label), value in counted.items():
+        if name == "job_seconds":
+            seconds.add_metric([label], value)
+    yield seconds
+    text = "Target tokens of the jobs that succeeded"
+    yield CounterMetricFamily("accrue_trained_tokens", text, value=counted["trained_tokens", ""])
+    text = "Times that a trainer ran out of memory and went on with smaller micro-batches"
+    yield CounterMetricFamily("accrue_oom_recoveries", text, value=counted["oom_recoveries", ""])
+
+
+def _prediction_error(session: Session) -> Metric:
+    """By source; of what jobs measured."""
+    family = GaugeMetricFamily(
+        "accrue_memory_prediction_error",
+        "Mean of |predicted - measured| / measured peak memory, by the prediction's source",
+        labels=["source", "device"],
+    )
+    error = func.avg(func.abs(Measurement.predicted_bytes * 1.0 / Measurement.measured_bytes - 1.0))
+    rows = session.execute(
+        select(Measurement.source, Measurement.device, error).group_by(Measurement.source, Measurement.device)
+    )
+    for source, device, value in rows:
+        family.add_metric([source, device], value)
+    return family
+
+
+def _workers(session: Session) -> Metric:
+    alive = select(func.count()).select_from(Worker)
+    alive = alive.where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+    return GaugeMetricFamily("accrue_workers_alive", "Workers seen lately", value=session.scalar(alive) or 0)
+
+
+def _gpus() -> Iterable[Metric]:
+    for name, value_of in _OF_A_GPU.items():
+        family = GaugeMetricFamily(f"accrue_gpu_{name}", "Of this machine's GPUs", labels=["gpu", "name"])
+        for gpu in gpus.seen():
+            value = value_of(gpu)
+            if value is not None:
+                family.add_metric([str(gpu.id), gpu.name], value)
+        yield family

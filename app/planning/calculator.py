@@ -1,0 +1,165 @@
+"""The batch-size calculator: what a request names is looked up, then answered by the planner."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+from anyio import to_thread
+from fastapi import Request
+
+from app.contract.accumulation import Precision
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Recipe
+from app.contract.spec import MemoryLimits
+from app.devices import gpus, live_workers
+from app.devices.gpus import first_devices, select_devices
+from app.errors import Unprocessable
+from app.memory_profiles import measurements, profiles
+from app.memory_profiles.profiles import Wanted
+from app.models import base_models
+from app.planning.batch_size import Question, RawQuestion, advised, answer, answer_raw
+from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
+from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
+from app.planning.memory import OPTIMIZER_STATES
+from app.planning.plan import precision_for, unsupported
+from app.planning.schemas import (
+    BatchSizeAnswer,
+    BatchSizeRequest,
+)
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.waits import Waits
+
+_ADVICE_CHECKED = 4
+"""Changes that would make a step fit, simulated one after the other while there is time."""
+
+
+async def calculated(
+    request: Request, asked: BatchSizeRequest, settings: Settings, database: Database
+) -> BatchSizeAnswer:
+    """In threads, but for the waits in between."""
+    if asked.model_name is None:
+        return _from_figures(asked, memory_limits(asked.max_memory_usage, asked.memory_safety_margin))
+    waits: Waits = request.app.state.waits
+    key_id = request.state.caller.key_id
+    seconds = asked.wait_seconds if waits.has_place(key_id) else 0.0
+    until = time.monotonic() + seconds
+    known = await to_thread.run_sync(_known, asked, settings, database)
+
+    async def profiled(recipe: Recipe, sequence: int) -> list[str]:
+        wanted = Wanted(asked.model_name or "", known.base.architecture, known.base.config, recipe, sequence)
+        left = max(0.0, until - time.monotonic())
+        return await profiles.wait_for(database, wanted, left, request.is_disconnected)
+
+    with waits.place(key_id) if seconds else nullcontext():
+        told = await profiled(known.question.recipe, known.question.sequence)
+        found = await to_thread.run_sync(_answered, known, told, database)
+        for _ in range(0 if told else _ADVICE_CHECKED):  # told: nobody simulates, or not in time
+            change = advised(found, known.question)
+            if change is None or await profiled(change.recipe, change.sequence):
+                break
+            found = await to_thread.run_sync(_answered, known, told, database)
+    return found
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A request with what it names looked up."""
+
+    base: base_models.BaseModel
+    question: Question
+    warnings: list[str]
+
+
+def _known(asked: BatchSizeRequest, settings: Settings, database: Database) -> _Known:
+    assert asked.model_name is not None
+    base = base_models.find_for_planning(asked.model_name, settings)
+    devices, warnings = devices_of(asked, settings, database)
+    recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
+    warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=asked.optimizer)
+    with database.reading() as session:
+        margin = measurements.margin(session, recipe.device)
+    question = Question(
+        asked.model_name, base.architecture, recipe, sequence,
+        memory_limits(asked.max_memory_usage, asked.memory_safety_margin, margin), devices,
+        asked.target_effective_batch_size, asked.micro_batch_size,
+    )  # fmt: skip
+    return _Known(base, question, warnings)
+
+
+def _answered(known: _Known, told: list[str], database: Database) -> BatchSizeAnswer:
+    question = known.question
+    with database.reading() as session:
+        on = (session, question.architecture, common_name(question.devices))
+        return answer(question, profiles.estimates(*on), [*known.warnings, *told], profiles.speeds(*on))
+
+
+def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:
+    method, precision = method_spec(asked.method), asked.mixed_precision
+    auto: Literal["auto"] | Precision = (
+        ("auto" if precision else "no") if isinstance(precision, bool) else precision
+    )
+    return Recipe(
+        device=device.kind,
+        precision=precision_for(auto, device),
+        optimizer=asked.optimizer,
+        lora=method.lora,
+        quantised=method.name == "qlora",
+        gradient_checkpointing=asked.gradient_checkpointing,
+        expandable_segments=device.expandable_segments,
+    )
+
+
+def _sequence(asked: BatchSizeRequest, architecture: Architecture) -> int:
+    sequence = asked.max_length or min(architecture.positions, DEFAULT_MAX_LENGTH)
+    if sequence > architecture.positions:
+        raise Unprocessable(
+            f"max_length {sequence} is longer than {asked.model_name}'s {architecture.positions} positions: "
+            "lower it, or choose a model with a longer context.",
+            field="max_length",
+        )
+    return sequence
+
+
+def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:
+    weights_gb, sample_mb, available_gb = asked.raw_figures
+    return answer_raw(
+        RawQuestion(
+            weights_bytes=int(weights_gb * GIB),
+            activation_bytes_per_sample=max(1, int(sample_mb * MIB)),
+            available_bytes=int(available_gb * GIB),
+            limits=limits,
+            optimizer_states=OPTIMIZER_STATES[asked.optimizer],
+            devices=asked.num_gpus or len(asked.gpu_ids or asked.gpus or [0]),
+            target=asked.target_effective_batch_size,
+        )
+    )
+
+
+def devices_of(
+    asked: BatchSizeRequest, settings: Settings, database: Database
+) -> tuple[list[Device], list[str]]:
+    """The devices that were named, or as many as were asked for of those there are, or all of them; with the
+    warning that this deserves."""
+    if asked.gpus is not None:
+        try:
+            return parse_declared(asked.gpus), []
+        except ValueError as error:
+            raise Unprocessable(f"gpus: {error}.", field="gpus") from None
+    with database.reading() as session:
+        there = gpus.for_planning(settings.declared_devices, live_workers.gpus(session))
+    if asked.gpu_ids is not None:
+        return select_devices(asked.gpu_ids, there), []
+    wanted = first_devices(asked.num_gpus, there) if asked.num_gpus else there
+    warnings = []
+    if there[0].kind == "cpu":
+        warnings.append(
+            "no GPU is here and none is declared, so this is for the CPU and this machine's memory: say "
+            'gpus: ["24GB"], or set ACCRUE_GPUS=24GB'
+        )
+    elif len(wanted) > len(there):
+        warnings.append(
+            f"there are {len(there)} devices, not {len(wanted)}: the others are taken to be like the last"
+        )
+    return wanted, warnings

@@ -1,0 +1,22 @@
+"""Models that can be planned for, on the native surface."""
+
+from fastapi import APIRouter
+
+from app.contract.base import Page
+from app.models import base_models
+from app.planning.schemas import PlannedModel
+from app.web.dependencies import CurrentSettings
+
+router = APIRouter(tags=["calculators"])
+
+
+@router.get("/models", summary="Models that can be planned for without asking the hub")
+def list_models(settings: CurrentSettings) -> Page[PlannedModel]:
+    """To be trained, those of the catalogue are looked for among the local models, and then on the hub."""
+    data = [
+        PlannedModel(
+            id=name, source=source, parameters=architecture.parameters, positions=architecture.positions
+        )
+        for name, (source, architecture) in base_models.to_plan_for(settings).items()
+    ]
+    return Page(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id)

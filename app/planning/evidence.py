@@ -1,0 +1,191 @@
+"""What recommendations go by: choices that were made, and figures that jobs measured."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.contract.accumulation import ClipMode
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Recipe
+from app.contract.reports import NoiseScale
+from app.contract.spec import OptimizerName, Spec
+from app.errors import Unprocessable
+from app.memory_profiles import measurements, profiles
+from app.planning.architectures import from_config
+from app.planning.catalogue import CATALOGUE
+from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
+from app.planning.devices import Device, common_name
+from app.planning.estimate import MOST_ROWS, largest_micro_batch
+from app.planning.plan import precision_for, unsupported
+from app.planning.recommendations import (
+    SIZES,
+    MeasuredNoise,
+    MeasuredRate,
+    ModelKind,
+    Situation,
+    recommended_batch,
+)
+from app.planning.schemas import Recommendation
+from app.planning.speeds import useful_tokens
+from app.storage.tables import Job
+
+NEWEST = 20
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What recommendations are to hold to; null: recommended, or by default."""
+
+    target: int | None
+    optimizer: OptimizerName | None
+    method: Literal["full", "lora", "qlora"] | None
+    samples: int | None
+    clip_mode: ClipMode | None
+    kind: ModelKind
+
+    def with_those_of(self, job: Job) -> "Choices":
+        """The job's, where nothing else was asked for; its batch only where it measured no better one."""
+        spec = Spec.model_validate(job.spec)
+        return replace(
+            self,
+            target=self.target or (spec.effective_batch_size if noise_of(job) is None else None),
+            optimizer=self.optimizer or spec.optimizer.name,
+            method=self.method or spec.method.name,
+            samples=self.samples or samples_known(spec),
+            clip_mode=self.clip_mode or spec.clip_mode,
+        )
+
+
+def submission(recommended: dict[str, Recommendation], method: str) -> dict[str, Any]:
+    """The recommended values as part of a request for a job."""
+    of = {name: own.value for name, own in recommended.items()}
+    return {
+        "target_effective_batch_size": of["effective_batch_size"],
+        "micro_batch_size": of["micro_batch_size"],
+        "accumulation_steps": of["accumulation_steps"],
+        "gradient_clipping": of["gradient_clipping"],
+        "mixed_precision": of["precision"],
+        "training_config": {
+            name: of[name]
+            for name in ("learning_rate", "warmup_steps", "optimizer", "gradient_checkpointing")
+        }
+        | {"method": method},
+    }
+
+
+def samples_known(spec: Spec) -> int | None:
+    """Of the training data; null: the tokenizer decides."""
+    return spec.data.examples if spec.data.overlength != "split" else None
+
+
+def noise_of(job: Job) -> MeasuredNoise | None:
+    """What a finished job measured."""
+    scale = (job.result or {}).get("noise_scale")
+    if scale is None:
+        return None
+    samples = samples_known(Spec.model_validate(job.spec))
+    return MeasuredNoise(job.id, NoiseScale.model_validate(scale), samples)
+
+
+def _rate_of(job: Job) -> MeasuredRate | None:
+    """The learning rate of a job that succeeded, and whose loss fell."""
+    result = job.result or {}
+    first, last = result.get("first_loss"), result.get("final_loss")
+    if job.status != "succeeded" or first is None or last is None or not last < first:
+        return None
+    spec = Spec.model_validate(job.spec)
+    return MeasuredRate(
+        job.id,
+        spec.optimizer.learning_rate,
+        spec.effective_batch_size,
+        spec.optimizer.name,
+        spec.method.lora is not None,
+        first,
+        last,
+    )
+
+
+def _newest(session: Session, model_name: str) -> list[Job]:
+    """The newest finished jobs of a model."""
+    finished = select(Job).where(Job.model_name == model_name, Job.status == "succeeded")
+    return list(session.scalars(finished.order_by(Job.id.desc()).limit(NEWEST)))
+
+
+def situation(
+    session: Session,
+    architecture: Architecture,
+    asked: Choices,
+    devices: list[Device],
+    model_name: str | None,
+    job: Job | None,
+) -> Situation:
+    known = [job] if job is not None else _newest(session, model_name) if model_name is not None else []
+    noise = next((noise for each in known if (noise := noise_of(each)) is not None), None)
+    learned = next((rate for each in known if (rate := _rate_of(each)) is not None), None)
+    method = method_spec(asked.method or "full")
+    recipe = Recipe(
+        precision=precision_for("auto", devices[0]),
+        optimizer=asked.optimizer or "adamw",
+        device=devices[0].kind,
+        lora=method.lora,
+        quantised=method.name == "qlora",
+        expandable_segments=devices[0].expandable_segments,
+    )
+    for why in unsupported(recipe.device, quantised=recipe.quantised, optimizer=recipe.optimizer):
+        raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
+    limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
+    budget = limits.budget(min(device.memory_bytes for device in devices))
+    usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
+    sequence = usual if job is None else int(job.spec["data"]["max_length"])
+    measured = profiles.speeds(session, architecture, common_name(devices))(recipe, sequence)
+    estimate = profiles.estimates(session, architecture, common_name(devices))(recipe, sequence)
+    batch = asked.target or recommended_batch(asked.samples)
+    return Situation(
+        architecture=architecture,
+        target=asked.target,
+        micro_batch=largest_micro_batch(estimate, budget),
+        devices=len(devices),
+        device_kind=devices[0].kind,
+        source=estimate.source,
+        precision=recipe.precision,
+        optimizer=asked.optimizer,
+        adapters=method.lora is not None,
+        samples=asked.samples,
+        clip_mode=asked.clip_mode or "after_accumulation",
+        learned=learned,
+        noise=noise,
+        useful=max(1, useful_tokens(measured, recipe.device, MOST_ROWS * sequence) // sequence),
+        swept=measured is not None and measured.saw_the_end,
+        kind=asked.kind,
+        steps_total=_steps_total(job, asked, batch),
+    )
+
+
+def _steps_total(job: Job | None, asked: Choices, batch: int) -> int | None:
+    """Of the job, or of as many epochs as a job has by default."""
+    if job is not None and (total := job.plan["steps_total"] or job.progress.get("steps_total")):
+        return int(total)
+    return None if asked.samples is None else DEFAULT_EPOCHS * -(-asked.samples // batch)
+
+
+_UNITS = {"m": 10**6, "b": 10**9}
+"""As in 350m and 2b."""
+
+
+def architecture_of_size(size: str) -> Architecture:
+    """The GPT-2 of the catalogue nearest to a size, with that many parameters."""
+    try:
+        number, unit = (size[:-1], size[-1].lower()) if size[-1:].lower() in _UNITS else (size, "")
+        parameters = SIZES.get(size.lower()) or int(float(number) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        parameters = 0
+    if not 0 < parameters <= 10**13:
+        raise Unprocessable(
+            f"model_size {size} is none of {', '.join(SIZES)}, nor a parameter count.", field="model_size"
+        )
+    nearest = min(
+        (from_config(config) for config in CATALOGUE.values()), key=lambda a: abs(a.parameters - parameters)
+    )
+    return nearest.model_copy(update={"parameters": parameters})

@@ -1,0 +1,121 @@
+"""What is known beforehand of a job's memory and speed, looked up at most once a second.
+
+What a submission is told is a prediction, and the worker plans anew with what is known by then.
+"""
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, TypeVar
+
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Recipe
+from app.contract.spec import Spec
+from app.devices import live_workers
+from app.memory_profiles import measurements, profiles
+from app.memory_profiles.profiles import Wanted
+from app.planning.devices import Device
+from app.planning.estimate import Estimate, Estimates
+from app.planning.speeds import Speeds, SpeedsOf
+from app.statistics import performance
+from app.statistics.performance import Speed
+from app.storage.database import Database
+
+KEPT_SECONDS = 1.0
+_MOST_KEPT = 1000
+
+Value = TypeVar("Value")
+
+
+class Kept:
+    """Values that hold for a moment; threads may share them."""
+
+    def __init__(self, seconds: float = KEPT_SECONDS) -> None:
+        self._seconds = seconds
+        self._values: dict[Hashable, tuple[float, Any]] = {}
+
+    def get(self, key: Hashable, look_up: Callable[[], Value]) -> Value:
+        """What was looked up under that key within the moment, else what is looked up now."""
+        until, value = self._values.get(key, (0.0, None))
+        if time.monotonic() < until:
+            kept: Value = value
+            return kept
+        found = look_up()
+        if len(self._values) >= _MOST_KEPT:
+            self._values.clear()
+        self._values[key] = time.monotonic() + self._seconds, found
+        return found
+
+
+class Foresight:
+    """What one caller may know of jobs to come.
+
+    Args:
+        database: as the caller sees it.
+        kept: shared by all callers.
+    """
+
+    def __init__(self, database: Database, kept: Kept) -> None:
+        self.database = database
+        self._kept = kept
+
+    def fresh(self) -> "Foresight":
+        """The same, of this very moment."""
+        return Foresight(self.database, Kept())
+
+    def gpus(self) -> list[Device]:
+        """As `workers_seen.gpus`."""
+        return self._found("gpus", live_workers.gpus)
+
+    def machines_with_gpus(self) -> int:
+        """As `workers_seen.machines_with_gpus`."""
+        return self._found("machines", live_workers.machines_with_gpus)
+
+    def devices(self) -> list[Device]:
+        """As `workers_seen.devices`."""
+        return self._found("devices", live_workers.devices)
+
+    def margin(self, device: Literal["cpu", "cuda"]) -> float | None:
+        """As `measurements.margin`."""
+        return self._found(("margin", device), measurements.margin, device)
+
+    def speed(self, spec: Spec, device: Device) -> Speed | None:
+        """As `stats.speed`, of the jobs that the caller sees."""
+        return self._found(("speed", self.database.owner, spec, device), performance.speed, spec, device)
+
+    def estimates(self, architecture: Architecture, device_name: str | None) -> Estimates:
+        """As `profiles.estimates`."""
+
+        def best(recipe: Recipe, sequence: int) -> Estimate:
+            key = ("estimate", profiles.key_of(architecture, recipe, sequence), device_name)
+            return self._found(
+                key,
+                lambda session: profiles.estimates(session, architecture, device_name)(recipe, sequence),
+            )
+
+        return best
+
+    def speeds(self, architecture: Architecture, device_name: str | None) -> SpeedsOf:
+        """As `profiles.speeds`."""
+
+        def found(recipe: Recipe, sequence: int) -> Speeds | None:
+            key = ("speeds", profiles.key_of(architecture, recipe, sequence), device_name)
+            return self._found(
+                key, lambda session: profiles.speeds(session, architecture, device_name)(recipe, sequence)
+            )
+
+        return found
+
+    def plan(self, spec: Spec, device: Device, make: Callable[[], Value]) -> Value:
+        """What `make` gives for a spec on a device, of what the caller may know."""
+        return self._kept.get(("plan", self.database.owner, spec, device), make)
+
+    def want(self, wanted: Wanted) -> None:
+        """Has a profile made, if it isn't there; nobody waits for it."""
+        self._kept.get(("wanted", wanted.key), lambda: profiles.want(self.database, wanted))
+
+    def _found(self, key: Hashable, look_up: Callable[..., Value], *arguments: object) -> Value:
+        def in_a_session() -> Value:
+            with self.database.reading() as session:
+                return look_up(session, *arguments)
+
+        return self._kept.get(key, in_a_session)

@@ -1,0 +1,48 @@
+"""Advice on a job from its own figures."""
+
+from sqlalchemy.orm import Session
+
+from app.contract.spec import Plan, Spec, TokenBudget
+from app.devices import gpus
+from app.planning.advice import Figures, advise
+from app.planning.devices import GIB
+from app.planning.evidence import samples_known
+from app.statistics import performance
+from app.storage.tables import Job
+
+
+def advice_for(session: Session, job: Job) -> list[str]:
+    """Sentences from a job's own figures."""
+    measured = performance.of_job(session, job).stats
+    if not measured.steps:
+        return [f"Job {job.id} has not made a step yet: ask again later."]
+    spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
+    share, device = performance.performance(session, job).share, plan.devices[0]
+    advice = advise(
+        Figures(
+            padding_share=measured.padding_share,
+            data_share=share.get("data", 0.0),
+            optimizer_share=share.get("optimizer", 0.0),
+            micro_batches_per_step=measured.micro_steps / measured.steps,
+            skipped=measured.skipped,
+            size_is_planned=isinstance(plan.cut, TokenBudget) or plan.micro_batches == 1,
+            on_gpu=plan.device == "cuda",
+            peak_bytes=None if measured.peak_memory_gb is None else measured.peak_memory_gb * GIB,
+            limit_bytes=device.memory_limit_bytes,
+            micro_batch=device.micro_batch_size,
+            gradient_checkpointing=spec.gradient_checkpointing,
+            clips_each_micro_batch=spec.clip_mode == "each_micro_batch",
+            clipping=spec.gradient_clipping,
+            effective_batch=spec.effective_batch_size,
+            samples=samples_known(spec),
+            load=_load(job),
+        )
+    )
+    return advice or ["Nothing stands out in this job's figures."]
+
+
+def _load(job: Job) -> float | None:
+    """How busy the GPU is that a job runs on, where it is this machine's."""
+    if job.status != "running":
+        return None
+    return next((gpu.load for gpu in gpus.seen() if job.device == f"cuda:{gpu.id}"), None)

@@ -1,0 +1,100 @@
+"""Recommendations: what to choose, each with its evidence."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import StringConstraints
+from sqlalchemy.orm import Session
+
+from app.contract.accumulation import MAX_EFFECTIVE_BATCH, ClipMode
+from app.contract.architecture import Architecture, ModelName
+from app.contract.arguments import OptimizerChoice
+from app.devices import gpus, live_workers
+from app.devices.gpus import first_devices
+from app.errors import Unprocessable
+from app.jobs import lifecycle
+from app.models import base_models
+from app.planning.devices import LONGEST_PHRASE, Device, parse_declared
+from app.planning.evidence import Choices, architecture_of_size, situation, submission
+from app.planning.job_advice import advice_for
+from app.planning.recommendations import (
+    ModelKind,
+    recommend,
+)
+from app.planning.schemas import Recommendations
+from app.settings import Settings
+from app.web.dependencies import CurrentSettings, Reading
+
+router = APIRouter(tags=["performance"])
+
+
+@router.get("/performance/recommendations", summary="What to choose, each with its evidence")
+def recommendations(
+    session: Reading,
+    settings: CurrentSettings,
+    model_size: Annotated[
+        str | None, Query(max_length=40, description="small, medium, large, xl, or a parameter count")
+    ] = None,
+    model_name: Annotated[ModelName | None, Query()] = None,
+    training_id: Annotated[str | None, Query(max_length=100)] = None,
+    target_batch_size: Annotated[int | None, Query(ge=1, le=MAX_EFFECTIVE_BATCH)] = None,
+    target_effective_batch_size: Annotated[
+        int | None, Query(ge=1, le=MAX_EFFECTIVE_BATCH, description="As target_batch_size")
+    ] = None,
+    optimizer: Annotated[OptimizerChoice | None, Query(description="null: recommended, too")] = None,
+    method: Annotated[
+        Literal["full", "lora", "qlora"] | None, Query(description="null: the job's, else full")
+    ] = None,
+    dataset_size: Annotated[
+        int | None, Query(ge=1, le=10**12, description="Samples; null: the job's, where one is named")
+    ] = None,
+    declared: Annotated[
+        list[Annotated[str, StringConstraints(max_length=LONGEST_PHRASE)]] | None,
+        Query(alias="gpus", max_length=1024, description="As in 24GB or A100-80GB"),
+    ] = None,
+    num_gpus: Annotated[
+        int | None, Query(ge=1, le=1024, description="Of a job; null: 1, or all gpus")
+    ] = None,
+    clip_mode: Annotated[ClipMode | None, Query(description="null: the job's, else the whole window")] = None,
+    kind: Annotated[ModelKind, Query(description="What the rule for clipping is for")] = "transformer",
+) -> Recommendations:
+    """For a model, for a size of model, or for a job from its own figures."""
+    if target_batch_size is not None and target_effective_batch_size is not None:
+        raise Unprocessable(
+            "target_batch_size and target_effective_batch_size are the same: leave one out.",
+            field="target_batch_size",
+        )
+    target = target_effective_batch_size if target_batch_size is None else target_batch_size
+    job = lifecycle.get(session, training_id) if training_id is not None else None
+    if job is not None:
+        model_name = job.model_name
+        architecture = Architecture.model_validate(job.spec["model"]["architecture"])
+    elif model_name is not None:
+        architecture = base_models.find_for_planning(model_name, settings).architecture
+    else:
+        architecture = architecture_of_size(model_size or "small")
+    asked = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
+    asked = asked if job is None else asked.with_those_of(job)
+    devices = _devices(session, settings, declared, num_gpus)
+    recommended = recommend(situation(session, architecture, asked, devices, model_name, job))
+    return Recommendations(
+        model_name=model_name,
+        model_size=model_size,
+        parameters=architecture.parameters,
+        **recommended,
+        submission=submission(recommended, asked.method or "full"),
+        advice=advice_for(session, job) if job is not None else [],
+    )
+
+
+def _devices(
+    session: Session, settings: Settings, declared: list[str] | None, num_gpus: int | None
+) -> list[Device]:
+    if declared is None:
+        there = gpus.for_planning(settings.declared_devices, live_workers.gpus(session))
+        return first_devices(num_gpus or 1, there)
+    try:
+        there = parse_declared(declared)
+    except ValueError as error:
+        raise Unprocessable(f"gpus: {error}.", field="gpus") from None
+    return first_devices(num_gpus or len(there), there)

@@ -1,0 +1,160 @@
+"""The calculators: nothing is stored, nothing is queued."""
+
+from math import ceil
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from pydantic import ValidationError
+
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS
+from app.contract.spec import OptimizerName
+from app.errors import Unprocessable
+from app.planning import learning_rate
+from app.planning.calculator import calculated
+from app.planning.learning_rate import Rule
+from app.planning.schemas import (
+    AccumulationStepsAnswer,
+    BatchSizeAnswer,
+    BatchSizeRequest,
+    EffectiveBatchAnswer,
+    LearningRateAnswer,
+)
+from app.planning.split import split_over
+from app.web.dependencies import CurrentDatabase, CurrentSettings
+from app.web.json_bodies import JsonWhateverTheHeader
+
+router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
+
+Count = Annotated[int, Query(ge=1, le=1_000_000)]
+Steps = Annotated[int, Query(ge=1, le=MAX_ACCUMULATION_STEPS)]
+Gpus = Annotated[int, Query(ge=1, le=1024)]
+
+
+@router.post("/calculate-batch-size", summary="The micro-batch that fits, and the steps to a target")
+async def calculate_batch_size(
+    request: Request, asked: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
+) -> BatchSizeAnswer:
+    """From a model by name, or from raw figures in GiB and MiB."""
+    return await calculated(request, asked, settings, database)
+
+
+@router.get("/calculate-batch-size", summary="The same, asked by query")
+async def get_batch_size(
+    request: Request,
+    settings: CurrentSettings,
+    database: CurrentDatabase,
+    model_name: str,
+    target_batch_size: Annotated[int | None, Query()] = None,
+    target_effective_batch_size: Annotated[int | None, Query(description="As target_batch_size")] = None,
+    micro_batch_size: Annotated[int | None, Query()] = None,
+    num_gpus: Annotated[int | None, Query()] = None,
+    gpu_ids: Annotated[list[int] | None, Query()] = None,
+    declared: Annotated[list[str] | None, Query(alias="gpus")] = None,
+    max_length: Annotated[int | None, Query()] = None,
+    method: Annotated[str, Query()] = "full",
+    optimizer: Annotated[str, Query()] = "adamw",
+    mixed_precision: Annotated[str, Query()] = "true",
+    gradient_checkpointing: Annotated[bool, Query()] = False,
+    max_memory_usage: Annotated[float, Query()] = 0.9,
+    memory_safety_margin: Annotated[float | None, Query()] = None,
+    wait_seconds: Annotated[float, Query()] = 1.5,
+) -> BatchSizeAnswer:
+    if target_batch_size is not None and target_effective_batch_size is not None:
+        raise Unprocessable(
+            "target_batch_size and target_effective_batch_size are the same: leave one out.",
+            field="target_batch_size",
+        )
+    given = {
+        "model_name": model_name,
+        "target_batch_size": target_effective_batch_size if target_batch_size is None else target_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "num_gpus": num_gpus,
+        "gpu_ids": gpu_ids,
+        "gpus": declared,
+        "max_length": max_length,
+        "method": method,
+        "optimizer": optimizer,
+        "mixed_precision": {"true": True, "false": False}.get(mixed_precision.lower(), mixed_precision),
+        "gradient_checkpointing": gradient_checkpointing,
+        "max_memory_usage": max_memory_usage,
+        "memory_safety_margin": memory_safety_margin,
+        "wait_seconds": wait_seconds,
+    }
+    try:
+        asked = BatchSizeRequest.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "query"
+        raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
+    return await calculated(request, asked, settings, database)
+
+
+@router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")
+def effective_batch_size(
+    actual_batch_size: Count, accumulation_steps: Steps, num_gpus: Gpus = 1
+) -> EffectiveBatchAnswer:
+    effective = actual_batch_size * accumulation_steps * num_gpus
+    return EffectiveBatchAnswer(
+        actual_batch_size=actual_batch_size,
+        accumulation_steps=accumulation_steps,
+        num_gpus=num_gpus,
+        effective_batch_size=effective,
+        explanation=f"{actual_batch_size} samples × {accumulation_steps} accumulation steps × {num_gpus} "
+        f"device{'s' * (num_gpus > 1)} = {effective} samples per optimizer step.",
+    )
+
+
+@router.post("/calculate-accumulation-steps", summary="The steps to a target, met exactly")
+def accumulation_steps(
+    target_batch_size: Count, actual_batch_size: Count, num_gpus: Gpus = 1
+) -> AccumulationStepsAnswer:
+    steps = ceil(target_batch_size / (actual_batch_size * num_gpus))
+    if steps > MAX_ACCUMULATION_STEPS:
+        raise Unprocessable(
+            f"This takes {steps} accumulation steps, more than {MAX_ACCUMULATION_STEPS}: raise "
+            "actual_batch_size, or lower the target.",
+            field="actual_batch_size",
+        )
+    devices = split_over(target_batch_size, [actual_batch_size] * num_gpus)
+    even = len({size for own in devices for size in own}) == 1
+    return AccumulationStepsAnswer(
+        target_batch_size=target_batch_size,
+        actual_batch_size=actual_batch_size,
+        num_gpus=num_gpus,
+        accumulation_steps=steps,
+        effective_batch_size=sum(map(sum, devices)),
+        exact=True,
+        micro_batch_sizes=devices[0],
+        devices=devices,
+        explanation=f"{target_batch_size} samples in {steps} step{'s' * (steps > 1)} of at most "
+        f"{actual_batch_size} on {num_gpus} device{'s' * (num_gpus > 1)}"
+        + ("." if even else ", unevenly: the target is met exactly, and so is the gradient."),
+    )
+
+
+@router.post("/adjust-learning-rate", summary="A learning rate for the larger batch")
+def adjust_learning_rate(
+    base_lr: Annotated[float, Query(gt=0, le=100, allow_inf_nan=False)],
+    accumulation_steps: Steps,
+    num_gpus: Gpus = 1,
+    rule: Annotated[Rule | None, Query()] = None,
+    optimizer: Annotated[OptimizerName, Query()] = "adamw",
+    actual_batch_size: Count = 8,
+) -> LearningRateAnswer:
+    """`rule` defaults to sqrt, and to linear where the optimizer is sgd."""
+    growth = accumulation_steps * num_gpus
+    chosen = rule or learning_rate.default_rule(optimizer)
+    scale = learning_rate.scale(chosen, growth)
+    warmup = learning_rate.warmup_steps(growth * actual_batch_size)
+    return LearningRateAnswer(
+        base_lr=base_lr,
+        accumulation_steps=accumulation_steps,
+        num_gpus=num_gpus,
+        adjusted_lr=base_lr * scale,
+        scale=scale,
+        rule=chosen,
+        all={name: base_lr * learning_rate.scale(name, growth) for name in learning_rate.WHY},
+        warmup_steps=warmup,
+        explanation=f"The batch grows {growth}-fold, so the rate is multiplied by {scale:g}: "
+        f"{learning_rate.WHY[chosen]}. Warm up over at most {warmup} steps, and at most a tenth of the run.",
+    )

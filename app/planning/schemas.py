@@ -1,0 +1,216 @@
+"""What the calculators take and give."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
+
+from app.contract.accumulation import MAX_MICRO_BATCH, Precision
+from app.contract.architecture import ModelName
+from app.contract.arguments import Method, OptimizerChoice
+from app.contract.base import Answer, Flag, Request
+
+
+class BatchSizeRequest(Request):
+    """The largest micro-batch that fits, and the split of the target; from a model or raw figures."""
+
+    model_name: ModelName | None = None
+    model_size_gb: float | None = Field(None, gt=0, le=1e6, description="Weights, GiB")
+    activation_memory_per_sample_mb: float | None = Field(None, gt=0, le=1e9, description="MiB")
+    available_memory_gb: float | None = Field(None, gt=0, le=1e6, description="GiB")
+    target_effective_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        validation_alias=AliasChoices(
+            "target_effective_batch_size", "target_batch_size", "effective_batch_size"
+        ),
+    )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_MICRO_BATCH,
+        validation_alias=AliasChoices("micro_batch_size", "batch_size"),
+        description="Predict for this many samples at a time; null: the most that fit and are of use",
+    )
+    num_gpus: int | None = Field(
+        None, ge=1, le=1024, description="So many of those there are or declared; null: all of them"
+    )
+    gpu_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=1024)
+    gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=1024,
+        description='Declared devices: "24GB", "A100-80GB"',
+    )
+    max_length: int | None = Field(None, ge=2, description="Tokens; null: the positions, at most 1024")
+    method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
+    optimizer: OptimizerChoice = "adamw"
+    mixed_precision: Flag | Precision = True
+    gradient_checkpointing: Flag = False
+    max_memory_usage: float = Field(0.9, gt=0, le=1)
+    memory_safety_margin: float | None = Field(None, ge=0, lt=1)
+    wait_seconds: float = Field(
+        1.5, ge=0, le=30, description="How long to wait for a simulation before answering by formula"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_of_asking(self) -> "BatchSizeRequest":
+        raw = (self.model_size_gb, self.activation_memory_per_sample_mb, self.available_memory_gb)
+        if self.model_name is None and any(figure is None for figure in raw):
+            raise ValueError(
+                "give model_name, or all of model_size_gb, activation_memory_per_sample_mb and "
+                "available_memory_gb"
+            )
+        if self.model_name is not None and any(figure is not None for figure in raw):
+            raise ValueError("give model_name or raw figures, not both")
+        if self.gpu_ids is not None and self.gpus is not None:
+            raise ValueError("give gpu_ids or gpus, not both")
+        named = self.gpu_ids or self.gpus
+        if named is not None and self.num_gpus not in (None, len(named)):
+            raise ValueError(f"num_gpus is {self.num_gpus}, but {len(named)} are named")
+        if self.model_name is None and self.micro_batch_size is not None:
+            raise ValueError("micro_batch_size needs model_name: from raw figures it is what fits")
+        return self
+
+    @property
+    def raw_figures(self) -> tuple[float, float, float]:
+        """Weights in GiB, activations per sample in MiB, memory in GiB; only where there is no model."""
+        weights, sample, available = (
+            self.model_size_gb,
+            self.activation_memory_per_sample_mb,
+            self.available_memory_gb,
+        )
+        assert weights is not None
+        assert sample is not None
+        assert available is not None
+        return weights, sample, available
+
+
+class DeviceSplit(Answer):
+    gpu_id: int | str
+    name: str
+    memory_bytes: int
+    memory_limit_bytes: int
+    max_micro_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    micro_batch_sizes: list[int]
+    samples: int
+
+
+class MemoryAnswer(Answer):
+    """Bytes of one steady-state training step at the micro-batch chosen."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    workspace_bytes: int
+    context_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_process_bytes: int
+
+
+class Alternative(Answer):
+    """Another way to make the same step, as a change to the request."""
+
+    change: str
+    fits: bool
+    micro_batch_size: int
+    accumulation_steps: int
+    peak_process_bytes: int
+    source: Literal["formula", "simulated", "measured"]
+    predicted_samples_per_second: float | None = Field(
+        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
+    )
+
+
+class BatchSizeAnswer(Answer):
+    model_name: str | None
+    parameters: int | None
+    fits: bool
+    actual_batch_size_per_gpu: int
+    accumulation_steps: int
+    effective_batch_size: int
+    max_micro_batch_size: int
+    devices: list[DeviceSplit]
+    memory: MemoryAnswer
+    source: Literal["measured", "simulated", "formula"]
+    expected_error: float | None = Field(
+        description="Mean size of this source's relative errors so far; null: none was measured"
+    )
+    predicted_samples_per_second: float | None = Field(
+        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
+    )
+    alternatives: list[Alternative]
+    explanation: str
+    warnings: list[str]
+
+
+class PlannedModel(Answer):
+    id: str
+    object: Literal["accumulation.model"] = "accumulation.model"
+    source: Literal["built_in", "local", "catalogue"]
+    parameters: int
+    positions: int
+
+
+class EffectiveBatchAnswer(Answer):
+    actual_batch_size: int
+    accumulation_steps: int
+    num_gpus: int
+    effective_batch_size: int
+    explanation: str
+
+
+class AccumulationStepsAnswer(Answer):
+    target_batch_size: int
+    actual_batch_size: int
+    num_gpus: int
+    accumulation_steps: int
+    effective_batch_size: int
+    exact: bool
+    micro_batch_sizes: list[int] = Field(description="Of one device; with several, of the first")
+    devices: list[list[int]]
+    explanation: str
+
+
+class LearningRateAnswer(Answer):
+    base_lr: float
+    accumulation_steps: int
+    num_gpus: int
+    adjusted_lr: float
+    scale: float
+    rule: Literal["sqrt", "linear", "inverse", "none"]
+    all: dict[str, float]
+    warmup_steps: int
+    explanation: str
+
+
+class Recommendation(Answer):
+    value: Any
+    why: str
+    evidence: Literal["measured", "simulated", "formula", "literature"]
+    confidence: Literal["low", "medium", "high"]
+    range: list[float] | None = None
+
+
+class Recommendations(Answer):
+    model_name: str | None
+    model_size: str | None
+    parameters: int
+    effective_batch_size: Recommendation
+    micro_batch_size: Recommendation
+    accumulation_steps: Recommendation
+    learning_rate: Recommendation
+    warmup_steps: Recommendation
+    optimizer: Recommendation
+    precision: Recommendation
+    gradient_checkpointing: Recommendation
+    gradient_clipping: Recommendation
+    submission: dict[str, Any]
+    """The values above as part of a request for a job."""
+    advice: list[str]

@@ -1,0 +1,1 @@
+"""Service and worker as processes."""

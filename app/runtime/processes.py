@@ -1,0 +1,110 @@
+"""Service and worker as processes of their own, started and ended together."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import IO
+
+from app import PREFIX
+from app.errors import BadSetting
+from app.runtime import parent
+
+_LIFELINES: dict[int, int] = {}
+"""By a process' id, the pipe that it watches: it closes with this process."""
+
+_END_SECONDS = 45.0
+"""Longer than a trainer's grace for its checkpoint."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises:
+    BadSetting: somebody listens there already.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise BadSetting(
+                f"{host}:{port} cannot be had ({error.strerror}): set ACCRUE_PORT to another port; the "
+                "command finds it by ACCRUE_URL."
+            ) from None
+
+
+def start(
+    part: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts `accrue serve` or `accrue worker`, out of reach of the terminal's Ctrl-C: we pass it on.
+
+    It ends with this process, and with the thread that calls this.
+
+    Args:
+        env: the environment; ours if null.
+        log: where its output goes; ours if null.
+    """
+    theirs, ours = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{PREFIX}app.cli", part],
+            env={**(os.environ if env is None else env), parent.VARIABLE: str(theirs)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[theirs],
+        )
+    except OSError:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    _LIFELINES[process.pid] = ours
+    return process
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to each, and SIGKILL to what is still there after a while."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _END_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if (lifeline := _LIFELINES.pop(process.pid, None)) is not None:
+            os.close(lifeline)
+
+
+def up() -> int:
+    """Runs both until a signal comes or one of them ends; gives the exit status."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to outlive the terminal
+        ending.append(signal.SIGHUP)
+    for number in ending:
+        signal.signal(number, stop)
+    parts = {"service": start("serve"), "worker": start("worker")}
+    ended: dict[str, int] = {}
+    try:
+        while not stopped and not ended:
+            time.sleep(0.2)
+            ended = {name: part.returncode for name, part in parts.items() if part.poll() is not None}
+    finally:
+        end(list(parts.values()))
+    for name, status in ended.items():
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        print(f"accrue: the {name} ended by itself ({how}), so everything was ended", file=sys.stderr)
+    return 1 if ended and not stopped else 0

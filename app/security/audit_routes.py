@@ -1,0 +1,39 @@
+"""The audit log, for admins."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from sqlalchemy import select
+
+from app.contract.base import Page
+from app.errors import Forbidden
+from app.observability.schemas import AuditAnswer
+from app.storage.tables import AuditEntry
+from app.web.dependencies import After, CurrentCaller, Limit, Reading
+from app.web.pagination import page
+
+router = APIRouter(tags=["audit"])
+
+
+@router.get("/audit", summary="Who changed what, newest first")
+def list_audit(
+    session: Reading,
+    caller: CurrentCaller,
+    limit: Limit = 20,
+    after: After = None,
+    key_id: Annotated[str | None, Query(max_length=100, description="Of this key alone")] = None,
+) -> Page[AuditAnswer]:
+    """Every request that was not only reading; with `ACCRUE_AUDIT_READS`, those too. For admins."""
+    if not caller.may("admin"):
+        raise Forbidden("The audit log is for keys with the scope admin.")
+    query = select(AuditEntry)
+    if key_id is not None:
+        query = query.where(AuditEntry.key_id == key_id)
+    return page(session, query, AuditEntry.id, limit, after, _answer)
+
+
+def _answer(row: AuditEntry) -> AuditAnswer:
+    return AuditAnswer(
+        id=row.id, at=row.at, key_id=row.key_id, method=row.method, path=row.path,
+        status=row.status, address=row.address, request_id=row.request_id,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Figures over all jobs, and how fast they were."""

@@ -1,0 +1,327 @@
+"""The read side: figures out of the rows that workers wrote."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, func, select
+from sqlalchemy.orm import Session, aliased
+
+from app.contract.spec import Spec
+from app.contract.states import ENDED
+from app.planning.devices import Device
+from app.statistics.schemas import (
+    ConfigurationStatistics,
+    CostOfSteps,
+    JobPerformance,
+    JobStatistics,
+    Statistics,
+)
+from app.storage.compiled import Prepared
+from app.storage.tables import Configuration, Job, JobEvent, Measurement, StepMetric
+
+_SECONDS = (
+    StepMetric.data_seconds
+    + StepMetric.forward_backward_seconds
+    + StepMetric.optimizer_seconds
+    + func.coalesce(StepMetric.synchronise_seconds, 0.0)
+)
+
+_THEIRS: BindParameter[list[str]] = bindparam("job_ids", expanding=True)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a finished job measured."""
+
+    job_id: str
+    samples_per_second: float
+    tokens_per_sample: float
+
+
+def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
+    """How fast the newest finished job went that trained the same model in the same way on such a device;
+    first those on the same data."""
+    finished = select(Job.id, Job.spec, Job.plan).where(
+        Job.model_name == spec.model.name,
+        Job.status == "succeeded",
+        Job.device.startswith(device.kind),
+        Job.result["tuning"].as_string().is_(None),
+    )
+    wanted = {name: spec.model_dump(mode="json")[name] for name in _DECIDE_SPEED}
+    for each in (finished.where(Job.file_id == spec.data.file_id), finished):
+        for job in session.execute(each.order_by(Job.id.desc()).limit(_NEWEST)):
+            if _went_alike(job.spec, job.plan, wanted, spec, device):
+                return _speed_of(session, job.id)
+    return None
+
+
+_DECIDE_SPEED = ("model", "method", "attention", "compile", "gradient_checkpointing", "precision", "freeze")
+"""Of a spec: what a sample's time depends on, beside its length and the device."""
+
+_NEWEST = 20
+"""Jobs that are looked at for one that went alike."""
+
+
+def _went_alike(
+    other: dict[str, Any], plan: dict[str, Any], wanted: dict[str, Any], spec: Spec, device: Device
+) -> bool:
+    data = ("max_length", "overlength", "packing")
+    return (
+        all(other[name] == value for name, value in wanted.items())
+        and all(other["data"][name] == getattr(spec.data, name) for name in data)
+        and plan["devices"][0].get("name") in (None, device.name)
+    )
+
+
+def _speed_of(session: Session, job_id: str) -> Speed | None:
+    samples, tokens, seconds = session.execute(
+        select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens), func.sum(_SECONDS)).where(
+            StepMetric.job_id == job_id
+        )
+    ).one()
+    return Speed(job_id, samples / seconds, tokens / samples) if seconds else None
+
+
+def of_job(session: Session, job: Job) -> JobStatistics:
+    """A job's figures."""
+    return JobStatistics(
+        training_id=job.id,
+        status=job.status,
+        stats=_statistics(session, [job], job.spec, job.plan).model_copy(
+            update={"prediction_error": _prediction_error(session, job)}
+        ),
+    )
+
+
+def of_configuration(session: Session, configuration: Configuration) -> ConfigurationStatistics:
+    """The figures of a configuration's jobs, together and each."""
+    jobs = session.scalars(select(Job).where(Job.config_id == configuration.id).order_by(Job.id)).all()
+    active = any(job.status not in ENDED for job in jobs)
+    return ConfigurationStatistics(
+        config_id=configuration.id,
+        status="unused" if not jobs else "active" if active else "ended",
+        stats=_statistics(
+            session,
+            jobs,
+            {"effective_batch_size": configuration.effective_batch_size},
+            {"accumulation_steps": configuration.given.get("accumulation_steps")},
+        ),
+        jobs=[of_job(session, job) for job in jobs],
+    )
+
+
+_ALIKE = 0.8, 1.25
+"""Micro-batches whose tokens are in this ratio are of the same size."""
+
+
+def performances(session: Session, jobs: Sequence[Job]) -> list[JobPerformance]:
+    """Of several jobs; accumulating is compared with single micro-batches of the same size, be it of the same
+    job or of one that trained the same model in the same way on such a device."""
+    single = [job for job in jobs if job.plan["accumulation_steps"] == 1]
+    return [
+        performance(session, job, [other.id for other in single if _trains_like(other, job)]) for job in jobs
+    ]
+
+
+def _trains_like(job: Job, other: Job) -> bool:
+    same = ("model", "method", "attention", "compile", "gradient_checkpointing")
+    return (
+        all(job.spec[name] == other.spec[name] for name in same)
+        and job.plan["precision"] == other.plan["precision"]
+        and job.device == other.device
+    )
+
+
+def performance(session: Session, job: Job, alike: Sequence[str] = ()) -> JobPerformance:
+    """Where a job's time went: seconds and shares by part of the window.
+
+    Args:
+        alike: other jobs in which a single micro-batch may have been measured.
+    """
+    row = session.execute(
+        select(
+            func.sum(StepMetric.data_seconds),
+            func.sum(StepMetric.forward_backward_seconds),
+            func.sum(StepMetric.optimizer_seconds),
+            func.sum(StepMetric.input_tokens),
+            func.sum(StepMetric.padded_tokens),
+            func.sum(StepMetric.samples),
+            func.sum(StepMetric.synchronise_seconds),
+        ).where(StepMetric.job_id == job.id)
+    ).one()
+    data, computing, optimizer, tokens, padded, samples, synchronise = (value or 0 for value in row)
+    seconds = {
+        "data": data,
+        "forward_backward": computing,
+        "optimizer": optimizer,
+        "synchronisation": synchronise,
+    }
+    whole = sum(seconds.values())
+    return JobPerformance(
+        training_id=job.id,
+        status=job.status,
+        tokens_per_second=tokens / whole if whole else None,
+        samples_per_second=samples / whole if whole else None,
+        seconds=seconds,
+        share={name: value / whole for name, value in seconds.items()} if whole else {},
+        padding_share=1 - tokens / padded if padded else None,
+        by_accumulation_steps=_by_steps(session, job),
+        accumulation_overhead=_overhead(session, job, alike),
+    )
+
+
+def _by_steps(session: Session, job: Job) -> list[CostOfSteps]:
+    """What a window cost, by the micro-batches that it was made of."""
+    steps = StepMetric.gradient_accumulation_steps
+    rows = session.execute(
+        select(
+            steps, func.count(), func.avg(_SECONDS), func.sum(StepMetric.forward_backward_seconds),
+            func.sum(StepMetric.padded_tokens), func.sum(StepMetric.optimizer_seconds), func.sum(_SECONDS),
+        ).where(StepMetric.job_id == job.id).group_by(steps).order_by(steps)
+    )  # fmt: skip
+    return [
+        CostOfSteps(
+            accumulation_steps=count,
+            windows=windows,
+            seconds_per_window=each,
+            seconds_per_micro_batch=computing / (windows * count),
+            padded_tokens_per_second=padded / computing if computing else None,
+            optimizer_share=optimizer / whole if whole else 0.0,
+        )
+        for count, windows, each, computing, padded, optimizer, whole in rows
+    ]
+
+
+def _overhead(session: Session, job: Job, alike: Sequence[str]) -> float | None:
+    """By how much longer a token takes in windows of several micro-batches than in windows of a single one of
+    the same size; null where not both were measured."""
+    several = StepMetric.gradient_accumulation_steps > 1
+    cost = func.sum(StepMetric.forward_backward_seconds) / func.sum(StepMetric.padded_tokens)
+    usual = select(func.avg(StepMetric.largest_tokens), cost)
+    size, accumulating = session.execute(usual.where(StepMetric.job_id == job.id, several)).one()
+    if size is None:
+        return None
+    low, high = (ratio * float(size) for ratio in _ALIKE)
+    single = select(cost).where(
+        StepMetric.job_id.in_([job.id, *alike]),
+        StepMetric.gradient_accumulation_steps == 1,
+        StepMetric.largest_tokens.between(low, high),
+    )
+    alone = session.scalar(single)
+    return float(accumulating / alone - 1) if alone else None
+
+
+def _statistics(
+    session: Session, jobs: Sequence[Job], spec: dict[str, Any], plan: dict[str, Any]
+) -> Statistics:
+    figures = session.execute(_FIGURES, {"job_ids": [job.id for job in jobs]}).one()
+    return Statistics(
+        accumulation_steps=figures.accumulation_steps or plan.get("accumulation_steps"),
+        effective_batch_size=spec.get("effective_batch_size"),
+        steps=figures.steps,
+        micro_steps=figures.micro_steps or 0,
+        skipped=sum(job.progress.get("skipped", 0) for job in jobs),
+        samples=figures.samples or 0,
+        tokens=figures.tokens or 0,
+        total_loss=figures.total_loss,
+        first_loss=figures.first_loss,
+        final_loss=figures.final_loss,
+        loss_mean=figures.loss_mean,
+        loss_variance=None if figures.loss_variance is None else max(0.0, figures.loss_variance),
+        avg_gradient_norm=figures.grad_norm,
+        avg_memory_usage_gb=_two_decimals(figures.memory),
+        peak_memory_gb=_two_decimals(figures.peak),
+        avg_accumulation_time=figures.accumulation_time,
+        tokens_per_second=figures.input_tokens / figures.seconds if figures.seconds else None,
+        samples_per_second=figures.samples / figures.seconds if figures.seconds else None,
+        padding_share=1 - figures.input_tokens / figures.padded_tokens if figures.padded_tokens else None,
+        noise_scale=figures.noise_scale,
+        oom_recoveries=figures.oom_recoveries,
+        prediction_error=None,
+    )
+
+
+def _figures() -> Select[Any]:
+    """One row over every step of some jobs; it is read in one go, so that what it says belongs together."""
+    mean = func.avg(StepMetric.loss)
+    recoveries = select(func.count()).where(JobEvent.job_id.in_(_THEIRS), JobEvent.type == "out_of_memory")
+    return (
+        select(
+            func.count().label("steps"),
+            func.sum(StepMetric.samples).label("samples"),
+            func.sum(StepMetric.tokens).label("tokens"),
+            func.sum(StepMetric.input_tokens).label("input_tokens"),
+            func.sum(StepMetric.padded_tokens).label("padded_tokens"),
+            func.sum(StepMetric.loss).label("total_loss"),
+            mean.label("loss_mean"),
+            (func.avg(StepMetric.loss * StepMetric.loss) - mean * mean).label("loss_variance"),
+            func.avg(StepMetric.gradient_accumulation_steps).label("accumulation_steps"),
+            func.avg(StepMetric.grad_norm).label("grad_norm"),
+            func.avg(StepMetric.memory_gb).label("memory"),
+            func.max(StepMetric.peak_gb).label("peak"),
+            func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
+            func.sum(_SECONDS).label("seconds"),
+            _micro_steps().label("micro_steps"),
+            _loss_at(func.min).label("first_loss"),
+            _loss_at(func.max).label("final_loss"),
+            _noise_scale().label("noise_scale"),
+            recoveries.scalar_subquery().label("oom_recoveries"),
+        )
+        .where(StepMetric.job_id.in_(_THEIRS))
+        .select_from(StepMetric)
+    )
+
+
+def _micro_steps() -> ScalarSelect[Any]:
+    steps = aliased(StepMetric)
+    each = (
+        select(func.max(steps.micro_step).label("last"))
+        .where(steps.job_id.in_(_THEIRS))
+        .group_by(steps.job_id)
+    ).subquery()
+    return select(func.sum(each.c.last)).scalar_subquery()
+
+
+def _loss_at(which: Any) -> ScalarSelect[Any]:
+    """The loss of the first or the last step, averaged over the jobs."""
+    steps, those = aliased(StepMetric), aliased(StepMetric)
+    at = (
+        select(those.job_id, which(those.step).label("step"))
+        .where(those.job_id.in_(_THEIRS))
+        .group_by(those.job_id)
+        .subquery()
+    )
+    loss = select(func.avg(steps.loss)).join(at, (at.c.job_id == steps.job_id) & (at.c.step == steps.step))
+    return loss.scalar_subquery()
+
+
+def _noise_scale() -> ScalarSelect[Any]:
+    """As it was last measured in one of the jobs."""
+    steps = aliased(StepMetric)
+    measured = select(steps.noise_scale).where(steps.job_id.in_(_THEIRS), steps.noise_scale.is_not(None))
+    return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()
+
+
+_FIGURES = _figures()
+"""Made once: to put it together takes longer than to run it."""
+
+
+def _prediction_error(session: Session, job: Job) -> float | None:
+    """(predicted - measured) / measured peak memory, of the largest micro-batch that there was; of the newest
+    attempt that has ended and was long enough to tell."""
+    rows = _PREDICTED.run(session, {"job_id": job.id})
+    return (rows[0][0] - rows[0][1]) / rows[0][1] if rows else None
+
+
+def _predicted(dialect: str) -> Select[Any, Any]:
+    own = (Measurement.job_id == bindparam("job_id")) & (Measurement.kind == "run")
+    newest = select(Measurement.predicted_bytes, Measurement.measured_bytes).where(own)
+    return newest.order_by(Measurement.attempt.desc(), Measurement.tokens.desc()).limit(1)
+
+
+_PREDICTED = Prepared(_predicted)
+
+
+def _two_decimals(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

@@ -1,0 +1,27 @@
+"""Performance as measured: GPUs, jobs and the service's own answers."""
+
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request
+from sqlalchemy import select
+
+from app.devices import gpus
+from app.statistics import performance
+from app.statistics.schemas import PerformanceMetrics
+from app.storage.tables import Job
+from app.web.dependencies import Reading
+
+router = APIRouter(tags=["performance"])
+
+_NEWEST = 20
+"""Jobs whose performance is shown."""
+
+
+@router.get("/performance/metrics", summary="GPUs, jobs and answers, as measured")
+def metrics(request: Request, session: Reading) -> PerformanceMetrics:
+    newest = session.scalars(select(Job).where(Job.attempt > 0).order_by(Job.id.desc()).limit(_NEWEST)).all()
+    return PerformanceMetrics(
+        gpus=[asdict(gpu) for gpu in gpus.seen()],
+        jobs=performance.performances(session, newest),
+        api_latency=request.app.state.latency.read(),
+    )

@@ -1,0 +1,56 @@
+"""Statistics of jobs and configurations."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query, Response
+from pydantic import StringConstraints
+
+from app.jobs import configurations, lifecycle
+from app.jobs.filters import Filters
+from app.results import charts
+from app.results.comparison import MOST_POINTS, compare
+from app.results.schemas import Comparison
+from app.statistics import performance, totals
+from app.statistics.schemas import ConfigurationStatistics, JobStatistics, Totals
+from app.web.dependencies import CurrentDatabase, Reading
+
+router = APIRouter(prefix="/stats", tags=["statistics"])
+
+
+@router.get("", summary="Totals of this service")
+def everything(database: CurrentDatabase, filters: Filters) -> Totals:
+    """Of all jobs, or of those with a `status`, `user_id`, `model`, or submitted `since` and `until` then."""
+    with database.glancing() as connection:
+        return totals.count(connection, database.owner, filters)
+
+
+@router.get(
+    "/compare",
+    summary="Jobs side by side",
+    response_model=Comparison,
+    responses={200: {"content": {"image/png": {}}, "description": "Figures; or, with format=png, a chart"}},
+)
+def of_several(
+    session: Reading,
+    ids: Annotated[
+        list[Annotated[str, StringConstraints(max_length=100)]],
+        Query(min_length=2, max_length=10, description="ftjob-… or accumulation_…, for its newest job"),
+    ],
+    points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 200,
+    format: Annotated[Literal["json", "png"], Query()] = "json",
+) -> Comparison | Response:
+    """Losses at the same number of samples seen, whatever the batch, and how much noisier one is."""
+    compared = compare(session, ids, points)
+    if format == "png":
+        return Response(charts.comparison(compared), media_type="image/png")
+    return compared
+
+
+@router.get("/{identifier}", summary="Statistics of a job or of a configuration's jobs")
+def of(
+    session: Reading,
+    identifier: Annotated[str, Path(max_length=100, description="ftjob-… or accumulation_…")],
+) -> JobStatistics | ConfigurationStatistics:
+    if identifier.startswith("accumulation_"):
+        return performance.of_configuration(session, configurations.find(session, identifier))
+    return performance.of_job(session, lifecycle.get(session, identifier))

@@ -1,0 +1,113 @@
+"""Statistics, performance and devices on the wire."""
+
+from typing import Any, Literal
+
+from app.contract.base import Answer
+from app.contract.states import JobStatus
+
+
+class Statistics(Answer):
+    """Figures measured by the trainer; null where nothing was measured."""
+
+    accumulation_steps: float | None
+    """Micro-batches per step, as measured; as planned before the first step."""
+    effective_batch_size: int | None
+    steps: int
+    micro_steps: int
+    skipped: int
+    samples: int
+    tokens: int
+    total_loss: float | None
+    first_loss: float | None
+    final_loss: float | None
+    loss_mean: float | None
+    loss_variance: float | None
+    avg_gradient_norm: float | None
+    avg_memory_usage_gb: float | None
+    peak_memory_gb: float | None
+    avg_accumulation_time: float | None
+    """Seconds of a window's forward and backward passes."""
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    padding_share: float | None
+    """1 - (tokens of the samples / padded tokens)."""
+    noise_scale: float | None
+    oom_recoveries: int
+    prediction_error: float | None
+
+
+class JobStatistics(Answer):
+    training_id: str
+    status: JobStatus
+    stats: Statistics
+
+
+class ConfigurationStatistics(Answer):
+    config_id: str
+    status: Literal["unused", "active", "ended"]
+    stats: Statistics
+    jobs: list[JobStatistics]
+
+
+class Totals(Answer):
+    """Of all jobs, or of those that the filters leave."""
+
+    jobs: int
+    by_status: dict[str, int]
+    by_model: dict[str, int]
+    by_user: dict[str, int]
+    by_day: dict[str, int]
+    steps: int
+    samples: int
+    tokens: int
+    skipped: int
+    final_loss: float | None
+    """Mean of the jobs' last losses."""
+    tokens_per_second: float | None
+    """Of training: target tokens over the seconds of all windows."""
+    samples_per_second: float | None
+    device_hours: float
+    """During which devices were taken; of a job that runs, its earlier attempts."""
+    configurations: int
+    files: int
+
+
+class CostOfSteps(Answer):
+    """Windows of so many micro-batches, as measured. Seconds of wall time, means."""
+
+    accumulation_steps: int
+    windows: int
+    seconds_per_window: float
+    seconds_per_micro_batch: float
+    """Of forward and backward."""
+    padded_tokens_per_second: float | None
+    """In forward and backward."""
+    optimizer_share: float
+    """Of the window."""
+
+
+class JobPerformance(Answer):
+    training_id: str
+    status: JobStatus
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    seconds: dict[str, float]
+    share: dict[str, float]
+    padding_share: float | None
+    by_accumulation_steps: list[CostOfSteps]
+    accumulation_overhead: float | None
+    """By what share a token takes longer in windows of several micro-batches than in windows of a single one
+    of the same size; null where not both were measured."""
+
+
+class Latency(Answer):
+    requests: int
+    p50_ms: float | None
+    p90_ms: float | None
+    p99_ms: float | None
+
+
+class PerformanceMetrics(Answer):
+    gpus: list[dict[str, Any]]
+    jobs: list[JobPerformance]
+    api_latency: Latency

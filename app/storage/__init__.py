@@ -1,0 +1,1 @@
+"""The database: engine and sessions, tables, migrations, compiled statements, ids and ownership."""

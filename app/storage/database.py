@@ -1,0 +1,377 @@
+"""Engine and sessions. SQLite by default, PostgreSQL by URL."""
+
+import contextlib
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import Double
+
+from app.errors import BadSetting, ReplacedDatabase
+
+_FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
+
+_PAGES_BETWEEN_CHECKPOINTS = 4000
+"""Of SQLite's log, 16 MiB: then every commit copies what it can into the database."""
+
+_UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
+"""Looks at a database for changes, of which one says yes where it cannot tell, and where it can tell no."""
+_COMMITS_BETWEEN_RESTARTS = 500
+_RESTART_MILLISECONDS = 100
+
+
+@dataclass(frozen=True)
+class Transaction:
+    """One that several write in, one after another."""
+
+    connection: Connection
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What one of them found out, for those after it."""
+
+
+class LostTransaction(Exception):
+    """What was written in the transaction so far is gone; its cause is what happened."""
+
+
+class database_now(FunctionElement[float]):  # noqa: N801
+    """Unix seconds by the database's own clock: leases of several machines agree on it."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(database_now, "sqlite")
+def _sqlite_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(database_now, "postgresql")
+def _postgresql_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "extract(epoch from clock_timestamp())::double precision"
+
+
+class Database:
+    """One engine with two kinds of session: a writing one holds SQLite's write lock from its start."""
+
+    def __init__(self, url: str, patience_seconds: float = 30.0) -> None:
+        """
+        Args:
+            patience_seconds: how long a statement waits for others before it gives up.
+        """
+        self.url = url
+        self.engine = _engine(url, patience_seconds)
+        self._writing = self.engine.execution_options(accrue_writes=True)
+        self._patience_seconds = patience_seconds
+        self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self._commits = count(1)
+        self._one_writes = threading.Lock()
+        self._info: dict[str, Any] = {}
+        self._transaction: Transaction | None = None
+        self._file = _SqliteFile(self.engine) if self.is_sqlite else None
+
+    def with_info(self, **info: Any) -> "Database":
+        """The same database, whose sessions carry this in their `info`."""
+        other = copy(self)
+        other._info = info
+        return other
+
+    def within(self, transaction: Transaction) -> "Database":
+        """The same database, whose writes are parts of a transaction: each is whole or not at all, and
+        committed with the others. Their sessions carry it in their `info`."""
+        other = copy(self)
+        other._transaction = transaction
+        return other
+
+    @property
+    def owner(self) -> str | None:
+        """Whose things its sessions see (app/storage/ownership.py); null: everybody's."""
+        owner: str | None = self._info.get("owner")
+        return owner
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session for queries; nothing of it is committed."""
+        with Session(self.engine, expire_on_commit=False, info=self._info) as session:
+            yield session
+
+    @contextmanager
+    def glancing(self) -> Iterator[Connection]:
+        """A connection for `Prepared` queries that are a moment each: no transaction is begun for them."""
+        with self.engine.connect() as connection:
+            if self.is_sqlite:
+                driver: Any = connection.connection.dbapi_connection
+                driver.execute(f"PRAGMA busy_timeout={round(1000 * self._patience_seconds)}")
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A session that is committed at its end, and rolled back if it raises.
+
+        Raises:
+            LostTransaction: within a transaction that cannot go on.
+        """
+        if self._transaction is not None:
+            with _part_of(self._transaction, self._info) as session:
+                yield session
+            return
+        with (
+            self._turn(),
+            Session(self._writing, expire_on_commit=False, info=self._info) as session,
+            session.begin(),
+        ):
+            yield session
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """One for several to write `within`; committed at its end, and rolled back if it raises."""
+        with self._turn(), self._writing.begin() as connection:
+            yield Transaction(connection)
+
+    def check_in_place(self) -> None:
+        """Raises:
+        ReplacedDatabase: the SQLite file is no longer the one that was opened.
+        """
+        if self._file is not None:
+            self._file.check()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread after another: only those of other processes are left to contend for SQLite's lock."""
+        waits = self.is_sqlite and self._one_writes.acquire(timeout=self._patience_seconds)
+        try:
+            self.check_in_place()
+            yield
+        finally:
+            if waits:
+                self._one_writes.release()
+        if self.is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
+            self._restart_log()
+
+    def _restart_log(self) -> None:
+        """Has SQLite's log written from its start again.
+
+        It does so by itself in a moment when all of it is in the database. Several processes that write all
+        the time leave no such moment: the log would grow, and every commit copy pages from it.
+        """
+        with (
+            contextlib.suppress(sqlite3.OperationalError),  # what was to be committed is
+            contextlib.closing(self.engine.raw_connection()) as connection,
+        ):
+            cursor = connection.cursor()
+            cursor.execute(f"PRAGMA busy_timeout={_RESTART_MILLISECONDS}")
+            cursor.execute("PRAGMA wal_checkpoint(RESTART)")
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def take_turns(session: Session, what: str) -> bool:
+    """Until the end of its transaction no other one does the same; on SQLite none writes in any case.
+
+    Returns:
+        Whether there was a lock to take: what was counted before it may be out of date.
+    """
+    if session.get_bind().dialect.name != "postgresql":
+        return False
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
+    return True
+
+
+class Changes:
+    """Whether the database may have changed since the last time: a look that takes microseconds, for those
+    who wait for something in it.
+
+    On PostgreSQL, which has no such counter, it may always have; there one in `_UNKNOWN_EVERY` looks says so.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._connection: sqlite3.Connection | None = None
+        self._seen: int | None = None
+        self._looks = count()
+
+    def any(self) -> bool:
+        """True the first time, too; and now and then, for what becomes due by time alone."""
+        look = next(self._looks)
+        if not self._database.is_sqlite:
+            return look % _UNKNOWN_EVERY == 0
+        if look % _EVEN_SO_EVERY == 0:
+            return True
+        if self._connection is None:
+            name = self._database.engine.url.database or ""
+            self._connection = sqlite3.connect(name)
+        (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+        changed = bool(version != self._seen)
+        self._seen = version
+        return changed
+
+
+class _SqliteFile:
+    """The file behind an engine's connections, known by its inode.
+
+    A file that was deleted or replaced is still written to by those who have it open: what they commit is
+    nowhere to be found afterwards.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        name = engine.url.database
+        self._path = None if not name or name == ":memory:" else Path(name)
+        self._known: tuple[int, int] | None = None
+
+    def check(self) -> None:
+        """The first time it is only noted which file it is.
+
+        Raises:
+            ReplacedDatabase: it is another one, or none.
+        """
+        if self._path is None:
+            return
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            if self._known is None:  # it is about to be made
+                return
+            raise ReplacedDatabase(f"{self._path.name} was deleted") from None
+        found = (stat.st_dev, stat.st_ino)
+        self._known = self._known or found
+        if found != self._known:
+            raise ReplacedDatabase(f"{self._path.name} was replaced")
+
+
+@contextmanager
+def _part_of(transaction: Transaction, info: dict[str, Any]) -> Iterator[Session]:
+    """A session whose writes stay in the transaction, or leave nothing in it if it raises.
+
+    Raises:
+        LostTransaction: SQLite takes back all of a transaction that the disk has no room for.
+    """
+    connection = transaction.connection
+    session = Session(
+        connection,
+        join_transaction_mode="create_savepoint",
+        expire_on_commit=False,
+        info=info | {"transaction": transaction},
+    )
+    connection.exec_driver_sql(
+        "SAVEPOINT part"
+    )  # for what the session does not know of (app/storage/compiled.py)
+    try:
+        yield session
+        if session.in_transaction():
+            session.commit()
+    except Exception as error:
+        try:
+            session.close()
+            connection.exec_driver_sql("ROLLBACK TO SAVEPOINT part")
+        except SQLAlchemyError:
+            raise LostTransaction from error
+        raise
+    session.close()
+    connection.exec_driver_sql("RELEASE SAVEPOINT part")
+
+
+def _engine(url: str, patience_seconds: float) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        _need_driver(url)
+        milliseconds = round(1000 * patience_seconds)
+        return create_engine(
+            url,
+            pool_pre_ping=True,
+            connect_args={
+                "connect_timeout": max(2, round(patience_seconds)),
+                "options": f"-c lock_timeout={milliseconds} -c statement_timeout={milliseconds}",
+                "keepalives_idle": 10,
+                "tcp_user_timeout": milliseconds,
+            },
+        )
+    engine = create_engine(url, connect_args={"timeout": patience_seconds})
+    event.listen(engine, "connect", _sqlite_pragmas)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        _sqlite_begin(connection, patience_seconds)
+
+    return engine
+
+
+def _need_driver(url: str) -> None:
+    """Raises:
+    BadSetting: the library that speaks to this database is not installed.
+    """
+    try:
+        make_url(url).get_dialect().import_dbapi()
+    except ImportError as error:
+        raise BadSetting(
+            f"ACCRUE_DATABASE_URL needs {error.name}: pip install 'accrue[postgresql]', and write the URL as "
+            "postgresql+psycopg://…"
+        ) from None
+
+
+def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        f"wal_autocheckpoint={_PAGES_BETWEEN_CHECKPOINTS}",
+    ):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Connection, patience_seconds: float) -> None:
+    driver: Any = connection.connection.dbapi_connection
+    if connection.get_execution_options().get("accrue_writes", False):
+        driver.execute("PRAGMA busy_timeout=0")
+        if not _begun_writing(driver, patience_seconds):
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:
+        driver.execute(f"PRAGMA busy_timeout={round(1000 * patience_seconds)}")
+        connection.exec_driver_sql("BEGIN")
+
+
+def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> bool:
+    """Waits for the write lock in short, uneven naps; false where it cannot be had.
+
+    That may be for a reason that no patience mends: whoever asks SQLite once more then hears it.
+
+    SQLite's own wait backs off to a tenth of a second, in which whoever came later overtakes.
+    """
+    until = time.monotonic() + patience_seconds
+    nap = _FIRST_NAP
+    while True:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            return True
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                return False
+        time.sleep(nap * random.random())
+        nap = min(_LONGEST_NAP, 1.5 * nap)
+
+
+def insert_for(session: Session, table: Any) -> Any:
+    """An insert that can say what to do on a conflict, in the database's own dialect."""
+    if session.get_bind().dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        return postgresql.insert(table)
+    return sqlite.insert(table)

@@ -1,0 +1,121 @@
+"""Group commit: what several callers want written at about the same time is written in one transaction.
+
+A commit waits for the disk, and threads that reckon at once only take turns. So one thread takes whatever
+came while it was at work: it prepares each, writes all of them, commits once, and only then is anybody
+answered. What cannot be written is taken back alone; what cannot be committed is committed for nobody.
+"""
+
+import asyncio
+import contextvars
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from app.storage.database import Database, LostTransaction
+
+_MOST_AT_ONCE = 50
+"""Others than this thread want the database too."""
+
+Ready = TypeVar("Ready")
+Written = TypeVar("Written")
+
+
+@dataclass
+class _Write:
+    prepare: Callable[[], Any]
+    write: Callable[[Any, Database], Any]
+    database: Database
+    """As the caller sees it."""
+    context: contextvars.Context
+    outcome: "asyncio.Future[Any]"
+    result: Any = None
+    error: BaseException | None = None
+
+    def tell(self) -> None:
+        if self.outcome.done():  # nobody waits any more
+            return
+        if self.error is None:
+            self.outcome.set_result(self.result)
+        else:
+            self.outcome.set_exception(self.error)
+
+
+class GroupCommit:
+    """From `start()`, which belongs into the event loop, to `close()` it writes what is asked for."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_on, name="group-commit", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns once everything that was asked for is written."""
+        self._waiting.put(None)
+        self._thread.join(10)
+
+    async def write(
+        self, database: Database, prepare: Callable[[], Ready], write: Callable[[Ready, Database], Written]
+    ) -> Written:
+        """What `write` gives, once that is durable.
+
+        Args:
+            database: as the caller sees it.
+            prepare: before the transaction; raises where nothing is to be written.
+            write: gets what `prepare` gave, and the database within the transaction.
+        """
+        outcome = self._loop.create_future()
+        self._waiting.put(_Write(prepare, write, database, contextvars.copy_context(), outcome))
+        written: Written = await outcome
+        return written
+
+    def _write_on(self) -> None:
+        while (first := self._waiting.get()) is not None:
+            group = [first]
+            while len(group) < _MOST_AT_ONCE and not self._waiting.empty():
+                following = self._waiting.get()
+                if following is None:
+                    self._waiting.put(None)
+                    break
+                group.append(following)
+            self._do(group)
+            self._loop.call_soon_threadsafe(_tell, group)
+
+    def _do(self, group: Sequence[_Write]) -> None:
+        ready: list[tuple[_Write, Any]] = []
+        for each in group:
+            try:
+                ready.append((each, each.context.run(each.prepare)))
+            except Exception as error:
+                each.error = error
+        if not ready:
+            return
+        try:
+            with self._database.transaction() as transaction:
+                for each, prepared in ready:
+                    within = each.database.within(transaction)
+                    try:
+                        each.result = each.context.run(each.write, prepared, within)
+                    except LostTransaction:
+                        raise
+                    except Exception as error:
+                        each.error = error
+        except LostTransaction as lost:
+            _fail(ready, lost.__cause__)
+        except Exception as error:
+            _fail(ready, error)
+
+
+def _fail(ready: Sequence[tuple[_Write, Any]], reason: BaseException | None) -> None:
+    for each, _ in ready:
+        each.error = each.error or reason
+
+
+def _tell(group: Sequence[_Write]) -> None:
+    for each in group:
+        each.tell()

@@ -1,0 +1,115 @@
+"""Brings a database's tables to what this code needs. The steps themselves are in alembic/versions."""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy import inspect, make_url, text
+
+from app.storage.database import Database
+from app.storage.tables import Base
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+_STAMP = """CREATE TABLE alembic_version (
+    version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+)"""
+"""What alembic remembers the revision in."""
+
+_APP = Path(__file__).resolve().parents[1]
+_ALEMBIC = _APP / "alembic" if (_APP / "alembic").is_dir() else _APP.parent / "alembic"
+"""Within the package where it was installed from a wheel (setup.py), beside it in a checkout."""
+
+
+def migrate(url: str) -> None:
+    """Brings the database to the newest revision; processes that start together do it one after another.
+
+    An empty SQLite database is given its tables at once rather than step by step, and one that is at the
+    newest revision is left alone: a service starts sooner without alembic.
+    """
+    database = Database(url)
+    try:
+        with _one_at_a_time(url):
+            at = current_revision(database)
+            if at is None and database.is_sqlite:
+                at = _all_at_once(database)
+            if at != newest_revision():
+                _step_by_step(url, "head")
+            _only_for_its_owner(url)
+    finally:
+        database.close()
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """Takes every step up to a revision, whatever the database holds."""
+    with _one_at_a_time(url):
+        _step_by_step(url, revision)
+        _only_for_its_owner(url)
+
+
+def alembic_config(url: str) -> "Config":
+    """Where the migrations are, and what they migrate."""
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(_ALEMBIC))
+    config.attributes["url"] = url
+    return config
+
+
+def current_revision(database: Database) -> str | None:
+    """The revision that the database stands at; null: never migrated."""
+    with database.engine.connect() as connection:
+        if not inspect(connection).has_table("alembic_version"):
+            return None
+        revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        return revision
+
+
+def newest_revision() -> str:
+    """The newest revision that this code has: the steps are numbered, as are their files' names."""
+    return max(path.name.partition("_")[0] for path in (_ALEMBIC / "versions").glob("[0-9]*_*.py"))
+
+
+def _all_at_once(database: Database) -> str | None:
+    """Gives the revision, or null where there are tables already."""
+    with database.writing() as session:
+        connection = session.connection()
+        if inspect(connection).get_table_names():
+            return None
+        Base.metadata.create_all(connection)
+        connection.execute(text(_STAMP))
+        connection.execute(
+            text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": newest_revision()}
+        )
+    return newest_revision()
+
+
+def _step_by_step(url: str, revision: str) -> None:
+    from alembic import command
+
+    command.upgrade(alembic_config(url), revision)
+
+
+@contextmanager
+def _one_at_a_time(url: str) -> Iterator[None]:
+    """A lock beside a SQLite file; on PostgreSQL the migration takes an advisory lock itself."""
+    path = make_url(url).database
+    if not url.startswith("sqlite") or not path or path == ":memory:":
+        yield
+        return
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Path(f"{path}.migrating").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _only_for_its_owner(url: str) -> None:
+    path = make_url(url).database
+    if url.startswith("sqlite") and path and Path(path).exists():
+        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # noqa: PTH101

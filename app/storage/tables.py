@@ -1,0 +1,398 @@
+"""The tables."""
+
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any, Literal
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, text
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from app.contract.examples import DataFormat
+from app.contract.reports import Level
+from app.contract.states import JobStatus, Requested
+
+Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+
+
+BY_JOB = {"sqlite_with_rowid": False}
+"""Rows kept in the order of their primary key, which begins with the job: a job's lie together."""
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {dict[str, Any]: Json, list[Any]: Json}  # noqa: RUF012
+
+
+class Owned:
+    """What belongs to the key that it was made with (app/storage/ownership.py)."""
+
+    owner: Mapped[str | None] = mapped_column()
+    """The key's id; null: made without a key, by this machine's own user."""
+
+
+class Configuration(Owned, Base):
+    """A stored accumulation configuration, with only the fields that were given."""
+
+    __tablename__ = "configurations"
+    __table_args__ = (Index(None, "owner", "id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    given: Mapped[dict[str, Any]]
+    num_gpus: Mapped[int]
+    effective_batch_size: Mapped[int | None]
+
+
+class File(Owned, Base):
+    """A training file; its content lies in the data folder under its id."""
+
+    __tablename__ = "files"
+    __table_args__ = (Index(None, "owner", "id"), Index(None, "sha256"))
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    filename: Mapped[str]
+    purpose: Mapped[str]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str]
+    format: Mapped[DataFormat] = mapped_column(String)
+    examples: Mapped[int]
+    inline: Mapped[bool]
+    """Made from a job's inline texts; goes with its job."""
+
+
+class Job(Owned, Base):
+    """One training job. Only app/jobs/lifecycle.py changes its state."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index(None, "status", "place", "id", "owner"),
+        Index(None, "config_id"),
+        Index(None, "file_id"),
+        Index(None, "owner", "id"),
+        Index(None, "owner", "model_name", "user_id", "created_at"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    status: Mapped[JobStatus] = mapped_column(String)
+    requested: Mapped[Requested | None] = mapped_column(String)
+    """What a person wants of it that its worker has yet to do."""
+    priority: Mapped[int]
+    place: Mapped[float]
+    """In the queue, the lowest first: when it was submitted, earlier by so much for each priority."""
+    not_before: Mapped[float]
+    """Not claimed earlier: the wait after a crash."""
+
+    model_name: Mapped[str]
+    user_id: Mapped[Any] = mapped_column(Json, nullable=True)
+    labels: Mapped[dict[str, Any]]
+    """The client's metadata."""
+    config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
+    file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
+    suffix: Mapped[str | None]
+    """Of the trained model's name, as OpenAI's clients know it."""
+    webhook_url: Mapped[str | None]
+    """Who is told when the job ends or is paused."""
+    config: Mapped[dict[str, Any]]
+    training_config: Mapped[dict[str, Any]]
+    spec: Mapped[dict[str, Any]]
+    plan: Mapped[dict[str, Any]]
+
+    attempt: Mapped[int]
+    worker_id: Mapped[str | None]
+    lease_until: Mapped[float | None]
+    device: Mapped[str | None]
+    gpu_id: Mapped[int | None]
+    """The only GPU that may have it; null: any device."""
+    failures: Mapped[int]
+    """Crashes since the last checkpoint that moved on."""
+    checkpoint_step: Mapped[int]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+    progress: Mapped[dict[str, Any]]
+    result: Mapped[Any] = mapped_column(Json, nullable=True)
+    error: Mapped[Any] = mapped_column(Json, nullable=True)
+
+
+if TYPE_CHECKING:
+    JobRow = Job
+else:
+    JobRow = namedtuple("JobRow", [column.name for column in Job.__table__.columns])
+"""A job's columns for looking at: as an object of the table's own it takes ten times as long to make."""
+
+
+class Attempt(Base):
+    """One claim of a job by one worker, with the plan that it made."""
+
+    __tablename__ = "attempts"
+    __table_args__ = BY_JOB
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    worker_id: Mapped[str]
+    claimed_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    plan: Mapped[Any] = mapped_column(Json, nullable=True)
+    outcome: Mapped[str | None]
+
+
+class JobTotals(Base):
+    """What a job's steps come to, counted whenever an attempt ends: a job that runs is ahead of it."""
+
+    __tablename__ = "job_totals"
+    __table_args__ = BY_JOB
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    steps: Mapped[int] = mapped_column(BigInteger)
+    samples: Mapped[int] = mapped_column(BigInteger)
+    tokens: Mapped[int] = mapped_column(BigInteger)
+    skipped: Mapped[int] = mapped_column(BigInteger)
+    seconds: Mapped[float] = mapped_column(server_default="0")
+    """Of its windows."""
+    device_seconds: Mapped[float] = mapped_column(server_default="0")
+    """Of its attempts, during each of which it has a device."""
+    final_loss: Mapped[float | None]
+    """Of its last step."""
+
+
+class Counter(Base):
+    """What figures that only grow have from jobs that are no longer there (app/observability)."""
+
+    __tablename__ = "counters"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    label: Mapped[str] = mapped_column(primary_key=True)
+    """Empty: it has none."""
+    value: Mapped[float]
+
+
+class StepMetric(Base):
+    """One optimizer step of a job; where two attempts made it, the later one's."""
+
+    __tablename__ = "step_metrics"
+    __table_args__ = BY_JOB
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[int]
+    micro_step: Mapped[int]
+    batch_idx: Mapped[int]
+    epoch: Mapped[int]
+    samples: Mapped[int]
+    loss: Mapped[float]
+    loss_ema: Mapped[float]
+    gradient_accumulation_steps: Mapped[int]
+    effective_batch_size: Mapped[int]
+    physical_batch_size: Mapped[int]
+    learning_rate: Mapped[float]
+    grad_norm: Mapped[float]
+    tokens: Mapped[int]
+    input_tokens: Mapped[int]
+    padded_tokens: Mapped[int]
+    tokens_per_second: Mapped[float]
+    memory_gb: Mapped[float | None]
+    peak_gb: Mapped[float | None]
+    noise_scale: Mapped[float | None]
+    skipped: Mapped[int]
+    time: Mapped[float]
+    data_seconds: Mapped[float]
+    forward_backward_seconds: Mapped[float]
+    optimizer_seconds: Mapped[float]
+    synchronise_seconds: Mapped[float | None]
+    temperature_celsius: Mapped[float | None]
+    aux_loss: Mapped[float | None]
+    largest_tokens: Mapped[int | None]
+    micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)
+    gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
+
+
+class JobEvent(Base):
+    """Something that happened to a job: told by the service, a worker, or its trainer."""
+
+    __tablename__ = "job_events"
+    __table_args__ = (
+        Index(
+            "uq_job_events_job_id_line",
+            "job_id",
+            "line",
+            unique=True,
+            sqlite_where=text("line IS NOT NULL"),
+            postgresql_where=text("line IS NOT NULL"),
+        ),
+        BY_JOB,
+    )
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    id: Mapped[str] = mapped_column(primary_key=True)
+    line: Mapped[int | None] = mapped_column(BigInteger)
+    """Byte offset of the line in events.jsonl, where it came from there: read twice, stored once."""
+    attempt: Mapped[int]
+    created_at: Mapped[float]
+    level: Mapped[Level] = mapped_column(String)
+    type: Mapped[str]
+    message: Mapped[str]
+    data: Mapped[dict[str, Any]]
+
+
+class Key(Base):
+    """An API key, by its digest."""
+
+    __tablename__ = "keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    digest: Mapped[str] = mapped_column(unique=True)
+    """SHA-256 of the key, in hexadecimal digits."""
+    scopes: Mapped[list[Any]]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+
+
+class AnsweredRequest(Base):
+    """A request with an Idempotency-Key, and what was answered."""
+
+    __tablename__ = "answered_requests"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    """The key that it came with; empty: none."""
+    key: Mapped[str] = mapped_column(primary_key=True)
+    said: Mapped[str]
+    """SHA-256 of method, path and body."""
+    created_at: Mapped[float] = mapped_column(index=True)
+    status: Mapped[int]
+    answer: Mapped[str]
+
+
+class AuditEntry(Base):
+    """A request that changed something (app/security/audit.py)."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    at: Mapped[float]
+    key_id: Mapped[str | None]
+    method: Mapped[str]
+    path: Mapped[str]
+    status: Mapped[int]
+    address: Mapped[str]
+    request_id: Mapped[str]
+
+
+class Delivery(Base):
+    """Something to be told by webhook (app/webhooks)."""
+
+    __tablename__ = "deliveries"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), index=True)
+    created_at: Mapped[float]
+    type: Mapped[str]
+    url: Mapped[str]
+    attempts: Mapped[int]
+    not_before: Mapped[float | None] = mapped_column(index=True)
+    """When it is due; null: it was delivered, or given up."""
+    outcome: Mapped[str | None]
+    """`delivered`, or what came of the last attempt."""
+
+
+class Worker(Base):
+    """A supervisor process, and what it saw of its machine at its last heartbeat."""
+
+    __tablename__ = "workers"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    hostname: Mapped[str]
+    started_at: Mapped[float]
+    heartbeat_at: Mapped[float]
+    devices: Mapped[list[Any]]
+    running: Mapped[list[Any]]
+
+
+class StoredProfile(Base):
+    """The memory of a training step, as a function of its micro-batch."""
+
+    __tablename__ = "profiles"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[float]
+    model_name: Mapped[str]
+    architecture: Mapped[str] = mapped_column(index=True)
+    """The fingerprint of the model's config.json."""
+    recipe: Mapped[dict[str, Any]]
+    sequence: Mapped[int]
+    torch_version: Mapped[str]
+    content: Mapped[dict[str, Any]]
+
+
+class ProfileRequest(Base):
+    """A profile that somebody waits for; gone once it is made."""
+
+    __tablename__ = "profile_requests"
+
+    key: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    claimed_at: Mapped[float | None]
+    model_name: Mapped[str]
+    architecture: Mapped[str]
+    config: Mapped[dict[str, Any]]
+    recipe: Mapped[dict[str, Any]]
+    sequence: Mapped[int]
+    error: Mapped[str | None]
+    """Why it cannot be made; such a request is not made again."""
+
+
+class PreviewRequest(Base):
+    """A look at a file that somebody waits for, as tokens; gone once it was read."""
+
+    __tablename__ = "preview_requests"
+    __table_args__ = (Index(None, "file_id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    claimed_at: Mapped[float | None]
+    file_id: Mapped[str] = mapped_column(ForeignKey("files.id", ondelete="CASCADE"))
+    order: Mapped[dict[str, Any]]
+    answer: Mapped[Any] = mapped_column(Json, nullable=True)
+    error: Mapped[str | None]
+    """Why there is none."""
+
+
+class Measurement(Base):
+    """What a job measured of one size of micro-batch, and what had been predicted. It outlives the job."""
+
+    __tablename__ = "measurements"
+    __table_args__ = (Index(None, "architecture", "device_name"),)
+
+    job_id: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[Literal["run", "sweep"]] = mapped_column(String, primary_key=True)
+    tokens: Mapped[int] = mapped_column(primary_key=True)
+    """Of the largest micro-batch, padding included."""
+    created_at: Mapped[float]
+    key: Mapped[str]
+    """Of the profile that predicts it."""
+    architecture: Mapped[str]
+    """The fingerprint of the model's config.json."""
+    device: Mapped[Literal["cpu", "cuda"]] = mapped_column(String)
+    device_name: Mapped[str]
+    accumulating: Mapped[bool]
+    """It was one of several micro-batches of its step."""
+    source: Mapped[str]
+    """Of the prediction: measured, simulated or formula."""
+    predicted_bytes: Mapped[int] = mapped_column(BigInteger)
+    measured_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Allocated at the peak on a GPU, the whole process on a CPU."""
+    tokens_per_second: Mapped[float | None]
+    """The samples' own tokens, in forward and backward."""

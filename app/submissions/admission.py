@@ -1,0 +1,332 @@
+"""From a request to a stored job: checked, frozen, planned; with the data that it brings, or not at all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import Response
+from sqlalchemy.orm import Session
+
+from app.contract.accumulation import AccumulationConfig
+from app.contract.fail_points import fail_point
+from app.contract.spec import Plan, Spec
+from app.datasets import dataset_folder, files
+from app.devices import gpus
+from app.devices.gpus import first_devices, select_devices
+from app.errors import Conflict, QuotaExceeded, Unprocessable
+from app.jobs import configurations, lifecycle
+from app.jobs.lifecycle import Submission
+from app.jobs.schemas import DatasetConfig, TrainingRequest
+from app.memory_profiles.profiles import Wanted
+from app.models import base_models
+from app.models.base_models import BaseModel
+from app.planning.devices import Device
+from app.planning.inputs import Foresight
+from app.planning.plan import make_plan, recipe_of, unsupported
+from app.settings import Settings
+from app.statistics.performance import Speed
+from app.storage.database import Database, Transaction, take_turns
+from app.storage.tables import Job
+from app.submissions.freeze import Data, freeze
+from app.submissions.idempotency import Answer, Once
+from app.webhooks import addresses
+from app.webhooks.addresses import NotAllowed
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that can be trained as it stands."""
+
+    submission: Submission
+    brought: Path | list[dict[str, Any]] | None
+    """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
+    speed: Speed | None
+    """What the plan's duration is from."""
+    wanted: Wanted
+    """The profile that the plan is made from, once it is there: until then it is by formula."""
+
+
+def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
+    """Whether a request waits for more than the database: for data that it brings, or for the hub."""
+    brings = dataset is not None and dataset.file_id is None
+    return brings or not base_models.is_at_hand(model_name, settings)
+
+
+def check(
+    asked: TrainingRequest,
+    foresight: Foresight,
+    settings: Settings,
+    *,
+    planned: bool = False,
+    suffix: str | None = None,
+) -> Checked:
+    """Checks, freezes and plans.
+
+    Args:
+        planned: the accumulation steps are ours to plan.
+        suffix: of the trained model's name.
+
+    Raises:
+        Unprocessable, NotFound: what is asked for cannot be trained; the message names the field.
+    """
+    model, base = base_models.find_for_training(asked.model_name, settings)
+    if asked.dry_run:
+        foresight = foresight.fresh()
+    config, num_gpus = _config(foresight.database, asked)
+    data = _uploaded(foresight.database, asked.dataset_config.file_id, "file_id")
+    validation = _uploaded(foresight.database, asked.dataset_config.validation_file_id, "validation_file_id")
+    devices = _devices(foresight, asked.gpu_ids, num_gpus, settings)
+    if planned:
+        _check_that_steps_are_left_to_us(config)
+    brought, brought_data = _brought(asked, settings)
+    spec = freeze(
+        model,
+        data or brought_data,
+        validation,
+        asked.dataset_config,
+        config,
+        asked.training_config,
+        len(devices),
+        profile=asked.profile,
+        tune=asked.tune,
+        measured_margin=foresight.margin(devices[0].kind),
+    )
+    _check_that_workers_can(spec, foresight)
+    wanted = _wanted(spec, base, devices[0])
+    plan, speed = _plan(spec, wanted, devices[0], foresight)
+    submission = Submission(
+        spec=spec,
+        plan=plan,
+        config=config.model_dump(mode="json"),
+        training_config=asked.training_config.model_dump(mode="json"),
+        config_id=asked.config_id,
+        user_id=asked.user_id,
+        metadata=asked.metadata,
+        priority=asked.priority,
+        paused=not asked.auto_start,
+        suffix=suffix,
+        webhook_url=_webhook(asked, settings),
+        gpu_id=asked.gpu_ids[0] if asked.gpu_ids is not None and len(asked.gpu_ids) == 1 else None,
+    )
+    return Checked(submission, brought, speed, wanted)
+
+
+def store(
+    checked: Checked,
+    database: Database,
+    settings: Settings,
+    once: Once,
+    answer: Callable[[Session, Job], Answer],
+    status: int = 200,
+) -> Answer | Response:
+    """The job and the data that it brings, once; gives the answer made of it."""
+    with files.incoming(settings) as path:
+        stored = _store_brought(checked, path, settings)
+        equal = None if stored is None else files.equal_to(database, path, stored)
+
+        def create(session: Session) -> Answer:
+            submission = checked.submission
+            if stored is not None:
+                name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
+                files.add(session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True)
+                data = submission.spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
+                submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
+            check_quota(session, settings)
+            job = lifecycle.submit(session, submission)
+            made = answer(session, job)
+            fail_point("service.committing")
+            return made
+
+        made = once.make(database, create, status)
+        if isinstance(made, Response):
+            path.unlink(missing_ok=True)  # the job that was made first has its own
+    return made
+
+
+def _brought(asked: TrainingRequest, settings: Settings) -> tuple[Path | list[dict[str, Any]] | None, Data]:
+    """The samples that a request brings itself, and what they are."""
+    inline, name = asked.dataset_config.inline(), asked.dataset_config.dataset
+    if inline is not None:
+        form, lines = inline
+        return lines, Data(file_id="file-0", sha256="", format=form, examples=len(lines))
+    if name is None:
+        return None, Data(file_id="file-0", sha256="", format="text", examples=0)
+    path = dataset_folder.find(name, settings)
+    checked = files.check(path, settings, field="dataset_config.dataset")
+    return path, Data("file-0", checked.sha256, checked.format, checked.examples)
+
+
+def _store_brought(checked: Checked, path: Path, settings: Settings) -> files.Checked | None:
+    if checked.brought is None:
+        return None
+    if isinstance(checked.brought, list):
+        return files.store_lines(checked.submission.spec.data.format, checked.brought, path)
+    with checked.brought.open("rb") as source:
+        stored = files.store_upload(source, path, settings)
+    if stored.sha256 != checked.submission.spec.data.sha256:
+        raise Conflict(f"The data set {checked.brought.name} changed just now: try again.")
+    return stored
+
+
+def _webhook(asked: TrainingRequest, settings: Settings) -> str | None:
+    """Who is told of the job's end.
+
+    Raises:
+        Unprocessable: nobody can be told, or not there.
+    """
+    url = asked.webhook_url or settings.webhook_url
+    if url is None:
+        return None
+    if settings.webhook_secret is None:
+        raise Unprocessable(
+            "ACCRUE_WEBHOOK_SECRET is not set: webhooks are always signed.", field="webhook_url"
+        )
+    try:
+        addresses.check(url, private=settings.webhook_private_addresses)
+    except NotAllowed as error:
+        raise Unprocessable(f"webhook_url: {error.message}.", field="webhook_url") from None
+    return url
+
+
+_NEARLY = 200
+"""So near to the quota, requests on PostgreSQL are counted one after the other; more do not come at once."""
+
+
+def resume(session: Session, job_id: str, settings: Settings) -> Job:
+    """`jobs.resume`, within the quota of whoever's job it is: what timed out waits again."""
+    job, most = lifecycle.get(session, job_id), settings.max_queued_jobs
+    if lifecycle.timed_out(job):
+        take_turns(session, f"quota of {job.owner}")
+        if lifecycle.count_waiting(session, job.owner, most) >= most:
+            raise _too_many(most)
+    return lifecycle.resume(session, job_id)
+
+
+def check_quota(session: Session, settings: Settings) -> None:
+    """Raises:
+    QuotaExceeded: as many jobs wait as this key may have.
+    """
+    most = settings.max_queued_jobs
+    waiting = _count_waiting(session, most)
+    if waiting > most - _NEARLY and take_turns(session, f"quota of {session.info.get('maker')}"):
+        waiting = lifecycle.count_waiting(session, session.info.get("maker"), most)
+    if waiting >= most:
+        raise _too_many(most)
+
+
+def _too_many(most: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"{most} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): wait "
+        "for some "
+        "to end, or cancel them."
+    )
+
+
+def _count_waiting(session: Session, most: int) -> int:
+    """The maker's jobs that wait; or, where it is certain that `most` do not wait yet, an upper bound."""
+    maker = session.info.get("maker")
+    transaction: Transaction | None = session.info.get("transaction")
+    if transaction is None:
+        return lifecycle.count_waiting(session, maker, most)
+    known: dict[str | None, int] = transaction.known.setdefault("waiting", {})
+    at_most = known[maker] + 1 if maker in known else most
+    known[maker] = at_most if at_most < most else lifecycle.count_waiting(session, maker, most)
+    return known[maker]
+
+
+def _wanted(spec: Spec, base: BaseModel, device: Device) -> Wanted:
+    recipe = recipe_of(spec, device)
+    return Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
+
+
+def _plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
+    """The plan by the best estimate there is, and what its duration is from.
+
+    Where there is no simulation one is wanted for the next time.
+    """
+    but_for_its_seed = spec.model_copy(update={"seed": 0})
+    return foresight.plan(but_for_its_seed, device, lambda: _new_plan(spec, wanted, device, foresight))
+
+
+def _new_plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
+    foresight.want(wanted)
+    speed = foresight.speed(spec, device)
+    plan = make_plan(
+        spec,
+        [device],
+        foresight.estimates(wanted.architecture, device.name),
+        predicted=True,
+        speeds=foresight.speeds(wanted.architecture, device.name),
+        samples_per_second=speed.samples_per_second if speed is not None else None,
+    )
+    return plan, speed
+
+
+def _config(database: Database, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:
+    """The configuration and the number of devices: of the stored one, with the request's before its own."""
+    given = asked.accumulation().model_dump(mode="json", exclude_unset=True)
+    if asked.config_id is None:
+        return AccumulationConfig.model_validate(given), asked.num_gpus or 1
+    with database.reading() as session:
+        stored = configurations.find(session, asked.config_id, field="config_id")
+    return AccumulationConfig.model_validate({**stored.given, **given}), asked.num_gpus or stored.num_gpus
+
+
+def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
+    if config.target_effective_batch_size is None:
+        raise Unprocessable(
+            "target_effective_batch_size is missing: say the batch you want, Accrue plans the steps.",
+            field="target_effective_batch_size",
+        )
+    for field in ("accumulation_steps", "micro_batch_size"):
+        if getattr(config, field) is not None:
+            raise Unprocessable(
+                f"large-batch plans {field} by itself: leave it out, or use with-accumulation.", field=field
+            )
+
+
+def _uploaded(database: Database, file_id: str | None, field: str) -> Data | None:
+    if file_id is None:
+        return None
+    with database.glancing() as connection:
+        return Data(*files.glance(connection, database.owner, file_id, field=f"dataset_config.{field}"))
+
+
+def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
+    """The devices that the job is planned for: those named, else the first of those that workers have.
+
+    Declared devices are for those who ask beforehand: while no worker lives, nobody knows any better.
+
+    Raises:
+        Unprocessable: a GPU was named that no worker has, or that is not one alone.
+    """
+    of_workers = foresight.devices()
+    if gpu_ids is None and of_workers:
+        return first_devices(count, of_workers)
+    there = gpus.for_planning(settings.declared_devices, foresight.gpus())
+    if gpu_ids is None:
+        return first_devices(count, there)
+    machines = foresight.machines_with_gpus()
+    if of_workers and not machines:
+        raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
+    if machines > 1:
+        raise Unprocessable(
+            f"gpu_ids: GPUs are numbered by machine, and workers run on {machines}: leave gpu_ids out.",
+            field="gpu_ids",
+        )
+    return select_devices(gpu_ids, foresight.gpus() if of_workers else there)
+
+
+def _check_that_workers_can(spec: Spec, foresight: Foresight) -> None:
+    """Raises:
+    Unprocessable: there are workers, and what was asked for is for devices that none of them has.
+    """
+    of_workers = foresight.devices()
+    kinds = {device.kind for device in of_workers}
+    why = [] if "cuda" in kinds else unsupported(
+        "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
+    )  # fmt: skip
+    if of_workers and why:
+        field = "method" if spec.method.name == "qlora" else "optimizer"
+        raise Unprocessable(f"{why[0]}.", field=f"training_config.{field}")

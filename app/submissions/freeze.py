@@ -1,0 +1,274 @@
+"""From what was asked to what is frozen: every default filled in, everything checkable checked."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from app.contract.accumulation import AccumulationConfig, Precision
+from app.contract.architecture import ModelReference
+from app.contract.arguments import (
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULE_ARGUMENTS,
+)
+from app.contract.examples import DataFormat
+from app.contract.spec import (
+    AskedSplit,
+    DataSpec,
+    OptimizerSpec,
+    RampSpec,
+    ScheduleSpec,
+    Spec,
+    Tune,
+    ValidationSpec,
+)
+from app.errors import Unprocessable
+from app.jobs.schemas import DatasetConfig, TrainingConfig
+from app.planning import learning_rate
+from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
+from app.planning.recommendations import recommended_batch
+from app.planning.split import Asked, ConflictingBatch, Resolved, check_steps, resolve, without_accumulation
+
+DEFAULT_SAVE_EVERY = 50
+DEFAULT_RAMP = 8
+"""A ramp that follows what is measured goes up to so many times the effective batch."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The stored training file."""
+
+    file_id: str
+    sha256: str
+    format: DataFormat
+    examples: int
+
+
+def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) -> Resolved:
+    """The effective batch that a configuration means.
+
+    Raises:
+        Unprocessable: its numbers exclude each other.
+    """
+    asked = Asked(
+        config.target_effective_batch_size, config.accumulation_steps, config.micro_batch_size, devices
+    )
+    try:
+        resolved = (
+            resolve(asked, recommended)
+            if config.use_gradient_accumulation
+            else without_accumulation(asked, recommended)
+        )
+        if resolved.micro_batch:
+            check_steps(
+                -(-resolved.effective_batch_size // (resolved.micro_batch * devices)), resolved.micro_batch
+            )
+    except ConflictingBatch as error:
+        raise Unprocessable(f"{error}.", field=error.field) from None
+    return resolved
+
+
+def max_length_for(asked: int | None, model: ModelReference, field: str = "dataset_config.max_length") -> int:
+    """The longest sequence, in tokens.
+
+    Raises:
+        Unprocessable: longer than the model's positions.
+    """
+    positions = model.architecture.positions
+    if asked is not None and asked > positions:
+        raise Unprocessable(
+            f"max_length {asked} is longer than {model.name}'s {positions} positions: lower it, or choose a "
+            "model with a longer context.",
+            field=field,
+        )
+    return asked or min(positions, DEFAULT_MAX_LENGTH)
+
+
+def freeze(
+    model: ModelReference,
+    data: Data,
+    validation: Data | None,
+    dataset: DatasetConfig,
+    config: AccumulationConfig,
+    training: TrainingConfig,
+    devices: int,
+    *,
+    profile: bool = False,
+    tune: Tune | None = None,
+    measured_margin: float | None = None,
+) -> Spec:
+    """The spec of a job.
+
+    Args:
+        measured_margin: what predictions so far say should be kept free of a device's memory.
+
+    Raises:
+        Unprocessable: values that exclude each other, or that the model or the data do not allow.
+    """
+    own = _data(data, validation, dataset, model)
+    _check_options(training, own)
+    if config.use_cpu_offload and training.optimizer == "adamw_8bit":
+        raise Unprocessable(
+            "use_cpu_offload: adamw_8bit works on a GPU alone: choose adamw, whose states then take no GPU "
+            "memory at all.",
+            field="use_cpu_offload",
+        )
+    samples = data.examples - own.held_out() if dataset.overlength != "split" else None
+    batch = resolve_batch(config, devices, recommended_batch(samples))
+    if tune is not None:
+        _check_tunable(batch, training)
+    return Spec(
+        model=model,
+        data=own,
+        seed=training.seed,
+        method=method_spec(training.method),
+        effective_batch_size=batch.effective_batch_size,
+        ramp=_ramp(config, batch.effective_batch_size),
+        epochs=None if training.max_steps else (training.epochs or DEFAULT_EPOCHS),
+        max_steps=training.max_steps,
+        optimizer=_optimizer(training, config, batch.effective_batch_size),
+        schedule=_schedule(training),
+        label_smoothing=training.label_smoothing,
+        aux_scope=training.aux_scope,
+        gradient_clipping=config.gradient_clipping,
+        clip_mode=config.clip_mode,
+        loss_spike_zscore=config.loss_spike_zscore,
+        precision=_precision(config),
+        accumulate_in_fp32=config.accumulate_in_fp32,
+        accumulate_gradients_on_cpu=config.accumulate_gradients_on_cpu,
+        use_cpu_offload=config.use_cpu_offload,
+        gradient_checkpointing=training.gradient_checkpointing,
+        attention=training.attention,
+        compile=training.compile,
+        freeze=tuple(training.freeze),
+        eval_every=training.eval_every,
+        early_stopping=training.early_stopping,
+        save_every=training.save_every or DEFAULT_SAVE_EVERY,
+        timeout_seconds=training.timeout_seconds,
+        certificate=config.equivalence_check,
+        noise_scale_every=config.noise_scale_every,
+        split=AskedSplit(accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices),
+        memory=memory_limits(config.max_memory_usage, config.memory_safety_margin, measured_margin),
+        auto_adjust_batch_size=config.auto_adjust_batch_size,
+        log_accumulation=config.log_accumulation,
+        log_memory_usage=config.log_memory_usage,
+        log_micro_losses=config.log_micro_losses,
+        log_gradients=config.log_gradients,
+        report_to=tuple(training.report_to),
+        completions=training.completions if own.validation is not None and not training.compile else 0,
+        profile=profile,
+        tune=tune,
+    )
+
+
+def _check_options(training: TrainingConfig, data: DataSpec) -> None:
+    for field in ("early_stopping", "eval_every"):
+        if getattr(training, field) is not None and data.validation is None:
+            raise Unprocessable(
+                f"{field} needs something to evaluate on: set validation_split or validation_file_id in "
+                "dataset_config.",
+                field=f"training_config.{field}",
+            )
+    if training.compile and data.packing:
+        raise Unprocessable(
+            "compile and packing exclude each other: packed rows have a shape of their own each time.",
+            field="training_config.compile",
+        )
+
+
+def _check_tunable(batch: Resolved, training: TrainingConfig) -> None:
+    if batch.steps is not None or batch.micro_batch is not None:
+        raise Unprocessable(
+            "tune chooses the micro-batch: leave accumulation_steps and micro_batch_size out.", field="tune"
+        )
+    if training.compile:
+        raise Unprocessable(
+            "tune and compile exclude each other: every size measured would be compiled first. Tune without "
+            "compile: what is found serves both.",
+            field="tune",
+        )
+
+
+def _data(data: Data, validation: Data | None, dataset: DatasetConfig, model: ModelReference) -> DataSpec:
+    if dataset.format not in (None, data.format):
+        raise Unprocessable(
+            f"The file's lines are of format {data.format}, not {dataset.format}: leave format out, or "
+            "upload the file as you mean it.",
+            field="dataset_config.format",
+        )
+    if dataset.validation_split is not None and data.examples < 2:
+        raise Unprocessable(
+            "validation_split needs at least two samples: one to train on and one to evaluate on.",
+            field="dataset_config.validation_split",
+        )
+    return DataSpec(
+        file_id=data.file_id,
+        sha256=data.sha256,
+        format=data.format,
+        examples=data.examples,
+        max_length=max_length_for(dataset.max_length, model),
+        overlength=dataset.overlength,
+        packing=dataset.packing,
+        validation=_validation(validation, dataset.validation_split),
+    )
+
+
+def _validation(file: Data | None, share: float | None) -> ValidationSpec | None:
+    if file is not None:
+        return ValidationSpec(file_id=file.file_id, sha256=file.sha256, format=file.format, share=None)
+    if share is not None:
+        return ValidationSpec(file_id=None, sha256=None, format=None, share=share)
+    return None
+
+
+def _ramp(config: AccumulationConfig, effective_batch: int) -> RampSpec:
+    limit = config.max_effective_batch_size or DEFAULT_RAMP * effective_batch
+    if limit < effective_batch:
+        raise Unprocessable(
+            f"max_effective_batch_size {limit} is smaller than the effective batch of {effective_batch}: "
+            "raise it, or lower the target.",
+            field="max_effective_batch_size",
+        )
+    return RampSpec(
+        name=config.accumulation_scheduler,
+        warmup_steps=config.accumulation_warmup_steps,
+        loss_variance_threshold=config.loss_variance_threshold,
+        max_effective_batch_size=limit,
+    )
+
+
+def _schedule(training: TrainingConfig) -> ScheduleSpec:
+    given = training.lr_scheduler_args.model_dump(exclude_none=True)
+    own = {**SCHEDULE_ARGUMENTS[training.lr_scheduler], **given}
+    if training.warmup_shape == "constant" and "warmup_start" not in given:
+        own["warmup_start"] = 0.1  # a constant warmup at a rate of nothing would be a delay
+    unused = {"warmup_start": 0.0, "final": 0.0, "pct_start": 0.0, "div_factor": 1.0, "final_div_factor": 1.0}
+    return ScheduleSpec(
+        name=training.lr_scheduler,
+        warmup_steps=training.warmup_steps,
+        warmup_ratio=training.warmup_ratio or 0.0,
+        warmup_shape=training.warmup_shape,
+        **{**unused, **own},
+    )
+
+
+def _precision(config: AccumulationConfig) -> Literal["auto"] | Precision:
+    if isinstance(config.mixed_precision, bool):
+        return "auto" if config.mixed_precision else "no"
+    return config.mixed_precision
+
+
+def _optimizer(training: TrainingConfig, config: AccumulationConfig, effective_batch: int) -> OptimizerSpec:
+    scale = 1.0
+    if config.gradient_scaling and config.base_batch_size:
+        scale = learning_rate.scale(config.lr_scaling, effective_batch / config.base_batch_size)
+    own = OPTIMIZER_ARGUMENTS[training.optimizer] | training.optimizer_args.model_dump(exclude_none=True)
+    unused = dict.fromkeys(("betas", "eps", "momentum", "nesterov", "trust_coefficient"))
+    if own.get("nesterov") and not own.get("momentum"):
+        raise Unprocessable(
+            "nesterov needs a momentum: set optimizer_args.momentum.", field="training_config.optimizer_args"
+        )
+    return OptimizerSpec(
+        name=training.optimizer,
+        learning_rate=training.learning_rate * scale,
+        weight_decay=training.weight_decay,
+        **{**unused, **own},
+    )

@@ -1,1 +1,0 @@
-"""From what is asked to a job in the queue."""

@@ -1,1 +1,0 @@
-"""Looking after the data folder."""

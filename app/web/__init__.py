@@ -1,0 +1,1 @@
+"""What surrounds every request: middleware, error bodies, pagination, event streams, documentation."""

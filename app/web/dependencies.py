@@ -1,0 +1,114 @@
+"""What routes ask for: settings, and a session that is committed before the answer goes out.
+
+Those that do not wait for anything are coroutines: FastAPI runs a plain function in a thread, which takes
+longer than what these do.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Annotated
+
+from fastapi import Depends, Header, Path, Query, Request
+from sqlalchemy.orm import Session
+
+from app.errors import Forbidden
+from app.planning.inputs import Foresight
+from app.security.authentication import admit
+from app.security.keys import Caller
+from app.security.scopes import Scope
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.ownership import seen_by
+from app.submissions.idempotency import Once
+from app.web.content_type import is_multipart
+from app.web.query_parameters import check_names
+
+CALCULATORS = "calculators"
+
+
+async def _settings(request: Request) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+async def _caller(request: Request) -> Caller:
+    """Who asks, and that they may. `app/web/openapi.py` says so in the document: a scheme of FastAPI's own
+    is a dependency more for every request, and would find the key where it is looked for again.
+
+    Raises:
+        Unauthorized, Forbidden: no key that opens this service, or not for this.
+    """
+    caller = await admit(request)
+    if request.scope["query_string"]:
+        check_names(request)
+    needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
+    if not caller.may(needed):
+        raise Forbidden(f"This key may not {needed}: make one with --scope {needed}.")
+    return caller
+
+
+def _changes_nothing(request: Request) -> bool:
+    tags: list[str] = getattr(request.scope.get("route"), "tags", [])
+    return CALCULATORS in tags
+
+
+async def _whole_database(request: Request) -> Database:
+    database: Database = request.app.state.database
+    return database
+
+
+async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Database:
+    return _as_seen(request, caller)
+
+
+def foresight_of(request: Request) -> Foresight:
+    """What the caller of an authorised request may know of jobs to come."""
+    return Foresight(_as_seen(request, request.state.caller), request.app.state.kept)
+
+
+def _as_seen(request: Request, caller: Caller) -> Database:
+    whole: Database = request.app.state.database
+    return seen_by(whole, caller.owner, maker=caller.key_id)
+
+
+async def _once(
+    request: Request,
+    caller: Annotated[Caller, Depends(_caller)],
+    idempotency_key: Annotated[
+        str | None,
+        Header(min_length=1, max_length=255, description="The same again is done once, for a day"),
+    ] = None,
+) -> Once:
+    said = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())
+    if not is_multipart(request.headers):
+        said.update(await request.body())
+    return Once(idempotency_key, caller.key_id or "", said.digest())
+
+
+def _reading(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
+    with database.reading() as session:
+        yield session
+
+
+def _writing(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
+    with database.writing() as session:
+        yield session
+
+
+CurrentCaller = Annotated[Caller, Depends(_caller)]
+authorised = Depends(_caller)
+"""Of every router but those that anybody may ask: whether the service is up."""
+
+CurrentSettings = Annotated[Settings, Depends(_settings)]
+WholeDatabase = Annotated[Database, Depends(_whole_database)]
+"""For those few routes that anybody may ask, and that tell of nobody's things."""
+
+CurrentDatabase = Annotated[Database, Depends(_database)]
+Reading = Annotated[Session, Depends(_reading, scope="function")]
+Writing = Annotated[Session, Depends(_writing, scope="function")]
+CurrentOnce = Annotated[Once, Depends(_once)]
+Limit = Annotated[int, Query(ge=1, le=100, description="At most so many")]
+After = Annotated[str | None, Query(max_length=100, description="The last id of the page before")]
+
+
+JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]

@@ -1,0 +1,233 @@
+"""What happens to every request: an id, a size limit, the look at where it comes from, one log line."""
+
+import asyncio
+import re
+import time
+from http import HTTPStatus
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.contract.text import is_storable, storable
+from app.errors import AccrueError, Forbidden, InvalidRequest, TooLarge
+from app.observability.prometheus import Exposition
+from app.security.audit import AuditLog, Deed
+from app.security.authentication import admit, bearer
+from app.security.keys import Caller, is_well_formed
+from app.security.local import refusal
+from app.settings import LOOPBACK, Settings
+from app.storage.ids import request_id
+from app.web.content_type import is_multipart
+from app.web.latency import LatencyGauge
+from app.web.problem_details import known, problem_response, unexpected
+
+log = structlog.get_logger("accrue.service")
+
+NATIVE = "/gradient-accumulation"
+_ALSO_UNDER = "/api/v1"
+
+_REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+_FORM_OVERHEAD = 2**16
+_UPLOADS = ("/v1/files",)
+"""The routes whose body is a file."""
+_PAGES = ("/", "/docs")
+_FOR_ANYBODY = ("/healthz", "/readyz")
+_BODY_SECONDS = 60.0
+"""In which the body must have arrived; of an upload, the next part of it."""
+_READING = ("GET", "HEAD", "OPTIONS")
+_LONGEST_PATH = 500
+_LONGEST_LENGTH = 15
+"""Digits of a content-length that are worth reading as a number."""
+
+
+class EveryRequest:
+    """ASGI middleware around the whole application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        latency: LatencyGauge,
+        audit: AuditLog,
+        exposition: Exposition,
+        is_mounted: bool,
+    ) -> None:
+        """
+        Args:
+            is_mounted: another application lets nobody in whom it does not know.
+        """
+        self.app = app
+        self.audit = audit
+        self.exposition = exposition
+        self.is_mounted = is_mounted
+        self.settings = settings
+        self.latency = latency
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        _by_its_first_name(scope)
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        identifier = given if _REQUEST_ID.match(given) else request_id()
+        structlog.contextvars.bind_contextvars(request_id=identifier)
+        status = 500
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = int(message["status"]), True
+                _add_headers(MutableHeaders(scope=message), identifier)
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, send_with_id, headers)
+        except Exception as error:
+            log.exception("unexpected error", path=scope["path"], exc_info=error)
+            if not started:
+                await unexpected(Request(scope))(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - began
+            self.latency.add(seconds)
+            self.exposition.answered(scope["method"], _template(scope), status, seconds)
+            tell = log.debug if scope["method"] in _READING and status < HTTPStatus.BAD_REQUEST else log.info
+            tell("request", method=scope["method"], path=scope["path"], status=status,
+                 milliseconds=round(1000 * seconds, 1))  # fmt: skip
+            self._note(scope, status, identifier)
+            structlog.contextvars.clear_contextvars()
+
+    def _note(self, scope: Scope, status: int, identifier: str) -> None:
+        """Into the audit log, where it belongs there: what changes something, and what was refused."""
+        refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        if scope["method"] in _READING and not (self.settings.audit_reads or refused):
+            return
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        key_id = caller.key_id if caller is not None else None
+        address = scope["client"][0] if scope.get("client") else "?"
+        path = storable(scope["path"])[:_LONGEST_PATH]
+        deed = Deed(time.time(), key_id, scope["method"], path, status, address, identifier)
+        self.audit.note(deed, is_known=caller is not None)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
+        """Hands the request on, once it is known that it may come in; nothing of its body is read before."""
+        response = await self._refused(scope, headers)
+        if response is not None:
+            await response(scope, receive, send)
+            return
+        is_upload = self._is_upload(scope)
+        await self.app(scope, _limited(receive, self._limit(is_upload), whole=not is_upload), send)
+
+    async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
+        """The answer to a request that does not come in; null: it does."""
+        request = Request(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not is_storable(scope["path"]) or b"%00" in scope["query_string"]:
+            return problem_response(
+                request, 400, InvalidRequest.code, InvalidRequest.title,
+                "The address has a NUL character: leave it out.",
+            )  # fmt: skip
+        if not self._is_for_others(headers):
+            why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
+            if why is not None:
+                return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
+        limit, length = self._limit(self._is_upload(scope)), headers.get("content-length", "0")
+        if length.isdigit() and (len(length) > _LONGEST_LENGTH or int(length) > limit):
+            return problem_response(
+                request, TooLarge.status, TooLarge.code, TooLarge.title, _too_large(limit), param="body",
+                headers={"Connection": "close"},
+            )  # fmt: skip
+        if scope["method"] in _READING or path in _FOR_ANYBODY:
+            return None  # without a body there is nothing to be gained by asking before the route does
+        is_upload = self._is_upload(scope)
+        try:
+            caller = await admit(request)
+            if is_upload and not caller.may("write"):  # before all of it is taken in
+                raise Forbidden("This key may not write: make one with --scope write.")
+        except AccrueError as error:
+            response = known(request, error)
+            response.headers["Connection"] = "close"
+            return response
+        if is_upload and not is_multipart(headers):
+            return problem_response(
+                request, 415, "unsupported_media_type", "Unsupported media type",
+                "Send the file as multipart/form-data, in the field file.", headers={"Connection": "close"},
+            )  # fmt: skip
+        return None
+
+    def _is_for_others(self, headers: Headers) -> bool:
+        """Who shows a key, or is bound to more than loopback, needs no name of this machine."""
+        on_loopback = self.settings.host in LOOPBACK and not self.is_mounted
+        return not on_loopback or is_well_formed(bearer(headers) or "")
+
+    def _is_upload(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
+
+    def _limit(self, is_upload: bool) -> int:
+        """Bytes of the body: a file's for the route that takes files, a document's for every other."""
+        return self.settings.max_file_bytes + _FORM_OVERHEAD if is_upload else self.settings.max_body_bytes
+
+
+def _by_its_first_name(scope: Scope) -> None:
+    """What is asked for under `/api/v1` is looked for without it."""
+    root = scope.get("root_path", "")
+    if scope["path"].startswith(f"{root}{_ALSO_UNDER}{NATIVE}"):
+        scope["path"] = root + scope["path"][len(root) + len(_ALSO_UNDER) :]
+
+
+def _template(scope: Scope) -> str:
+    """The route within its surface, with its parameters' names: of those there are few."""
+    return getattr(scope.get("route"), "path", "none")
+
+
+def _add_headers(headers: MutableHeaders, identifier: str) -> None:
+    """The request's id, and what keeps a browser from making more of an answer than it is."""
+    headers["x-request-id"] = identifier
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers["Referrer-Policy"] = "no-referrer"
+    headers["X-Frame-Options"] = "DENY"
+    if not headers.get("content-type", "").startswith("text/html"):
+        headers["Content-Security-Policy"] = "default-src 'none'; frame-ancestors 'none'"
+
+
+def _too_large(limit: int) -> str:
+    return (
+        f"The body is larger than {limit} bytes: upload the data with POST /v1/files and name it by its "
+        "file_id, or raise ACCRUE_MAX_BODY_BYTES or ACCRUE_MAX_FILE_BYTES."
+    )
+
+
+def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
+    """Counts what arrives, for bodies that do not say how long they are; and how long that takes.
+
+    Args:
+        whole: the whole body must be there in time; else each part of it.
+    """
+    taken, arrived = 0, False
+    until = time.monotonic() + _BODY_SECONDS
+
+    async def receive_limited() -> Message:
+        nonlocal taken, arrived, until
+        if arrived:
+            message = await receive()
+        else:
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "The body arrives too slowly.") from None
+        arrived = not message.get("more_body", False)
+        until = until if whole else time.monotonic() + _BODY_SECONDS
+        taken += len(message.get("body", b""))
+        if taken > limit:
+            raise HTTPException(TooLarge.status, _too_large(limit))
+        return message
+
+    return receive_limited

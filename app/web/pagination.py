@@ -1,0 +1,45 @@
+"""Lists in pages, newest first, by key and never by offset."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import Select
+from sqlalchemy.orm import Session
+
+from app.contract.base import Page
+
+Row = TypeVar("Row")
+Item = TypeVar("Item")
+
+
+def page(
+    session: Session,
+    query: Select[Row],
+    key: Any,
+    limit: int,
+    after: str | None,
+    answer: Callable[[Row], Item],
+) -> Page[Item]:
+    """One page of a query, by an id column whose values sort by time of creation."""
+    if after is not None:
+        query = query.where(key < after)
+    rows: Sequence[Row] = session.scalars(query.order_by(key.desc()).limit(limit + 1)).all()
+    data = [answer(row) for row in rows[:limit]]
+    return Page(
+        data=data,
+        has_more=len(rows) > limit,
+        first_id=getattr(rows[0], key.key) if data else None,
+        last_id=getattr(rows[len(data) - 1], key.key) if data else None,
+    )
+
+
+def page_of(items: Sequence[Item], key: Callable[[Item], str], limit: int, after: str | None) -> Page[Item]:
+    """One page of a list that is in memory, newest first."""
+    rest = [item for item in items if after is None or key(item) < after]
+    data = rest[:limit]
+    return Page(
+        data=data,
+        has_more=len(rest) > limit,
+        first_id=key(data[0]) if data else None,
+        last_id=key(data[-1]) if data else None,
+    )

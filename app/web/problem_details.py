@@ -1,0 +1,189 @@
+"""The one error body: a problem document (RFC 9457) that the openai client understands too."""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sqlalchemy.exc import IntegrityError, OperationalError
+from starlette.exceptions import HTTPException
+
+from app.errors import (
+    AccrueError,
+    Conflict,
+    DiskFull,
+    QuotaExceeded,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
+from app.storage.disk import is_full
+from app.web.validation_errors import FieldProblem, complaints
+
+OPENAI = "OpenAI"
+"""How the tags of the OpenAI-compatible routes begin."""
+
+log = structlog.get_logger("accrue.service")
+
+
+class OpenAIError(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Problem(BaseModel):
+    """Every error of every route."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    errors: list[FieldProblem] = []
+    error: OpenAIError
+
+
+def problem_response(
+    request: Request,
+    status: int,
+    code: str,
+    title: str,
+    detail: str,
+    *,
+    errors: Sequence[FieldProblem] = (),
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """The error body, for a route or a middleware."""
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    body = Problem(
+        type=f"https://accrue.invalid/problems/{code}",
+        title=title,
+        status=status,
+        detail=detail,
+        instance=request.url.path,
+        errors=list(errors),
+        error=OpenAIError(message=detail, type=kind, param=param, code=code),
+    )
+    return JSONResponse(
+        body.model_dump(), status, media_type="application/problem+json", headers=dict(headers or {})
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Maps every error that can leave a route to the one body."""
+    app.add_exception_handler(AccrueError, known)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(OperationalError, _database_away)
+    app.add_exception_handler(IntegrityError, _in_use)
+    app.add_exception_handler(OSError, _os_error)
+
+
+def _status(request: Request, status: int) -> int:
+    """OpenAI's clients know a request that was understood and refused as 400."""
+    tags: list[str] = getattr(request.scope.get("route"), "tags", [])
+    return 400 if status == 422 and any(tag.startswith(OPENAI) for tag in tags) else status
+
+
+def known(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, AccrueError)
+    fields = [FieldProblem(field=error.field, message=error.message)] if error.field else []
+    headers = {"x-should-retry": "false"} if isinstance(error, Conflict | QuotaExceeded) else {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, TooManyRequests):
+        headers["Retry-After"] = str(error.retry_after_seconds)
+    return problem_response(
+        request, _status(request, error.status), error.code, error.title, error.message,
+        errors=fields, param=error.field, headers=headers,
+    )  # fmt: skip
+
+
+def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    fields = complaints(error.errors(), _body_of(request))
+    detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5])
+    detail += "; and more" if len(fields) > 5 else ""
+    detail = detail if detail.endswith("?") else f"{detail}."
+    first = fields[0].field if fields else None
+    return problem_response(
+        request,
+        _status(request, 422),
+        "invalid_value",
+        "Unprocessable request",
+        detail,
+        errors=fields,
+        param=first,
+    )
+
+
+def _body_of(request: Request) -> type[BaseModel] | None:
+    """What the route takes as its body."""
+    dependant = getattr(request.scope.get("route"), "dependant", None)
+    for field in dependant.body_params if dependant is not None else ():
+        annotation = field.field_info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None
+
+
+def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    detail = {
+        404: f"There is nothing at {request.url.path}: see /docs for what there is.",
+        405: f"{request.method} is not allowed at {request.url.path}: see /docs.",
+    }.get(error.status_code, str(error.detail))
+    if detail == "There was an error parsing the body":
+        detail = (
+            "The body is not valid JSON: it must be UTF-8, not too deep, with numbers of sensible length."
+        )
+    code = TooLarge.code if status == TooLarge.status else status.phrase.lower().replace(" ", "_")
+    return problem_response(request, status, code, status.phrase, detail, headers=error.headers)
+
+
+def _in_use(request: Request, error: Exception) -> JSONResponse:
+    log.warning("conflicting change", error=str(getattr(error, "orig", error)))
+    return problem_response(
+        request, Conflict.status, Conflict.code, Conflict.title,
+        "Something else changed at the same time what this request is about: look again, and repeat it.",
+    )  # fmt: skip
+
+
+def _database_away(request: Request, error: Exception) -> JSONResponse:
+    if is_full(error):
+        return _disk_full(request, error)
+    log.error("the database did not answer", error=str(getattr(error, "orig", error)))
+    return problem_response(
+        request, 503, Unavailable.code, Unavailable.title,
+        "The database does not answer right now: try again in a moment.", headers={"Retry-After": "2"},
+    )  # fmt: skip
+
+
+def _os_error(request: Request, error: Exception) -> JSONResponse:
+    if is_full(error):
+        return _disk_full(request, error)
+    raise error
+
+
+def _disk_full(request: Request, error: Exception) -> JSONResponse:
+    log.error("the disk is full", error=str(error))
+    return problem_response(
+        request, DiskFull.status, DiskFull.code, DiskFull.title,
+        "The disk is full: nothing was stored. Delete files or ended jobs, or make room for the data folder.",
+    )  # fmt: skip
+
+
+def unexpected(request: Request) -> JSONResponse:
+    """The answer where our own code failed."""
+    return problem_response(
+        request, 500, "internal_error", "Internal error",
+        "Something went wrong that should not have; the service's log has it under this request's id.",
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""A parameter in the query that a route does not have, or has once and is given twice, is refused by name, as
+a field in a body is."""
+
+from collections.abc import Callable
+from typing import Any, get_args, get_origin
+
+from fastapi import Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+
+from app.errors import Unprocessable
+from app.jobs.filters import is_filter
+
+_LISTS: dict[Callable[..., Any], dict[str, bool]] = {}
+"""By the route's function: its parameters, and whether each may be given several times."""
+
+
+def check_names(request: Request) -> None:
+    """Raises:
+    Unprocessable: a parameter has a name that the route does not know, or came again.
+    """
+    route = request.scope.get("route")
+    if not isinstance(route, APIRoute):
+        return
+    if route.endpoint not in _LISTS:
+        _LISTS[route.endpoint] = _parameters_of(route.dependant)
+    known = _LISTS[route.endpoint]
+    seen = set()
+    for name, _ in request.query_params.multi_items():
+        shown = name[:100] or "query"
+        if name not in known and not is_filter(name):
+            told = ", ".join(sorted(known)) or "none"
+            raise Unprocessable(
+                f"{name[:100]!r} is no parameter of this request; there are: {told}.", field=shown
+            )
+        if name in seen and not known.get(name, False):
+            raise Unprocessable(f"{name[:100]!r} is there twice: leave one out.", field=shown)
+        seen.add(name)
+
+
+def _parameters_of(dependant: Dependant) -> dict[str, bool]:
+    found = {field.alias: _is_list(field.field_info.annotation) for field in dependant.query_params}
+    for each in dependant.dependencies:
+        found |= _parameters_of(each)
+    return found
+
+
+def _is_list(annotation: Any) -> bool:
+    """Of its own, or where it is given at all."""
+    return any(get_origin(each) is list for each in (annotation, *get_args(annotation)))

@@ -1,0 +1,172 @@
+"""What pydantic complains of, in words that help: the field as the client wrote it, and what may be meant."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import AliasChoices, BaseModel
+
+from app.contract.base import UNSTORABLE
+
+_MEMBER = re.compile(r"^(int|str|bool|float|[A-Z]\w*|.*[\[-].*)$")
+"""A part of an error's path that is a member of a union, and nothing that the client wrote."""
+
+_PLAINLY = {"model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json"}
+"""What to say instead of pydantic's own words, by its type of error."""
+
+_FORMS = {
+    "file_id": "no file has such an id: file-…, as POST /v1/files answers and GET /v1/files lists them",
+    "model": "has a form that is not allowed: letters, digits, dots, hyphens and underscores, a slash only "
+    "between owner and name. A model that was trained here is trained further from its folder below "
+    "ACCRUE_MODELS_DIR",
+}
+_OF_A_FORM = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
+              "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
+"""What a text is that has not the form of one, by its field."""
+
+_KNOWN_ELSEWHERE_AS = {
+    "lr": "learning_rate",
+    "rank": "r",
+    "lora_r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "batch_size": "target_effective_batch_size",
+    "global_batch_size": "target_effective_batch_size",
+    "target_batch": "target_effective_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "n_epochs": "epochs",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "seq_length": "max_length",
+    "max_grad_norm": "gradient_clipping",
+    "lr_scheduler_type": "lr_scheduler",
+    "optim": "optimizer",
+    "eval_steps": "eval_every",
+    "save_steps": "save_every",
+    "dataset": "dataset_config",
+    "model": "model_name",
+}
+"""Names that other trainers have for our fields."""
+
+_SAID_BY = {
+    "use_peft": 'training_config.method: "lora"',
+    "use_lora": 'training_config.method: "lora"',
+    "peft_config": 'training_config.method: {"lora": {"r": 16, "alpha": 32}}',
+    "load_in_4bit": 'training_config.method: "qlora"',
+    "load_in_8bit": 'training_config.optimizer: "adamw_8bit", or training_config.method: "qlora"',
+    "fp16": 'mixed_precision: "fp16"',
+    "bf16": 'mixed_precision: "bf16"',
+    "tf32": 'mixed_precision: "tf32"',
+}
+"""What says the same here as a switch of other trainers."""
+
+
+_OTHER_KINDS = ("_type", "_parsing", "literal_error", "missing", "extra_forbidden")
+"""How pydantic's types of error end that say that a value is of another kind."""
+
+
+MOST_TOLD = 20
+"""Problems that one answer names: whoever mends these sends the rest again."""
+_MOST_LOOKED_AT = 200
+
+
+class FieldProblem(BaseModel):
+    field: str
+    message: str
+
+
+def complaints(errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | None) -> list[FieldProblem]:
+    """One for each field.
+
+    Args:
+        errors: pydantic's, with where each is.
+        asked: what the body should have been.
+    """
+    by_field: dict[str, list[Mapping[str, Any]]] = {}
+    for error in errors[:_MOST_LOOKED_AT]:
+        by_field.setdefault(".".join(_until_a_union(error)) or "body", []).append(error)
+    found: dict[str, FieldProblem] = {}
+    for field, own in by_field.items():
+        problem = _of_one(own[0], asked) if len(own) == 1 else _of_a_union(field, own, asked)
+        found.setdefault(problem.field, problem)
+    return list(found.values())[:MOST_TOLD]
+
+
+def _until_a_union(error: Mapping[str, Any]) -> list[str]:
+    path = []
+    for part in _path(error):
+        if _MEMBER.match(part):
+            break
+        path.append(part)
+    return path
+
+
+def _path(error: Mapping[str, Any]) -> list[str]:
+    own = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
+    return [*own, *error["ctx"]["field"].split(".")] if error["type"] == UNSTORABLE else own
+
+
+def _of_a_union(
+    field: str, errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | None
+) -> FieldProblem:
+    """Of a value that is none of several kinds: what is wrong within the kind that it comes nearest to, else
+    what it may be."""
+    bounds = [error for error in errors if not error["type"].endswith(_OTHER_KINDS)]
+    if bounds:  # it is of that kind, and beyond its bounds
+        return _of_one(bounds[0], asked)
+    deepest = max(errors, key=lambda error: len(_path(error)))
+    if len(_path(deepest)) > field.count(".") + 3:  # its own name, the kind's, and the kind's only field
+        return _of_one(deepest, asked)
+    simple = [error for error in errors if error["type"].endswith(("_type", "_parsing", "literal_error"))]
+    told = [_plainly(error) for error in simple if error["type"] != "model_type"] or [_plainly(errors[0])]
+    start = "input should be "
+    rest = [each.removeprefix(start) for each in told if each.startswith(start)]
+    return FieldProblem(field=field, message=start + " or ".join(rest) if rest else told[0])
+
+
+def _of_one(error: Mapping[str, Any], asked: type[BaseModel] | None) -> FieldProblem:
+    if error["type"] == "json_invalid":
+        return FieldProblem(field="body", message=f"is not valid JSON ({error['ctx']['error']})")
+    path = [part for part in _path(error) if not _MEMBER.match(part)]
+    field = ".".join(path) or "body"
+    if error["type"] == "extra_forbidden":
+        return FieldProblem(field=field, message=_unknown(field, asked))
+    return FieldProblem(field=field, message=_plainly(error))
+
+
+def _plainly(error: Mapping[str, Any]) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "string_pattern_mismatch":
+        return _FORMS.get(_OF_A_FORM.get(_path(error)[-1], ""), f"has a form that is not allowed: {message}")
+    return _PLAINLY.get(error["type"], message[:1].lower() + message[1:])
+
+
+def _unknown(field: str, asked: type[BaseModel] | None) -> str:
+    """That there is no such field, and which was probably meant."""
+    told = "is no field of this request"
+    there = dict(_fields(asked)) if asked is not None else {}
+    group, _, name = field.rpartition(".")
+    first = next((path for path, others in there.items() if field in others), None)
+    if first is not None:
+        return f"is another name of {first}, which is given, too: leave one out"
+    if name in _SAID_BY and asked is not None:
+        return f"{told}: say {_SAID_BY[name]}"
+    meant = _KNOWN_ELSEWHERE_AS.get(name, name)
+    beside = [each for each in there if each.rpartition(".")[0] == group]
+    named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]
+    near = named or get_close_matches(field, beside, n=1, cutoff=0.7)
+    return f"{told}: did you mean {near[0]}?" if near else f"{told}: see /docs"
+
+
+def _fields(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The paths of a model's fields, each before those within it, with the other names that it goes by."""
+    for name, field in model.model_fields.items():
+        path, alias = f"{before}{name}", field.validation_alias
+        names = alias.choices if isinstance(alias, AliasChoices) else []
+        yield path, [f"{before}{other}" for other in names if other != name]
+        for member in (field.annotation, *get_args(field.annotation)):
+            if isinstance(member, type) and issubclass(member, BaseModel):
+                yield from _fields(member, f"{path}.")

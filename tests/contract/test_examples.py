@@ -1,0 +1,43 @@
+import json
+
+import pytest
+
+from app.contract.examples import BadLine, parse_line
+
+
+@pytest.mark.parametrize(
+    ("line", "form"),
+    [
+        ({"text": "a"}, "text"),
+        ({"prompt": "a", "completion": "b", "id": 7}, "prompt_completion"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages"),
+    ],
+)
+def test_the_keys_tell_the_format(line: dict[str, object], form: str) -> None:
+    assert parse_line(json.dumps(line))[0] == form
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b"{}", "expected the keys"),
+        (b'{"text": 1}', "text: "),
+        (b'{"text": ""}', "text: "),
+        (b'{"prompt": "a", "completion": ""}', "completion: "),
+        (b'{"messages": []}', "messages: "),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "nothing to learn"),
+        (b'{"messages": [{"role": "boss", "content": "a"}]}', "role"),
+        (b"[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_a_bad_line_is_told_what_is_wrong(raw: bytes, complaint: str) -> None:
+    with pytest.raises(BadLine, match=complaint):
+        parse_line(raw)
+
+
+def test_lines_of_one_file_are_of_one_format() -> None:
+    with pytest.raises(BadLine, match="this is a text line, but the format is messages"):
+        parse_line(b'{"text": "a"}', "messages")

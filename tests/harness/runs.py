@@ -1,0 +1,103 @@
+"""Runs of the trainer by hand: a directory with an order, and what comes out of it."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.contract.spec import DataSpec, Order, Spec
+from tests.harness.specs import cpu_plan, make_spec
+from workers.run_directory import RunDirectory
+
+LOGGED = (
+    "step",
+    "micro_step",
+    "epoch",
+    "samples",
+    "loss",
+    "loss_ema",
+    "learning_rate",
+    "grad_norm",
+    "tokens",
+)
+
+
+def write_texts(path: Path, count: int = 40, seed: int = 0) -> Path:
+    """Texts of unequal length."""
+    random = np.random.default_rng(seed)
+    letters = np.array(list("abcdefghij klmnop"))
+    texts = ["".join(random.choice(letters, int(random.integers(3, 50)))) for _ in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def lay_order(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
+    """A run directory for the built-in model on forty texts."""
+    data = folder.parent / "data.jsonl"
+    if not data.exists():
+        write_texts(data)
+    spec = spec or make_spec(data=small_data())
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sha256": digest})})
+    run = RunDirectory(folder)
+    run.write_order(
+        Order(
+            job_id="ftjob-1",
+            attempt=attempt,
+            spec=spec,
+            plan=cpu_plan(spec, **plan),
+            data_file=str(data),
+            model_path=str(folder.parent / "tiny-gpt2"),
+        )
+    )
+    return run
+
+
+def small_data(**changes: Any) -> DataSpec:
+    fields = {"file_id": "file-1", "sha256": "0", "format": "text", "examples": 40, "max_length": 64,
+              "overlength": "truncate", "packing": False, "validation": None}  # fmt: skip
+    return DataSpec.model_validate({**fields, **changes})
+
+
+def start_trainer(run: RunDirectory) -> subprocess.Popen[bytes]:
+    """`python -m workers.training` in a process of its own."""
+    with run.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "workers.training", str(run.path)], stdout=log, stderr=log
+        )
+
+
+def log_of(run: RunDirectory) -> list[dict[str, Any]]:
+    """The log's steps, the last attempt's where several made one; only what must be the same bit by bit."""
+    lines: dict[int, dict[str, Any]] = {}
+    for raw in run.metrics.read_text().splitlines():
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        lines[line["step"]] = {name: line[name] for name in LOGGED}
+    return [lines[step] for step in sorted(lines)]
+
+
+def events_of(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.events.read_text().splitlines()]
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits for a condition.
+
+    Raises:
+        TimeoutError: it did not come true.
+    """
+    import time
+
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not come true")
+        time.sleep(0.02)

@@ -1,0 +1,399 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.main import create_app
+from app.settings import Settings
+
+PATH = "/gradient-accumulation/training"
+JOB: dict[str, Any] = {
+    "model_name": "accrue/tiny-gpt2",
+    "dataset_config": {"texts": ["sample text 1", "sample text 2"], "max_length": 512},
+    "training_config": {"epochs": 3, "learning_rate": 5e-5},
+    "user_id": 123,
+    "target_effective_batch_size": 64,
+    "accumulation_steps": 8,
+}
+
+
+def submit(client: TestClient, **changes: Any) -> Any:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
+    assert answer.status_code == 202, answer.text
+    return answer.json()
+
+
+def test_a_job_answers_in_the_documented_shape(client: TestClient) -> None:
+    job = submit(client)
+    documented = """training_id status created_at started_at finished_at model_name user_id metadata priority
+    config training_config dataset device accumulation_status plan progress result error waiting links
+    effective_batch_size accumulation_steps actual_batch_size_per_gpu"""
+    assert set(job) >= set(documented.split())
+    assert job["training_id"].startswith("ftjob-")
+    assert (job["status"], job["effective_batch_size"], job["accumulation_steps"]) == ("queued", 64, 8)
+    assert job["actual_batch_size_per_gpu"] == 8
+    assert job["plan"]["predicted"] is True
+    assert job["plan"]["steps_total"] == 3
+    assert job["waiting"] == {"reason": "no_worker", "queue_position": 1, "predicted_start": None}
+    assert set(job["accumulation_status"]) == {
+        "enabled", "steps", "effective_batch_size", "sync_gradients", "clip_before_accumulation",
+        "accumulate_on_cpu", "accumulation_step",
+    }  # fmt: skip
+    assert client.get(job["links"]["self"]).json()["id"] == job["id"]
+    assert any("fewer than the effective batch" in warning for warning in job["plan"]["warnings"])
+
+
+def test_large_batch_plans_the_steps(client: TestClient) -> None:
+    body = {name: value for name, value in JOB.items() if name != "accumulation_steps"}
+    job = client.post(f"{PATH}/large-batch", json={**body, "target_effective_batch_size": 128}).json()
+    assert job["effective_batch_size"] == 128
+    assert job["plan"]["cut"]["rule"] == "token_budget"
+    refused = client.post(f"{PATH}/large-batch", json={**body, "accumulation_steps": 8})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "accumulation_steps")
+
+
+def test_the_versioned_path_is_the_same(client: TestClient) -> None:
+    answer = client.post(f"/api/v1{PATH}/with-accumulation", json=JOB)
+    assert answer.status_code == 202
+    assert client.get(f"/api/v1{PATH}/{answer.json()['id']}").status_code == 200
+
+
+def test_a_dry_run_plans_and_leaves_nothing(client: TestClient, settings: Settings) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "dry_run": True})
+    assert answer.status_code == 200
+    assert answer.json()["plan"]["micro_batches"] == 8
+    assert nothing_is_left(client, settings)
+
+
+def nothing_is_left(client: TestClient, settings: Settings) -> bool:
+    return not client.get(PATH).json()["data"] and not list(settings.files_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "field", "remedy"),
+    [
+        ({"model_name": "no/such-model"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
+        ({"model_name": "../../etc/passwd"}, 422, "model_name", ""),
+        ({"dataset_config": {"texts": []}}, 422, "dataset_config", "at least one sample"),
+        ({"dataset_config": {}}, 422, "dataset_config", "exactly one of texts, prompts, messages"),
+        ({"dataset_config": {"file_id": "file-nope"}}, 404, "dataset_config.file_id", "POST /v1/files"),
+        ({"dataset_config": {"texts": ["a"], "max_length": 4096}}, 422, "dataset_config.max_length",
+         "accrue/tiny-gpt2's 1024 positions: lower it"),
+        ({"accumulation_steps": -3}, 422, "accumulation_steps", "greater than or equal to 1"),
+        ({"training_config": {"max_steps": -3}}, 422, "training_config.max_steps", "greater than or equal"),
+        ({"accumulation_stepz": 3}, 422, "accumulation_stepz", "is no field of this request"),
+        ({"training_config": {"lr": 1}}, 422, "training_config.lr", "is no field of this request"),
+        ({"micro_batch_size": 3}, 422, "accumulation_steps", "takes 22 accumulation steps, not 8"),
+        ({"model_name": "foo--bar"}, 422, "model_name", "ACCRUE_MODELS_DIR"),
+        ({"target_effective_batch_size": None, "accumulation_steps": 4096, "micro_batch_size": 99999,
+          "num_gpus": 1024}, 422, "accumulation_steps", "more than 1000000"),
+        ({"user_id": 2**70}, 422, "user_id", ""),
+        ({"user_id": "\ud800"}, 422, "user_id", ""),
+        ({"user_id": True}, 422, "user_id", ""),
+        ({"mixed_precision": "fp8"}, 422, "mixed_precision", ""),
+        ({"gradient_accumulation_steps": 8}, 422, "gradient_accumulation_steps", "another name of"),
+        ({"gpu_ids": [9]}, 422, "gpu_ids", "There are: 0"),
+        ({"gpu_ids": [0, 0]}, 422, "body", "names a GPU twice"),
+        ({"config_id": "accumulation_nope"}, 404, "config_id", "No configuration"),
+        ({"use_gradient_accumulation": False}, 422, "use_gradient_accumulation", "set it to true"),
+        ({"training_config": {"learning_rate": 1e400}}, 422, "training_config.learning_rate", ""),
+    ],
+)  # fmt: skip
+def test_bad_input_names_the_field_and_the_remedy_and_leaves_nothing(
+    client: TestClient, settings: Settings, changes: dict[str, Any], status: int, field: str, remedy: str
+) -> None:
+    import json
+
+    answer = client.post(
+        f"{PATH}/with-accumulation",
+        content=json.dumps({**JOB, **changes}),
+        headers={"content-type": "application/json"},
+    )
+    body = answer.json()
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert body["error"]["param"] == field
+    assert remedy in body["detail"]
+    assert body["detail"] == body["error"]["message"]
+    assert (body["status"], body["instance"]) == (status, f"{PATH}/with-accumulation")
+    assert body["errors"][0]["field"] == field
+    assert answer.headers["x-request-id"]
+    assert nothing_is_left(client, settings)
+
+
+def test_broken_json_is_said_to_be_broken(client: TestClient) -> None:
+    answer = client.post(
+        f"{PATH}/with-accumulation", content=b'{"model_name": ', headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 422
+    assert "is not valid JSON" in answer.json()["detail"]
+
+
+def test_a_body_of_100_mb_is_refused_before_it_is_read(client: TestClient, settings: Settings) -> None:
+    answer = client.post(
+        f"{PATH}/with-accumulation", content=b" " * 100_000_000, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 413
+    assert "POST /v1/files" in answer.json()["detail"]
+    assert nothing_is_left(client, settings)
+
+
+def test_a_body_that_does_not_tell_its_size_is_counted(client: TestClient) -> None:
+    answer = client.post(
+        f"{PATH}/with-accumulation",
+        content=(b" " * 2**20 for _ in range(40)),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 413
+
+
+def test_a_stored_configuration_is_used_and_the_request_goes_before_it(client: TestClient) -> None:
+    config = client.post(
+        "/gradient-accumulation/config",
+        json={"accumulation_steps": 4, "target_effective_batch_size": 32, "gradient_clipping": None},
+    ).json()
+    body = {
+        name: value
+        for name, value in JOB.items()
+        if name not in ("accumulation_steps", "target_effective_batch_size")
+    }
+    job = client.post(f"{PATH}/with-accumulation", json={**body, "config_id": config["config_id"]}).json()
+    assert (job["effective_batch_size"], job["accumulation_steps"]) == (32, 4)
+    assert job["config"]["gradient_clipping"] is None
+    other = client.post(
+        f"{PATH}/with-accumulation", json={**body, "config_id": config["config_id"], "accumulation_steps": 2}
+    ).json()
+    assert other["accumulation_steps"] == 2
+    stats = client.get(f"/gradient-accumulation/stats/{config['config_id']}").json()
+    assert {each["training_id"] for each in stats["jobs"]} == {job["id"], other["id"]}
+
+
+def test_a_configuration_s_devices_count_for_its_jobs(client: TestClient) -> None:
+    asked = {"accumulation_steps": 4, "micro_batch_size": 8, "num_gpus": 4}
+    config = client.post("/gradient-accumulation/config", json=asked).json()
+    body = {"model_name": "accrue/tiny-gpt2", "dataset_config": JOB["dataset_config"]}
+    body["config_id"] = config["config_id"]
+    job = client.post(f"{PATH}/with-accumulation", json=body).json()
+    assert job["effective_batch_size"] == config["effective_batch_size"] == 128
+    refused = client.post(f"{PATH}/large-batch", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "target_effective_batch_size")
+
+
+def test_a_job_s_inline_file_stays_while_another_job_uses_it(client: TestClient) -> None:
+    first = submit(client)
+    second = submit(client, dataset_config={"file_id": first["dataset"]["file_id"]})
+    for job in (first, second):
+        client.post(f"{PATH}/{job['id']}/cancel")
+        assert client.delete(f"{PATH}/{job['id']}").status_code == 204
+    assert client.get(f"/v1/files/{first['dataset']['file_id']}").status_code == 404
+
+
+def test_devices_asked_for_count_for_the_batch_and_the_one_used_is_told(client: TestClient) -> None:
+    job = submit(
+        client, target_effective_batch_size=None, accumulation_steps=2, micro_batch_size=4, num_gpus=5
+    )
+    assert job["effective_batch_size"] == 40
+    assert [device["gpu_id"] for device in job["plan"]["devices"]] == [0]
+    assert job["accumulation_steps"] == 10
+    assert any("reckoned for 5" in warning for warning in job["plan"]["warnings"])
+
+
+def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:
+    from app.jobs import lifecycle
+
+    job = submit(client, base_batch_size=16)
+    with database.reading() as session:
+        spec = lifecycle.get(session, job["id"]).spec
+    assert spec["optimizer"]["learning_rate"] == pytest.approx(5e-5 * 2)
+
+
+def test_lists_are_paged_newest_first_and_filtered(client: TestClient) -> None:
+    ids = [submit(client, metadata={"n": str(n)}, user_id=n % 2)["id"] for n in range(5)]
+    first = client.get(PATH, params={"limit": 2}).json()
+    assert [job["id"] for job in first["data"]] == [ids[4], ids[3]]
+    assert (first["has_more"], first["first_id"], first["last_id"]) == (True, ids[4], ids[3])
+    rest = client.get(PATH, params={"limit": 100, "after": first["last_id"]}).json()
+    assert [job["id"] for job in rest["data"]] == [ids[2], ids[1], ids[0]]
+    assert rest["has_more"] is False
+    assert [job["id"] for job in client.get(PATH, params={"metadata[n]": "3"}).json()["data"]] == [ids[3]]
+    assert len(client.get(PATH, params={"user_id": "1"}).json()["data"]) == 2
+    assert client.get(PATH, params={"status": "succeeded"}).json()["data"] == []
+    assert client.get(PATH, params={"limit": 1000}).status_code == 422
+
+
+def test_a_waiting_job_is_held_resumed_cancelled_and_deleted(client: TestClient, settings: Settings) -> None:
+    job = submit(client, auto_start=False)
+    path = f"{PATH}/{job['id']}"
+    assert (job["status"], job["waiting"]) == ("paused", None)
+    assert client.post(f"{path}/start").json()["status"] == "queued"
+    assert client.post(f"{path}/pause").json()["status"] == "paused"
+    assert client.post(f"{path}/resume").json()["status"] == "queued"
+    assert client.delete(path).status_code == 409
+    assert client.post(f"{path}/cancel").json()["status"] == "cancelled"
+    refused = client.post(f"{path}/resume")
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false")
+    assert client.get(f"{path}/model").status_code == 409
+    events = client.get(f"{path}/events").json()["data"]
+    assert [event["type"] for event in events] == ["cancelled", "queued", "paused", "queued", "submitted"]
+    assert client.delete(path).status_code == 204
+    assert client.get(path).status_code == 404
+    assert nothing_is_left(client, settings)
+
+
+def test_answers_hold_no_absolute_path_and_no_training_text(client: TestClient, settings: Settings) -> None:
+    job = submit(client, dataset_config={"texts": ["the canary sings"]})
+    for path in (f"{PATH}/{job['id']}", PATH, f"{PATH}/{job['id']}/events", "/gradient-accumulation/stats"):
+        text = client.get(path).text
+        assert str(settings.data_dir) not in text
+        assert "canary" not in text
+
+
+def training(**changes: Any) -> dict[str, Any]:
+    return {"training_config": {"max_steps": 5, **changes}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(training(optimizer=name) for name in ("adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor")),
+        training(optimizer="lars", optimizer_args={"trust_coefficient": 0.01, "nesterov": True}),
+        training(lr_scheduler="one_cycle", lr_scheduler_args={"pct_start": 0.2}),
+        training(lr_scheduler="cosine", warmup_steps=2, warmup_shape="quadratic"),
+        training(method="lora"),
+        training(method="qlora"),
+        training(method={"lora": {"r": 8, "target_modules": ["c_attn"], "merge": True}}),
+        training(label_smoothing=0.1, compile=True, attention="eager"),
+        training(report_to=["tensorboard", "wandb", "mlflow"], aux_scope="sequence"),
+        {"mixed_precision": "pure_bf16", "accumulate_in_fp32": False},
+        {"mixed_precision": "tf32", "accumulate_gradients_on_cpu": True},
+        {"accumulation_scheduler": "linear", "accumulation_warmup_steps": 10},
+        {"accumulation_scheduler": "noise_scale", "max_effective_batch_size": 512},
+        {"accumulation_scheduler": "loss_variance", "loss_variance_threshold": 0.1},
+        {"log_micro_losses": True, "log_gradients": True, "profile": True, "loss_spike_zscore": 5},
+        {"equivalence_check": False, "noise_scale_every": None},
+    ],
+    ids=str,
+)
+def test_what_the_trainer_can_do_can_be_asked_for(client: TestClient, changes: dict[str, Any]) -> None:
+    job = submit(client, **changes)
+    for name, value in changes.get("training_config", {}).items():
+        shown = job["training_config"][name]
+        assert shown == value or (isinstance(value, dict) and shown.keys() >= value.keys())
+    for name, value in changes.items():
+        if name in job["config"]:
+            assert job["config"][name] == value
+    if changes.get("accumulate_gradients_on_cpu"):
+        assert job["accumulation_status"]["accumulate_on_cpu"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "told"),
+    [
+        (training(early_stopping={"patience": 2}), "training_config", "eval_every"),
+        (
+            training(early_stopping={"patience": 2}, eval_every=1),
+            "training_config.early_stopping",
+            "validation_split",
+        ),
+        (training(optimizer="lion", optimizer_args={"eps": 1e-6}), "training_config", "takes betas"),
+        (training(optimizer="adafactor", optimizer_args={"eps": 1e-6}), "training_config", "takes none"),
+        (
+            training(optimizer="sgd", optimizer_args={"nesterov": True}),
+            "training_config.optimizer_args",
+            "momentum",
+        ),
+        (training(lr_scheduler="one_cycle", warmup_steps=5), "training_config", "pct_start"),
+        (training(lr_scheduler="constant", lr_scheduler_args={"final": 0.1}), "training_config", "final"),
+        (training(method={"qlora": {"merge": True}}), "training_config.method", "lora"),
+        ({"accumulation_scheduler": "linear"}, None, "accumulation_warmup_steps"),
+        ({"accumulation_scheduler": "noise_scale", "max_effective_batch_size": 8}, "max_effective_batch_size",
+         "smaller"),
+        ({"accumulation_scheduler": "noise_scale", "clip_mode": "each_micro_batch"}, None, "noise scale"),
+        (
+            {"dataset_config": {"texts": ["one"], "validation_split": 0.5}},
+            "dataset_config.validation_split",
+            "at least two",
+        ),
+        (
+            {"dataset_config": {"texts": ["a", "b"], "validation_file_id": "file-none"}},
+            "dataset_config.validation_file_id",
+            "No file",
+        ),
+        (
+            {"dataset_config": {"texts": ["a"], "packing": True}, **training(compile=True)},
+            "training_config.compile",
+            "packing",
+        ),
+        ({"tune": "first"}, "tune", "leave accumulation_steps"),
+        ({"tune": "only", "accumulation_steps": None, "micro_batch_size": 4}, "tune", "micro_batch_size out"),
+        ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "without compile"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_excludes_itself_is_refused_with_what_to_do(
+    client: TestClient, changes: dict[str, Any], field: str | None, told: str
+) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
+    assert answer.status_code in (404, 422), answer.text
+    problem = answer.json()["error"]
+    assert told in problem["message"]
+    if field is not None:
+        assert problem["param"].startswith(field)
+
+
+def test_a_validation_file_stays_while_a_job_needs_it(client: TestClient) -> None:
+    content = b'{"text": "one"}\n{"text": "two"}\n'
+    file_id = client.post(
+        "/v1/files", files={"file": ("v.jsonl", content)}, data={"purpose": "fine-tune"}
+    ).json()["id"]
+    data = {"texts": ["a", "b"], "validation_file_id": file_id}
+    job = submit(client, dataset_config=data, training_config={"max_steps": 5, "eval_every": 2})
+    refused = client.delete(f"/v1/files/{file_id}")
+    assert refused.status_code == 409
+    assert job["training_id"] in refused.json()["error"]["message"]
+
+
+def test_validation_lines_are_not_trained_on(client: TestClient) -> None:
+    data = {"texts": [f"text {i}" for i in range(100)], "validation_split": 0.2}
+    job = submit(client, dataset_config=data, target_effective_batch_size=10, accumulation_steps=None)
+    assert job["plan"]["steps_total"] == 3 * 8
+
+
+def test_data_sets_by_name_are_those_of_the_service_s_folder(settings: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / "datasets"
+    (folder / "more").mkdir(parents=True)
+    (folder / "small.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (folder / "more" / "chat.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
+    (folder / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (folder / "out").symlink_to(tmp_path)
+    with_folder = settings.model_copy(update={"datasets_dir": folder})
+    with TestClient(create_app(with_folder), base_url="http://127.0.0.1:8000") as client:
+        for name, form, examples in (("small", "text", 2), ("more/chat.jsonl", "messages", 1)):
+            job = submit(client, dataset_config={"dataset": name})
+            assert (job["dataset"]["format"], job["dataset"]["examples"]) == (form, examples)
+            stored = settings.files_dir / job["dataset"]["file_id"]
+            assert (
+                stored.read_text() == next(folder.rglob(f"{name.removesuffix('.jsonl')}.jsonl")).read_text()
+            )
+        for name in ("link", "out/secret", "nothing", "../secret", "more"):
+            refused = client.post(
+                f"{PATH}/with-accumulation", json={**JOB, "dataset_config": {"dataset": name}}
+            )
+            assert refused.status_code == 422, name
+            assert "secret" not in refused.text.replace(name, "")
+        assert "more/chat.jsonl, small.jsonl" in refused.text
+
+
+def test_an_answer_that_has_not_changed_is_not_sent_again(client: TestClient) -> None:
+    path = f"{PATH}/{submit(client)['id']}"
+    first = client.get(path)
+    tag = first.headers["etag"]
+    again = client.get(path, headers={"If-None-Match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+    client.post(f"{path}/cancel")
+    moved_on = client.get(path, headers={"If-None-Match": tag})
+    assert (moved_on.status_code, moved_on.json()["status"]) == (200, "cancelled")

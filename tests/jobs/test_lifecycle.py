@@ -1,0 +1,374 @@
+"""The state machine, on a real database."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select, update
+from sqlalchemy.ext.compiler import compiles
+
+from app.contract.reports import Failure
+from app.errors import Conflict, NotFound
+from app.jobs import lifecycle
+from app.jobs.lifecycle import AGEING_SECONDS, MAX_FAILURES, Fence, LostJob
+from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
+from app.storage.tables import Attempt, File, Job, JobEvent
+from tests.harness.specs import cpu_plan, make_spec
+from tests.harness.submissions import submitted
+
+CRASH = Failure(code="trainer_killed", message="the trainer was ended by SIGKILL", permanent=False)
+
+
+def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
+    with database.writing() as session:
+        return lifecycle.claim(session, worker, lease)
+
+
+def state(database: Database, job_id: str) -> Job:
+    with database.reading() as session:
+        return lifecycle.get(session, job_id)
+
+
+def on(database: Database, action: Any, *arguments: Any) -> Any:
+    with database.writing() as session:
+        return action(session, *arguments)
+
+
+def expire(database: Database, job_id: str) -> None:
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(lease_until=database_now() - 1))
+
+
+def test_a_job_is_claimed_once_with_a_new_attempt(database: Database) -> None:
+    job_id = submitted(database)
+    assert claimed(database) == Fence(job_id, 1, "worker-1")
+    assert claimed(database) is None
+    job = state(database, job_id)
+    assert (job.status, job.attempt, job.worker_id) == ("running", 1, "worker-1")
+    assert job.started_at is not None
+
+
+def test_higher_priority_goes_first_and_then_the_older(database: Database) -> None:
+    first, second = submitted(database), submitted(database)
+    urgent = submitted(database, priority=5)
+    order = [claimed(database) for _ in range(3)]
+    assert [fence.job_id for fence in order if fence] == [urgent, first, second]
+
+
+def test_fifty_claimers_at_once_claim_each_job_once(database: Database) -> None:
+    ids = {submitted(database) for _ in range(20)}
+    with ThreadPoolExecutor(16) as pool:
+        fences = list(pool.map(lambda n: claimed(database, f"worker-{n}"), range(50)))
+    got = [fence.job_id for fence in fences if fence]
+    assert len(got) == 20
+    assert set(got) == ids
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [Fence("ftjob-none", 1, "worker-1"), Fence("{id}", 2, "worker-1"), Fence("{id}", 1, "worker-2")],
+)
+def test_whoever_does_not_hold_the_job_writes_nothing(database: Database, stale: Fence) -> None:
+    job_id = submitted(database)
+    claimed(database)
+    fence = Fence(stale.job_id.format(id=job_id), stale.attempt, stale.worker_id)
+    for action in (
+        lambda s: lifecycle.heartbeat(s, fence, 15.0),
+        lambda s: lifecycle.note_progress(s, fence, {"step": 1}, 0),
+        lambda s: lifecycle.succeed(s, fence, {}),
+        lambda s: lifecycle.fail(s, fence, CRASH),
+        lambda s: lifecycle.crash(s, fence, CRASH),
+        lambda s: lifecycle.release(s, fence, "x"),
+        lambda s: lifecycle.store_plan(s, fence, cpu_plan(make_spec()), "cpu"),
+    ):
+        with pytest.raises(LostJob):
+            on(database, action)
+    assert state(database, job_id).status == "running"
+
+
+def test_a_lost_worker_s_job_is_taken_up_and_its_late_writes_are_refused(database: Database) -> None:
+    job_id = submitted(database)
+    lost = claimed(database)
+    assert lost is not None
+    assert on(database, lifecycle.rescue) == []
+    expire(database, job_id)
+    assert on(database, lifecycle.rescue) == [job_id]
+    again = claimed(database, "worker-2")
+    assert again == Fence(job_id, 2, "worker-2")
+    with pytest.raises(LostJob):
+        on(database, lifecycle.succeed, lost, {})
+    assert state(database, job_id).failures == 0
+
+
+def test_a_job_that_always_crashes_fails_and_the_queue_moves_on(database: Database) -> None:
+    job_id, other = submitted(database), submitted(database)
+    for _ in range(MAX_FAILURES):
+        with database.writing() as session:
+            session.execute(update(Job).where(Job.id == job_id).values(not_before=0.0))
+        fence = claimed(database)
+        assert fence is not None
+        assert fence.job_id == job_id
+        on(database, lifecycle.crash, fence, CRASH)
+    job = state(database, job_id)
+    assert job.status == "failed"
+    assert job.error["code"] == "trainer_killed"
+    assert "3 times without a new checkpoint" in job.error["message"]
+    following = claimed(database)
+    assert following is not None
+    assert following.job_id == other
+
+
+def test_a_crashed_job_waits_before_its_next_attempt(database: Database) -> None:
+    submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, lifecycle.crash, fence, CRASH)
+    assert claimed(database) is None
+
+
+def test_a_checkpoint_that_moved_on_forgets_earlier_crashes(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(failures=2))
+    on(database, lifecycle.note_progress, fence, {"step": 3}, 0)
+    assert state(database, job_id).failures == 2
+    on(database, lifecycle.note_progress, fence, {"step": 3}, 3)
+    assert state(database, job_id).failures == 0
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_on_request(database: Database) -> None:
+    waiting, running = submitted(database), submitted(database, priority=1)
+    fence = claimed(database)
+    assert fence is not None
+    assert on(database, lifecycle.cancel, waiting).status == "cancelled"
+    assert on(database, lifecycle.cancel, running).status == "running"
+    assert on(database, lifecycle.heartbeat, fence, 15.0) == "cancel"
+    on(database, lifecycle.release, fence, "cancelled")
+    assert state(database, running).status == "cancelled"
+    assert on(database, lifecycle.cancel, running).status == "cancelled"
+
+
+def test_a_running_job_is_paused_on_request_and_resumed(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, lifecycle.pause, job_id)
+    assert on(database, lifecycle.heartbeat, fence, 15.0) == "pause"
+    on(database, lifecycle.release, fence, "paused")
+    assert state(database, job_id).status == "paused"
+    assert claimed(database) is None
+    on(database, lifecycle.resume, job_id)
+    assert claimed(database) == Fence(job_id, 2, "worker-1")
+
+
+def test_a_request_survives_a_lost_worker(database: Database) -> None:
+    job_id = submitted(database)
+    claimed(database)
+    on(database, lifecycle.cancel, job_id)
+    expire(database, job_id)
+    on(database, lifecycle.rescue)
+    assert state(database, job_id).status == "cancelled"
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled"])
+def test_a_terminal_state_never_changes(database: Database, end: str) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    if end == "succeeded":
+        on(database, lifecycle.succeed, fence, {"files": []})
+    elif end == "failed":
+        on(database, lifecycle.fail, fence, CRASH)
+    else:
+        on(database, lifecycle.cancel, job_id)
+        on(database, lifecycle.release, fence, "cancelled")
+    for action in (lifecycle.pause, lifecycle.resume):
+        with pytest.raises(Conflict):
+            on(database, action, job_id)
+    if end != "cancelled":
+        with pytest.raises(Conflict):
+            on(database, lifecycle.cancel, job_id)
+    for late in (lambda s: lifecycle.succeed(s, fence, {}), lambda s: lifecycle.crash(s, fence, CRASH)):
+        with pytest.raises(LostJob):
+            on(database, late)
+    assert state(database, job_id).status == end
+    assert claimed(database) is None
+
+
+def test_only_ended_jobs_are_deleted_with_all_that_is_theirs(database: Database) -> None:
+    job_id = submitted(database)
+    with pytest.raises(Conflict):
+        on(database, lifecycle.remove, job_id)
+    on(database, lifecycle.cancel, job_id)
+    assert on(database, lifecycle.remove, job_id) == (job_id, "file-1")
+    with database.reading() as session:
+        for table in (Job, JobEvent, Attempt, File):
+            assert session.scalar(select(func.count()).select_from(table)) == 0
+        with pytest.raises(NotFound):
+            lifecycle.get(session, job_id)
+
+
+def test_every_change_of_state_is_told(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, lifecycle.release, fence, "the worker was shut down")
+    with database.reading() as session:
+        told = session.scalars(
+            select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
+        ).all()
+        outcome = session.scalar(select(Attempt.outcome))
+    assert told == ["submitted", "started", "queued"]
+    assert outcome == "the worker was shut down"
+
+
+@contextmanager
+def clock_moved(database: Database, seconds: float) -> Iterator[Database]:
+    """The same database by a clock that was moved."""
+    moved = Database(database.url)
+    honest = {"sqlite": _sqlite_now, "postgresql": _postgresql_now}
+    for name, now in honest.items():
+        compiles(database_now, name)(lambda *told, now=now, **named: f"({now(*told, **named)} + {seconds})")
+    try:
+        yield moved
+    finally:
+        for name, now in honest.items():
+            compiles(database_now, name)(now)
+        moved.close()
+
+
+def test_a_clock_that_jumps_ahead_takes_no_job_from_a_worker_that_lives(database: Database) -> None:
+    live, dead = submitted(database), submitted(database)
+    held, lost = claimed(database, "worker-1"), claimed(database, "worker-2")
+    assert held is not None
+    assert lost is not None
+    with clock_moved(database, 3600) as moved:
+        on(moved, lifecycle.heartbeat, held, 15.0)  # a worker renews before it rescues
+        assert on(moved, lifecycle.rescue) == [dead]
+        assert state(moved, live).status == "running"
+        again = claimed(moved, "worker-1")
+        assert again is not None
+        assert again.attempt == 2
+        with pytest.raises(LostJob):
+            on(moved, lifecycle.heartbeat, lost, 15.0)
+
+
+def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Database) -> None:
+    live, dead = submitted(database), submitted(database)
+    held = claimed(database, "worker-1")
+    claimed(database, "worker-2")
+    with clock_moved(database, -3600) as moved:
+        on(moved, lifecycle.heartbeat, held, 15.0)
+        assert on(moved, lifecycle.rescue) == [dead]
+        assert state(moved, live).status == "running"
+
+
+def test_who_has_waited_long_enough_goes_before_a_higher_priority(database: Database) -> None:
+    patient, urgent = submitted(database), submitted(database, priority=1)
+    with database.writing() as session:
+        waited = Job.place - AGEING_SECONDS - 60
+        session.execute(update(Job).where(Job.id == patient).values(place=waited))
+    order = [claimed(database) for _ in range(2)]
+    assert [fence.job_id for fence in order if fence] == [patient, urgent]
+
+
+def test_a_job_that_its_machine_failed_waits_and_loses_nothing(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    on(database, lifecycle.postpone, fence, "the disk is full", 60.0)
+    job = state(database, job_id)
+    assert (job.status, job.failures) == ("queued", 0)
+    assert claimed(database) is None
+    on(database, lifecycle.pause, job_id)
+    on(database, lifecycle.resume, job_id)  # whoever has made room need not wait
+    assert claimed(database) is not None
+
+
+def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
+    job_id = submitted(database)
+    with pytest.raises(Conflict, match="is queued"), database.writing() as session:
+        lifecycle.retry(session, job_id)
+    with database.writing() as session:
+        lifecycle.cancel(session, job_id)
+    with database.writing() as session:
+        again = lifecycle.get(session, lifecycle.retry(session, job_id).id)
+        old = lifecycle.get(session, job_id)
+        assert (again.status, old.status) == ("queued", "cancelled")
+        assert (again.spec, again.file_id, again.labels) == (old.spec, old.file_id, old.labels)
+        assert again.plan["predicted"]
+
+
+def test_a_stopped_job_is_claimed_again_until_its_model_is_kept(database: Database) -> None:
+    job_id = submitted(database)
+    with pytest.raises(Conflict, match="not learned anything"):
+        on(database, lifecycle.stop, job_id)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, lifecycle.note_progress, fence, {"step": 3}, 3)
+    assert on(database, lifecycle.stop, job_id).requested == "stop"
+    assert on(database, lifecycle.heartbeat, fence, 15.0) == "stop"
+    for refused in (lifecycle.pause, lifecycle.resume):
+        with pytest.raises(Conflict, match="being stopped"):
+            on(database, refused, job_id)
+    on(database, lifecycle.release, fence, "the worker was shut down")
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
+    again = claimed(database)
+    assert again is not None
+    on(database, lifecycle.succeed, again, {"files": []})
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("succeeded", None)
+    with pytest.raises(Conflict, match="nothing to stop"):
+        on(database, lifecycle.stop, job_id)
+
+
+def test_a_paused_job_with_a_checkpoint_can_be_stopped_or_still_cancelled(database: Database) -> None:
+    job_id = submitted(database)
+    fence = claimed(database)
+    assert fence is not None
+    on(database, lifecycle.note_progress, fence, {"step": 3}, 3)
+    on(database, lifecycle.pause, job_id)
+    on(database, lifecycle.release, fence, "paused")
+    assert state(database, job_id).status == "paused"
+    on(database, lifecycle.stop, job_id)
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
+    on(database, lifecycle.cancel, job_id)
+    assert (state(database, job_id).status, state(database, job_id).requested) == ("cancelled", None)
+
+
+def test_only_a_timeout_is_taken_back_and_has_its_time_once_more(database: Database) -> None:
+    job_id = submitted(database, make_spec(timeout_seconds=60.0))
+    fence = claimed(database)
+    assert fence is not None
+    on(database, lifecycle.release, fence, "shut down")
+    with database.writing() as session:
+        session.execute(update(Attempt).values(ended_at=Attempt.claimed_at + 50.0))
+    fence = claimed(database)
+    assert fence is not None
+    assert on(database, lifecycle.seconds_run, fence) == pytest.approx(50.0)
+    on(database, lifecycle.fail, fence, Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True))
+    assert state(database, job_id).finished_at is not None
+    resumed = on(database, lifecycle.resume, job_id)
+    assert (resumed.status, resumed.error, resumed.finished_at) == ("queued", None, None)
+    fence = claimed(database)
+    assert fence is not None
+    assert on(database, lifecycle.seconds_run, fence) == 0.0
+    on(
+        database,
+        lifecycle.fail,
+        fence,
+        Failure(code="no_targets", message="nothing to learn", permanent=True),
+    )
+    with pytest.raises(Conflict, match="has ended"):
+        on(database, lifecycle.resume, job_id)
+
+
+def test_a_job_for_one_gpu_goes_to_no_other_device(database: Database) -> None:
+    job_id = submitted(database, gpu_id=2)
+    other = submitted(database)
+    assert claimed(database) == Fence(other, 1, "worker-1")
+    with database.writing() as session:
+        assert lifecycle.claim(session, "worker-1", 15.0, 0) is None
+        assert lifecycle.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")

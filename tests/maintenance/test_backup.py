@@ -1,0 +1,174 @@
+"""Backups under load, and what `accrue doctor` says."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from app.datasets import files
+from app.errors import BadSetting, InvalidRequest
+from app.jobs import lifecycle
+from app.maintenance import backup, doctor
+from app.maintenance.data_folder import DataFolder, held_alone, held_by_worker
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import Job
+from tests.harness.submissions import submitted
+
+pytestmark = pytest.mark.sqlite
+
+
+def elsewhere(settings: Settings, folder: Path) -> Settings:
+    return settings.model_copy(update={"data_dir": folder})
+
+
+def test_a_backup_under_load_holds_every_job_acknowledged_before_it(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    (settings.files_dir / "file-1").write_text('{"text": "one"}\n')
+    acknowledged = [submitted(database) for _ in range(20)]
+    stopped = threading.Event()
+
+    def write_on() -> None:
+        while not stopped.is_set():
+            job_id = submitted(database)
+            with database.writing() as session:
+                lifecycle.cancel(session, job_id)
+
+    writers = [threading.Thread(target=write_on) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    try:
+        taken = backup.take(settings, tmp_path / "backup", runs=True)
+    finally:
+        stopped.set()
+        for writer in writers:
+            writer.join()
+    assert taken.jobs >= 20
+    assert taken.files == 1
+    assert sorted(path.name for path in taken.folder.iterdir()) == ["accrue.db", "files"]
+
+    restored = elsewhere(settings, tmp_path / "restored")
+    assert backup.restore(restored, taken.folder).jobs == taken.jobs
+    other = Database(restored.url)
+    with other.reading() as session:
+        found = {job.id: job.status for job in session.scalars(select(Job))}
+    assert set(acknowledged) <= set(found)
+    assert all(found[job_id] == "queued" for job_id in acknowledged)
+    assert set(found.values()) <= {"queued", "cancelled"}
+    with other.writing() as session:
+        fence = lifecycle.claim(session, "worker-1", 15.0)
+        assert fence is not None
+        assert fence.job_id == acknowledged[0]
+    assert (restored.files_dir / "file-1").exists()
+    other.close()
+
+
+def test_equal_files_take_room_once_in_a_backup_and_after_it(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    for number, text in enumerate(("same", "same", "other")):
+        path = settings.files_dir / f"file-{number}"
+        path.write_text(json.dumps({"text": text}) + "\n")
+        checked = files.check(path, settings, "file")
+        equal = files.equal_to(database, path, checked)
+        with database.writing() as session:
+            files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", equal=equal)
+    taken = backup.take(settings, tmp_path / "backup", runs=False)
+    restored = elsewhere(settings, tmp_path / "restored")
+    assert backup.restore(restored, taken.folder).files == taken.files == 3
+    for folder in (settings.files_dir, taken.folder / "files", restored.files_dir):
+        assert [path.stat().st_nlink for path in sorted(folder.iterdir())] == [2, 2, 1]
+    assert (restored.files_dir / "file-1").read_text() == '{"text": "same"}\n'
+
+
+def test_what_cannot_be_backed_up_or_restored_says_why(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    submitted(database)
+    (settings.files_dir / "file-1").write_text("{}")
+    whole = backup.take(settings, tmp_path / "backup", runs=False).folder
+    with pytest.raises(InvalidRequest, match="there already"):
+        backup.take(settings, tmp_path / "backup", runs=False)
+    with pytest.raises(InvalidRequest, match="stop service and workers"):
+        backup.restore(settings, whole)
+    with pytest.raises(InvalidRequest, match="is no backup"):
+        backup.restore(elsewhere(settings, tmp_path / "other"), tmp_path)
+    with pytest.raises(InvalidRequest, match="pg_dump"):
+        backup.take(
+            settings.model_copy(update={"database_url": "postgresql+psycopg:///x"}),
+            tmp_path / "b",
+            runs=False,
+        )
+    damaged = tmp_path / "damaged"
+    shutil.copytree(whole, damaged)
+    content = bytearray((damaged / "accrue.db").read_bytes())
+    content[4096:12288] = b"\xff" * 8192
+    (damaged / "accrue.db").write_bytes(content)
+    with pytest.raises(InvalidRequest, match="is damaged"):
+        backup.restore(elsewhere(settings, tmp_path / "third"), damaged)
+    lacking = tmp_path / "lacking"
+    shutil.copytree(whole, lacking)
+    (lacking / "files" / "file-1").unlink()
+    with pytest.raises(InvalidRequest, match="lacks files"):
+        backup.restore(elsewhere(settings, tmp_path / "fourth"), lacking)
+    assert not (tmp_path / "fourth").exists()
+    assert not list(tmp_path.glob(".backup*"))
+
+
+def verdicts(settings: Settings) -> dict[str, str]:
+    return {finding.what: finding.verdict for finding in doctor.examine(settings)}
+
+
+def test_the_doctor_finds_what_is_wrong_and_changes_nothing(
+    settings: Settings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (settings.models_dir or tmp_path).mkdir()
+    found = verdicts(settings)
+    assert "error" not in found.values()
+    assert found["worker"] == "warning"
+    assert found["database"] == found["data folder"] == found["models"] == "ok"
+    nothing = elsewhere(settings, tmp_path / "nothing")
+    assert "error" not in verdicts(nothing).values()
+    assert verdicts(nothing)["data folder"] == verdicts(nothing)["database"] == "warning"
+    assert not (tmp_path / "nothing").exists()
+    assert verdicts(settings.model_copy(update={"models_dir": tmp_path / "no"}))["models"] == "error"
+    away = settings.model_copy(update={"database_url": "postgresql+psycopg://nobody@127.0.0.1:9/x"})
+    assert verdicts(away)["database"] == "error"
+    (settings.data_dir).chmod(0o755)
+    assert verdicts(settings)["data folder"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ((3, 40, 1), "warning"),
+        ((3, 44, 6), "ok"),
+        ((3, 50, 6), "warning"),
+        ((3, 51, 3), "ok"),
+        ((3, 53, 0), "ok"),
+    ],
+)
+def test_sqlite_with_a_known_fault_is_named(version: tuple[int, int, int], verdict: str) -> None:
+    assert doctor._sqlite_version(version).verdict == verdict
+
+
+def test_nothing_is_restored_under_a_running_service_or_worker(
+    settings: Settings, database: Database
+) -> None:
+    served = DataFolder(settings)
+    with held_by_worker(settings):
+        served.hold(database)  # both work in it at once
+        served.release()
+        with pytest.raises(BadSetting, match="a worker is running"), held_alone(settings):
+            pass
+    served.hold(database)
+    with pytest.raises(BadSetting, match="a service is running"), held_alone(settings):
+        pass
+    served.release()
+    with held_alone(settings):
+        pass

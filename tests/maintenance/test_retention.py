@@ -1,0 +1,80 @@
+"""What is deleted by age: ended jobs with all that is theirs, and files that nobody needs."""
+
+import time
+
+import pytest
+from sqlalchemy import update
+from starlette.testclient import TestClient
+
+from app.main import create_app
+from app.maintenance import retention
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import File, Job
+from tests.harness.runs import until
+from tests.harness.submissions import submitted
+
+DAY = 86400.0
+
+
+def aged(database: Database, settings: Settings, days: float, status: str = "succeeded") -> str:
+    job_id = submitted(database)
+    with database.writing() as session:
+        then = time.time() - days * DAY
+        session.execute(update(Job).where(Job.id == job_id).values(status=status, finished_at=then))
+    (settings.runs_dir / job_id / "model").mkdir(parents=True)
+    return job_id
+
+
+def uploaded(database: Database, settings: Settings, file_id: str, days: float) -> None:
+    with database.writing() as session:
+        session.add(
+            File(
+                id=file_id, created_at=time.time() - days * DAY, filename="f", purpose="fine-tune", bytes=1,
+                sha256="0", format="text", examples=1, inline=False,
+            )
+        )  # fmt: skip
+    (settings.files_dir / file_id).write_text("x")
+
+
+def left(database: Database, settings: Settings) -> tuple[set[str], set[str]]:
+    """Jobs in the database and run directories, which are the same; files likewise."""
+    with database.reading() as session:
+        job_ids = {row.id for row in session.query(Job)}
+        file_ids = {row.id for row in session.query(File)}
+    assert {path.name for path in settings.runs_dir.iterdir()} <= job_ids
+    assert {path.name for path in settings.files_dir.iterdir()} <= file_ids
+    return job_ids, file_ids
+
+
+def test_what_ended_long_ago_goes_with_all_that_is_its_own(database: Database, settings: Settings) -> None:
+    old, young = aged(database, settings, 8), aged(database, settings, 6)
+    waiting = aged(database, settings, 100, status="paused")
+    uploaded(database, settings, "file-old", 8)
+    uploaded(database, settings, "file-young", 6)
+    assert retention.forget(database, settings, 7) == 2
+    assert left(database, settings) == ({young, waiting}, {"file-1", "file-young"})
+    assert old not in {path.name for path in settings.runs_dir.iterdir()}
+    assert retention.forget(database, settings, 7) == 0
+
+
+def test_a_file_goes_after_the_last_job_that_needs_it(database: Database, settings: Settings) -> None:
+    uploaded(database, settings, "file-needed", 30)
+    job_id = aged(database, settings, 1)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(file_id="file-needed"))
+    assert retention.forget(database, settings, 7) == 1  # file-1, on which nobody trains any more
+    assert left(database, settings) == ({job_id}, {"file-needed"})
+    assert retention.forget(database, settings, 0.5) == 2
+    assert left(database, settings) == (set(), set())
+
+
+@pytest.mark.parametrize("days", [None, 7.0])
+def test_nothing_goes_by_itself_unless_that_was_set(
+    database: Database, settings: Settings, days: float | None
+) -> None:
+    job_id = aged(database, settings, 8)
+    with TestClient(create_app(settings.model_copy(update={"retention_days": days}))):
+        if days is not None:
+            until(lambda: not any(settings.runs_dir.iterdir()), 10)  # which goes after its row
+    assert (job_id in left(database, settings)[0]) == (days is None)

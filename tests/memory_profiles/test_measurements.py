@@ -1,0 +1,113 @@
+"""What jobs measured, in the database: errors, margins, estimates and rates that come of it."""
+
+from statistics import fmean
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.contract.reports import Tried, Tuning
+from app.contract.spec import Plan, Spec
+from app.memory_profiles import measurements, profiles
+from app.planning.devices import GIB, Device
+from app.planning.plan import recipe_of
+from app.storage.database import Database
+from app.storage.tables import Job, Measurement, StepMetric
+from tests.harness.submissions import submitted
+from tests.workers.test_ingest import line
+
+EACH_A_TENTH_MORE = fmean(0.1 / (2 + n / 10) for n in range(5))
+CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
+
+
+def measure(database: Database, peak_gb: float, tokens: int = 128) -> str:
+    """A job of three steps whose process took so much."""
+    job_id = submitted(database)
+    with database.writing() as session:
+        job = session.get_one(Job, job_id)
+        for step in (1, 2, 3):
+            measured = {"attempt": job.attempt, "peak_gb": peak_gb, "largest_tokens": tokens}
+            session.add(StepMetric(job_id=job_id, **{**line(step).model_dump(), **measured}))
+        session.flush()
+        note(session, job)
+    return job_id
+
+
+def note(session: Session, job: Job) -> None:
+    subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
+    measurements.note_run(session, subject, Plan.model_validate(job.plan))
+
+
+def swept(database: Database, job_id: str) -> None:
+    tried = tuple(
+        Tried(
+            token_budget=tokens, micro_batches=2048 // tokens, largest_tokens=tokens, samples_per_second=1.0,
+            tokens_per_second=rate, peak_bytes=2 * GIB + tokens * 2**20,
+        )
+        for tokens, rate in ((1024, 5000.0), (512, 4990.0), (256, 3000.0))
+    )  # fmt: skip
+    with database.writing() as session:
+        job = session.get_one(Job, job_id)
+        subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
+        measurements.note_sweep(session, subject, Tuning(token_budget=512, samples=30, tried=tried))
+
+
+def test_a_measurement_becomes_an_error_and_enough_of_them_a_margin(database: Database) -> None:
+    with database.reading() as session:
+        assert measurements.margin(session, "cpu") is None
+    for number in range(6):
+        measure(database, 2.0 + number / 10)
+    with database.reading() as session:
+        rows = session.scalars(select(Measurement).order_by(Measurement.created_at)).all()
+        assert [row.measured_bytes for row in rows] == [int((2 + n / 10) * GIB) for n in range(6)]
+        assert [row.source for row in rows] == ["formula"] + 5 * ["measured"]
+        assert measurements.mean_error(session, "formula", "cpu") is not None
+        assert measurements.mean_error(session, "formula", "cuda") is None
+        assert measurements.mean_error(session, "measured", "cpu") == pytest.approx(
+            EACH_A_TENTH_MORE, abs=1e-4
+        )
+        assert 0.03 <= (measurements.margin(session, "cpu") or 0) <= 0.3
+
+
+def test_the_next_estimate_is_what_was_measured(database: Database) -> None:
+    job_id = measure(database, 2.0)
+    with database.reading() as session:
+        spec = Spec.model_validate(session.get_one(Job, job_id).spec)
+        here = profiles.estimates(session, spec.model.architecture, "CPU")
+        elsewhere = profiles.estimates(session, spec.model.architecture, "NVIDIA L4")
+        recipe, rows = recipe_of(spec, CPU), 128 / spec.data.max_length
+        estimate = here(recipe, spec.data.max_length)
+        assert estimate.source == "measured"
+        assert estimate.memory(rows).peak_process_bytes == pytest.approx(2 * GIB, abs=2)
+        assert elsewhere(recipe, spec.data.max_length).source == "formula"
+        assert here(recipe, spec.data.max_length // 2).source == "formula"
+
+
+def test_what_was_noted_once_is_not_held_against_itself(database: Database) -> None:
+    job_id = measure(database, 2.0)
+    with database.writing() as session:
+        note(session, session.get_one(Job, job_id))
+    with database.reading() as session:
+        (row,) = session.scalars(select(Measurement)).all()
+        assert row.source == "formula"
+        assert row.predicted_bytes != row.measured_bytes
+
+
+def test_a_sweep_says_which_micro_batch_is_enough(database: Database) -> None:
+    job_id = measure(database, 2.0)
+    with database.reading() as session:
+        spec = Spec.model_validate(session.get_one(Job, job_id).spec)
+        recipe = recipe_of(spec, CPU)
+        speeds = profiles.speeds(session, spec.model.architecture, "CPU")
+        alone = speeds(recipe, spec.data.max_length)
+        assert alone is not None
+        assert len(alone.points) == 1  # what the job itself did
+    swept(database, job_id)
+    with database.reading() as session:
+        found = profiles.speeds(session, spec.model.architecture, "CPU")(recipe, spec.data.max_length)
+        assert found is not None
+        assert found.points == ((256, 3000.0), (512, 4990.0), (1024, 5000.0))
+        assert found.useful(10**6) == 512
+        estimate = profiles.estimates(session, spec.model.architecture, "CPU")(recipe, spec.data.max_length)
+        peak = estimate.memory(512 / spec.data.max_length).peak_process_bytes
+        assert peak == pytest.approx(2 * GIB + 512 * 2**20, abs=2)

@@ -1,0 +1,110 @@
+"""Profiles in the database: wanted, made, found, and held against what was measured."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from app.contract.memory_profile import KINDS, Curve, Line, Profile, Recipe, Stretch
+from app.errors import NotFound
+from app.memory_profiles import profiles
+from app.memory_profiles.profiles import Wanted
+from app.planning.architectures import from_config
+from app.planning.catalogue import TINY_GPT2
+from app.planning.devices import GIB
+from app.storage.database import Database, database_now
+from app.storage.tables import StoredProfile, Worker
+
+CPU = Recipe(device="cpu", precision="fp32")
+ARCHITECTURE = from_config(TINY_GPT2)
+
+
+def wanted(sequence: int = 64, **recipe: Any) -> Wanted:
+    return Wanted("accrue/tiny-gpt2", ARCHITECTURE, TINY_GPT2, CPU.model_copy(update=recipe), sequence)
+
+
+def profile(per_row: float = GIB) -> Profile:
+    one = Line(
+        part="forward and backward",
+        base=dict.fromkeys(KINDS, 0.0),
+        slope={**dict.fromkeys(KINDS, 0.0), "activations": per_row},
+    )
+    curve = Curve(
+        sequence=64,
+        stretches=(Stretch(rows=1, once=(one,), accumulating=(one,)),),
+        reserved=((4, 1.1),),
+        parameters=1,
+        trainable=1,
+    )
+    return Profile(source="simulated", curve=curve, checked_rows=None, check_error=None, seconds=1.0)
+
+
+def make(database: Database, one: Wanted, made: Profile) -> None:
+    """Wants a profile, and makes it."""
+    with database.writing() as session:
+        profiles.ask(session, one)
+        request = profiles.claim(session)
+        assert request is not None
+        profiles.store(session, request, made)
+
+
+def test_what_was_made_is_found_by_what_it_depends_on(database: Database) -> None:
+    make(database, wanted(), profile())
+    with database.reading() as session:
+        best = profiles.estimates(session, ARCHITECTURE, None)
+        assert best(CPU, 64).source == "simulated"
+        assert best(CPU, 64).memory(3).activations_bytes == 3 * GIB
+        assert best(CPU, 65).source == "formula"
+        assert best(CPU.model_copy(update={"gradient_checkpointing": True}), 64).source == "formula"
+        assert not profiles.waiting(session)
+
+
+def test_what_is_there_or_wanted_is_not_wanted_twice(database: Database) -> None:
+    make(database, wanted(), profile())
+    with database.writing() as session:
+        profiles.ask(session, wanted())
+        assert not profiles.waiting(session)
+        profiles.ask(session, wanted(128))
+        profiles.ask(session, wanted(128))
+        assert profiles.claim(session) is not None
+        assert profiles.claim(session) is None
+
+
+def test_the_newest_request_goes_first(database: Database) -> None:
+    for sequence in (16, 32, 48):
+        with database.writing() as session:
+            profiles.ask(session, wanted(sequence))
+    with database.writing() as session:
+        first = profiles.claim(session)
+        assert first is not None
+        assert first.sequence == 48
+
+
+def test_with_no_worker_nobody_waits(database: Database) -> None:
+    assert "no worker" in asyncio.run(profiles.wait_for(database, wanted(), 30.0))[0]
+
+
+def test_what_cannot_be_made_is_said_and_not_tried_again(database: Database) -> None:
+    with database.writing() as session:
+        now = session.scalar(profiles.select(database_now()))
+        session.add(
+            Worker(id="worker-1", hostname="h", started_at=now, heartbeat_at=now, devices=[], running=[])
+        )
+        profiles.ask(session, wanted())
+        request = profiles.claim(session)
+        assert request is not None
+        profiles.give_up(session, request, "ValueError: no such thing")
+    assert "no such thing" in asyncio.run(profiles.wait_for(database, wanted(), 30.0))[0]
+    with database.reading() as session:
+        assert not profiles.waiting(session)
+
+
+def test_a_profile_that_is_forgotten_is_made_anew(database: Database) -> None:
+    make(database, wanted(), profile())
+    with database.writing() as session:
+        (stored,) = session.scalars(profiles.select(StoredProfile)).all()
+        profiles.remove(session, stored.id)
+        with pytest.raises(NotFound):
+            profiles.get(session, stored.id)
+        profiles.ask(session, wanted())
+        assert profiles.waiting(session)

@@ -1,0 +1,141 @@
+"""How much a key may ask for, what is written down of it, and what every answer carries."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.errors import BadSetting
+from app.main import create_app
+from app.security.rates import Rates
+from app.settings import Settings, get_settings
+from tests.harness.runs import until
+from tests.jobs.test_job_routes import JOB, PATH
+from tests.security.test_keys import key_for
+
+AUDIT = "/gradient-accumulation/audit"
+
+
+@contextmanager
+def service(settings: Settings, **changes: Any) -> Iterator[tuple[TestClient, dict[str, str]]]:
+    """A service with other settings, and the header of a key of it."""
+    app = create_app(settings.model_copy(update=changes))
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
+        yield client, key_for(app.state.database)
+
+
+def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> None:
+    with service(settings, rate_limit="5/minute") as (client, mine):
+        assert [client.get(PATH, headers=mine).status_code for _ in range(5)] == [200] * 5
+        refused = client.get(PATH, headers=mine)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        another = key_for(client.app.state.database)  # type: ignore[attr-defined]
+        assert client.get(PATH, headers=another).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCRUE_RATE_LIMIT", "often"),
+        ("ACCRUE_RATE_LIMIT", "0/minute"),
+        ("ACCRUE_RATE_LIMIT_STORAGE", "carrier-pigeon://"),
+        ("ACCRUE_RATE_LIMIT_STORAGE", "redis://localhost"),  # without its client
+    ],
+)
+def test_a_limit_that_makes_no_sense_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("app.settings.find_spec", lambda _: None)
+    get_settings.cache_clear()
+    with pytest.raises(BadSetting, match=name):
+        get_settings()
+    get_settings.cache_clear()
+
+
+@pytest.mark.parametrize("limit", ["1/second", "6000/minute", "10/hour", "100000/day"])
+def test_every_limit_that_settings_allow_is_one(limit: str) -> None:
+    asyncio.run(Rates(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1"))
+
+
+def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
+    submit = f"{PATH}/with-accumulation"
+    with service(settings, max_queued_jobs=2) as (client, mine):
+        first, _ = (client.post(submit, json=JOB, headers=mine).json()["id"] for _ in range(2))
+        refused = client.post(submit, json=JOB, headers=mine)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert refused.headers["x-should-retry"] == "false"
+        another = key_for(client.app.state.database)  # type: ignore[attr-defined]
+        assert client.post(submit, json=JOB, headers=another).status_code == 202
+        admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
+        assert client.post(submit, json=JOB, headers=admin).status_code == 202  # others' do not count
+        client.post(f"{PATH}/{first}/cancel", headers=mine)
+        assert client.post(submit, json=JOB, headers=mine).status_code == 202
+        assert len(list(settings.files_dir.iterdir())) == 5  # nothing is left of what was refused
+
+
+def entries(client: TestClient, header: dict[str, str], **query: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = client.get(AUDIT, headers=header, params=query).json()["data"]
+    return found
+
+
+def test_who_changed_what_is_written_down(settings: Settings) -> None:
+    with service(settings) as (client, mine):
+        admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
+        made = client.post(f"{PATH}/with-accumulation", json=JOB, headers=mine)
+        client.get(PATH, headers=mine)
+        client.delete(f"{PATH}/{made.json()['id']}", headers=mine)
+        client.post(f"{PATH}/with-accumulation", json=JOB)  # without a key
+        until(lambda: len(entries(client, admin)) == 3, 10)
+        nobody, deleted, submitted = entries(client, admin)
+        assert (submitted["method"], submitted["status"]) == ("POST", 202)
+        assert submitted["request_id"] == made.headers["x-request-id"]
+        assert submitted["address"] == "testclient"
+        assert (deleted["method"], deleted["status"]) == ("DELETE", 409)
+        assert deleted["path"].endswith(made.json()["id"])
+        assert (nobody["status"], nobody["key_id"]) == (401, None)
+        assert entries(client, admin, key_id=submitted["key_id"]) == [deleted, submitted]
+        assert client.get(AUDIT, headers=mine).status_code == 403
+
+
+def test_reads_are_written_down_where_that_is_asked_for(settings: Settings) -> None:
+    with service(settings, audit_reads=True) as (client, mine):
+        client.get(PATH, headers=mine)
+        admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
+        until(lambda: any(entry["path"] == PATH for entry in entries(client, admin)), 10)
+
+
+def test_the_last_of_it_is_written_when_the_service_ends(settings: Settings) -> None:
+    with service(settings) as (client, mine):
+        client.post(f"{PATH}/ftjob-1/cancel", headers=mine)
+    with service(settings) as (client, _):
+        admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
+        (entry,) = entries(client, admin)
+        assert (entry["path"], entry["status"]) == (f"{PATH}/ftjob-1/cancel", 404)
+
+
+def test_every_answer_tells_a_browser_to_make_nothing_of_it(client: TestClient) -> None:
+    for path in (PATH, "/healthz", "/nowhere"):
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert headers["x-frame-options"] == "DENY"
+
+
+def test_pages_of_named_origins_may_call_and_others_may_not(settings: Settings) -> None:
+    ours, other = {"Origin": "https://ours.example"}, {"Origin": "https://other.example"}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with service(settings, cors_origins="https://ours.example/, https://too.example") as (client, mine):
+        preflight = client.options(PATH, headers={**ours, **asks})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://ours.example"
+        assert client.options(PATH, headers={**other, **asks}).status_code == 400
+        answer = client.get(PATH, headers={**ours, **mine})
+        assert answer.headers["access-control-allow-origin"] == "https://ours.example"
+        assert "access-control-allow-origin" not in client.get(PATH, headers={**other, **mine}).headers
+        assert client.get("/healthz", headers=other).status_code == 403
+        assert client.get("/healthz", headers=ours).status_code == 200

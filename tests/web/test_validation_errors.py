@@ -1,0 +1,71 @@
+"""What a client is told of a request that does not make sense."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.jobs.schemas import TrainingRequest
+from app.web.validation_errors import complaints
+
+REQUEST: dict[str, Any] = {"model_name": "gpt2", "dataset_config": {"texts": ["a"]}}
+
+
+def told(**fields: Any) -> dict[str, str]:
+    with pytest.raises(ValidationError) as refused:
+        TrainingRequest.model_validate(REQUEST | fields)
+    return {each.field: each.message for each in complaints(refused.value.errors(), TrainingRequest)}
+
+
+METHODS = "input should be 'full', 'lora' or 'qlora'"
+PRECISIONS = "input should be a valid boolean or 'bf16', 'fp16', 'no', 'tf32' or 'pure_bf16'"
+LORA = "training_config.method.lora"
+NUMBER = "input should be a valid integer, unable to parse string as an integer"
+
+
+def of_method(method: Any) -> dict[str, Any]:
+    return {"training_config": {"method": method}}
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({"target_batch": 3}, "target_batch", "did you mean target_effective_batch_size?"),
+        ({"acumulation_steps": 3}, "acumulation_steps", "did you mean accumulation_steps?"),
+        ({"dataset_config": {"file_id": "nope"}}, "dataset_config.file_id", "GET /v1/files lists them"),
+        (
+            {"model_name": "ft:accrue/tiny-gpt2:accrue::1"},
+            "model_name",
+            "from its folder below ACCRUE_MODELS_DIR",
+        ),
+        ({"quite_another": 3}, "quite_another", "see /docs"),
+        (
+            {"accumulation_steps": 3, "gradient_accumulation_steps": 3},
+            "gradient_accumulation_steps",
+            "is another name of accumulation_steps, which is given, too: leave one out",
+        ),
+        ({"epochs": 3}, "epochs", "did you mean training_config.epochs?"),
+        ({"num_train_epochs": 3}, "num_train_epochs", "did you mean training_config.epochs?"),
+        ({"training_config": {"lr": 1}}, "training_config.lr", "did you mean training_config.learning_rate?"),
+        (of_method("lorra"), "training_config.method", METHODS),
+        (of_method({"lara": {}}), "training_config.method", METHODS),
+        (
+            of_method({"lora": {"rank": 8}}),
+            "training_config.method.lora.rank",
+            "training_config.method.lora.r?",
+        ),
+        (of_method({"lora": {"r": -1}}), "training_config.method.lora.r", "greater than or equal to 1"),
+        ({"mixed_precision": "int8"}, "mixed_precision", PRECISIONS),
+        ({"user_id": [1]}, "user_id", "input should be a valid integer or a valid string"),
+        ({"gpu_ids": ["a"]}, "gpu_ids.0", NUMBER),
+    ],
+)
+def test_the_field_is_named_and_what_it_may_be(given: dict[str, Any], field: str, message: str) -> None:
+    found = told(**given)
+    assert list(found) == [field]
+    assert found[field].endswith(message)
+
+
+def test_several_are_told_together() -> None:
+    found = told(priority="high", nothing=1, training_config={"method": 3})
+    assert set(found) == {"training_config.method", "priority", "nothing"}

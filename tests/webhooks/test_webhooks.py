@@ -1,0 +1,298 @@
+"""Webhooks: signed so that OpenAI's client believes them, tried again, never sent where they may not go."""
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from ipaddress import ip_address
+from typing import Any
+
+import openai
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import select, update
+from starlette.testclient import TestClient
+
+from app.errors import BadSetting
+from app.jobs import lifecycle
+from app.main import create_app
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import Delivery, Job
+from app.webhooks import deliverer as module
+from app.webhooks.addresses import NotAllowed, check, is_public, resolve
+from app.webhooks.deliverer import Deliverer
+from app.webhooks.signature import secret_bytes
+from tests.harness.dripping import dripping
+from tests.harness.runs import until
+from tests.harness.submissions import submitted
+from tests.jobs.test_lifecycle import claimed
+
+SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
+
+
+class Receiver:
+    """Somebody who is told, and answers as they are made to."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.got: list[tuple[dict[str, str], bytes]] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.got.append((dict(self.headers.items()), body))
+                status = receiver.statuses.pop(0) if receiver.statuses else 200
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "http://169.254.169.254/latest/meta-data")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://localhost:{self._server.server_port}/told?x=1"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def delivering(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deliverer]:
+    monkeypatch.setattr(module, "_LOOK_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(module, "RETRY_AFTER_SECONDS", (0.1, 0.1))
+    started = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    started.start()
+    yield started
+    started.close()
+
+
+def with_webhook(database: Database, url: str) -> str:
+    job_id = submitted(database)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(webhook_url=url))
+    return job_id
+
+
+def cancelled(database: Database, url: str) -> str:
+    job_id = with_webhook(database, url)
+    with database.writing() as session:
+        lifecycle.cancel(session, job_id)
+    return job_id
+
+
+def outcomes(database: Database) -> list[tuple[int, float | None, str | None]]:
+    with database.reading() as session:
+        rows = session.scalars(select(Delivery).order_by(Delivery.id))
+        return [(row.attempts, row.not_before, row.outcome) for row in rows]
+
+
+def test_openai_s_client_believes_what_it_is_told(
+    database: Database, receiver: Receiver, delivering: Deliverer
+) -> None:
+    job_id = cancelled(database, receiver.url)
+    until(lambda: outcomes(database) == [(1, None, "delivered")], 10)
+    ((headers, body),) = receiver.got
+    client = openai.OpenAI(api_key="none", webhook_secret=SECRET)
+    event = client.webhooks.unwrap(body, headers)
+    assert (event.type, event.data.id) == ("fine_tuning.job.cancelled", job_id)  # type: ignore[union-attr]
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.unwrap(body.replace(b"cancelled", b"succeeded"), headers)
+    assert headers["Host"] == receiver.url.split("/")[2]
+
+
+def test_each_end_and_each_pause_is_told_once(database: Database) -> None:
+    first, second = (with_webhook(database, "https://example.org/") for _ in range(2))
+    with database.writing() as session:
+        lifecycle.pause(session, first)
+        lifecycle.resume(session, first)
+    with database.writing() as session:
+        lifecycle.cancel(session, second)
+        lifecycle.cancel(session, second)
+    fence = claimed(database)
+    assert fence is not None
+    with database.writing() as session:
+        lifecycle.succeed(session, fence, {"files": []})
+    submitted(database)  # without a webhook
+    with database.reading() as session:
+        told = session.execute(select(Delivery.job_id, Delivery.type).order_by(Delivery.id)).all()
+    assert [tuple(row) for row in told] == [
+        (first, "fine_tuning.job.paused"),
+        (second, "fine_tuning.job.cancelled"),
+        (first, "fine_tuning.job.succeeded"),
+    ]
+
+
+def test_what_is_refused_is_tried_again_under_the_same_id(
+    database: Database, receiver: Receiver, delivering: Deliverer
+) -> None:
+    receiver.statuses = [500, 302]
+    cancelled(database, receiver.url)
+    until(lambda: outcomes(database) == [(3, None, "delivered")], 10)
+    assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+    assert len(receiver.got) == 3  # nobody followed the redirect
+
+
+def test_it_is_given_up_at_last(database: Database, receiver: Receiver, delivering: Deliverer) -> None:
+    receiver.statuses = [503] * 10
+    cancelled(database, receiver.url)
+    until(lambda: outcomes(database) == [(3, None, "it was answered by 503")], 10)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "[::1]", "0.0.0.0", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254",
+     "2130706433", "0x7f000001", "127.1", "[::ffff:127.0.0.1]", "[fe80::1]", "[fd00::1]", "100.64.0.1",
+     "[2002:7f00:1::]", "[64:ff9b::7f00:1]", "224.0.0.1", "255.255.255.255"],
+)  # fmt: skip
+def test_addresses_of_no_public_host_are_refused(host: str) -> None:
+    with pytest.raises(NotAllowed):
+        resolve(f"http://{host}:80/x", private=False)
+    if host != "localhost":
+        with pytest.raises(NotAllowed):
+            check(f"https://{host}/x", private=False)
+        check(f"https://{host}/x", private=True)
+
+
+def test_public_addresses_are_not() -> None:
+    assert all(is_public(ip_address(each)) for each in ("8.8.8.8", "2606:4700:4700::1111"))
+    check("https://8.8.8.8/x", private=False)
+    check("https://name.that.nobody.asks.about.example/x", private=False)
+
+
+def test_a_name_that_points_inwards_is_refused_when_it_is_to_be_told(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_AFTER_SECONDS", ())
+    started = Deliverer(database, secret_bytes(SECRET), private_addresses=False)
+    started.start()
+    cancelled(database, receiver.url)
+    until(lambda: outcomes(database)[0][2] is not None, 10)
+    started.close()
+    assert "not on the public internet" in str(outcomes(database)[0][2])
+    assert receiver.got == []
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "none", "whsec_!!!", SECRET[6:]])
+def test_a_secret_that_is_none_is_named(secret: str) -> None:
+    with pytest.raises(BadSetting, match="ACCRUE_WEBHOOK_SECRET"):
+        secret_bytes(secret)
+
+
+def test_a_body_holds_no_more_than_it_must(
+    database: Database, receiver: Receiver, delivering: Deliverer
+) -> None:
+    cancelled(database, receiver.url)
+    until(lambda: bool(receiver.got), 10)
+    told: dict[str, Any] = json.loads(receiver.got[0][1])
+    assert set(told) == {"id", "object", "created_at", "type", "data"}
+    assert set(told["data"]) == {"id"}
+
+
+def test_one_that_cannot_be_delivered_holds_up_no_other(
+    database: Database, receiver: Receiver, delivering: Deliverer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_as_ever = module.resolve
+
+    def broken(url: str, *, private: bool) -> str:
+        if "broken" in url:
+            raise RuntimeError("of our own making")
+        return resolve_as_ever(url, private=private)
+
+    monkeypatch.setattr(module, "resolve", broken)
+    cancelled(database, "http://broken.example/")
+    cancelled(database, "http://localhost:port/")
+    cancelled(database, receiver.url)
+    told = [(3, None, "RuntimeError"), (3, None, "it is no URL"), (1, None, "delivered")]
+    until(lambda: [(a, due, str(o)[:12]) for a, due, o in outcomes(database)] == told, 20)
+
+
+def test_somebody_to_tell_may_not_be_on_a_private_network(settings: Settings) -> None:
+    own = {"webhook_url": "http://127.0.0.1:9/", "webhook_secret": SecretStr(SECRET)}
+    with pytest.raises(BadSetting, match=r"ACCRUE_WEBHOOK_URL.*public internet"):
+        create_app(settings.model_copy(update=own))
+    create_app(settings.model_copy(update={**own, "webhook_private_addresses": True}))
+
+
+def test_somebody_to_tell_needs_a_secret(settings: Settings) -> None:
+    with pytest.raises(BadSetting, match="always signed"):
+        create_app(settings.model_copy(update={"webhook_url": "https://example.org/"}))
+
+
+@pytest.mark.parametrize(
+    ("url", "secret", "said"),
+    [
+        ("https://example.org/", None, "ACCRUE_WEBHOOK_SECRET is not set"),
+        ("http://127.0.0.1/", SECRET, "public internet"),
+        ("http://user:password@example.org/", SECRET, "webhook_url"),
+        ("http://[abc/", SECRET, "no URL that can be reached"),
+        ("http://example.org:port/", SECRET, "no URL that can be reached"),
+        ("http://" + "a" * 300, SECRET, "no URL that can be reached"),
+    ],
+)
+def test_a_job_that_cannot_be_told_of_is_refused(
+    settings: Settings, url: str, secret: str | None, said: str
+) -> None:
+    own = settings.model_copy(update={"webhook_secret": None if secret is None else SecretStr(secret)})
+    with TestClient(create_app(own), base_url="http://127.0.0.1:8000") as client:
+        body = {
+            "model_name": "accrue/tiny-gpt2",
+            "webhook_url": url,
+            "target_effective_batch_size": 4,
+            "dataset_config": {"texts": ["a b c"]},
+        }
+        answer = client.post("/gradient-accumulation/training/large-batch", json=body)
+    assert answer.status_code in (400, 422)
+    assert said in answer.text
+
+
+def test_a_receiver_that_drips_is_given_up_in_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then renews every timeout but the whole delivery's."""
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.0)
+    slow = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    with dripping() as url:
+        began = time.monotonic()
+        failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1"))
+    assert failure is not None
+    assert "did not answer" in failure
+    assert time.monotonic() - began < 20  # the drip takes a hundred seconds
+
+
+def test_site_local_addresses_are_private() -> None:
+    assert not is_public(ip_address("fec0::1"))
+    assert not is_public(ip_address("feff::1"))
+
+
+@pytest.mark.parametrize(
+    "address", ["168.63.129.16", "192.0.0.192", "192.88.99.1", "3fff::1", "2001:4860::5efe:7f00:1"]
+)
+def test_addresses_that_only_look_public_are_not(address: str) -> None:
+    assert not is_public(ip_address(address))
+
+
+def test_receivers_that_never_answer_delay_their_owner_s_alone(database: Database) -> None:
+    deliverer = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    for host in ("slow.example", "slow.example"):
+        assert deliverer._has_place("alice", host)
+        deliverer._under_way.update(module._counted("alice", host))
+    assert not deliverer._has_place("bob", "slow.example")
+    assert deliverer._has_place("alice", "another.example")
+    deliverer._under_way.update(module._counted("alice", "another.example"))
+    assert not deliverer._has_place("alice", "good.example")
+    assert deliverer._has_place("bob", "good.example")
+    assert deliverer._has_place(None, "good.example")
