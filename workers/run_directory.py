@@ -32,8 +32,8 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from app.contract.fail_points import fail_point
+from app.contract.order import Order
 from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
-from app.contract.spec import Order
 
 INTERRUPTED = 75
 """Exit status of a trainer that was told to stop and has written a checkpoint (EX_TEMPFAIL)."""

@@ -18,8 +18,10 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from app.contract.fail_points import fail_point
+from app.contract.order import Order
+from app.contract.plan import Plan
 from app.contract.reports import Failure, Tuning
-from app.contract.spec import Order, Plan, Spec
+from app.contract.spec import Spec
 from app.devices import gpus, live_workers
 from app.errors import ReplacedDatabase
 from app.jobs import events, lifecycle
@@ -255,20 +257,17 @@ class Supervisor:
     def _resumed_plan(self, spec: Spec, earlier: Plan, device: Device) -> Plan | None:
         """An earlier attempt's plan as it stands, where the device is alike."""
         limit = spec.memory.budget(device.memory_bytes)
-        own = earlier.devices[0]
+        own = earlier.ranks[0]
         alike = earlier.device == device.kind and own.memory_limit_bytes == limit
         if earlier.predicted or not alike or own.name not in (None, device.name):
             return None
-        return earlier.model_copy(update={"devices": (own.model_copy(update={"gpu_id": device.id}),)})
+        return earlier.model_copy(update={"ranks": (own.model_copy(update={"gpu_id": device.id}),)})
 
     def _new_plan(self, spec: Spec, device: Device) -> Plan:
         threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
         with self.database.reading() as session:
-            on = (session, spec.model.architecture, device.name)
-            return make_plan(
-                spec, [device], profiles.estimates(*on),
-                predicted=False, threads=threads, speeds=profiles.speeds(*on),
-            )  # fmt: skip
+            known = profiles.known(session, spec.model.architecture, device.name)
+        return make_plan(spec, [device], known, predicted=False, threads=threads)
 
     def _validation_file(self, spec: Spec) -> str | None:
         validation = spec.data.validation

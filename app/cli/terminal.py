@@ -126,13 +126,13 @@ def show_plan(job: dict[str, Any]) -> None:
     plan = job["plan"]
     total = plan["steps_total"]
     steps = "as many steps as the text gives" if total is None else f"{total:,} step{'s' * (total != 1)}"
-    most = plan["micro_batches"]
+    most, rule = plan["micro_batches"], plan["ranks"][0]["micro_batch_rule"]
     cut = {
         "token_budget": f"1 to {most} micro-batches of at most {{tokens:,}} tokens" if most > 1
         else "a micro-batch of at most {tokens:,} tokens",
         "count": "{micro_batches} micro-batches",
         "size": f"{most} micro-batch{'es' * (most > 1)} of at most {{samples}} samples",
-    }[plan["cut"]["rule"]].format(**plan["cut"])  # fmt: skip
+    }[rule["rule"]].format(**rule)  # fmt: skip
     console.print(
         f"plan ({_BY[plan['source']]}): effective batch {job['effective_batch_size']} in {cut}; {steps}; "
         f"learning rate {job['learning_rate']:.3g}; {plan['precision']} on {plan['device']}",

@@ -4,7 +4,7 @@ The spec says what is trained; the plan says how, and never changes the training
 """
 
 from math import ceil
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -121,7 +121,7 @@ class EarlyStopping(Frozen):
     min_delta: float = Field(0.0, ge=0)
 
 
-class AskedSplit(Frozen):
+class RequestedSplit(Frozen):
     """What the person asked of the micro-batches, per device; null: planned."""
 
     accumulation_steps: int | None
@@ -180,7 +180,7 @@ class Spec(Frozen):
     """Compare the first window's gradient with that of a smaller split before training."""
     noise_scale_every: int | None
     """Measure the gradient noise scale in every so many windows."""
-    split: AskedSplit
+    split: RequestedSplit
     memory: MemoryLimits
     auto_adjust_batch_size: bool
     log_accumulation: bool = True
@@ -219,88 +219,3 @@ class Spec(Frozen):
             steps += ceil((samples - consumed) / self.effective_batch_size)
             steps += (self.epochs - epoch - 1) * ceil(samples / self.effective_batch_size)
         return steps
-
-
-class TokenBudget(Frozen):
-    """Micro-batches of at most this many padded tokens (rows × longest row)."""
-
-    rule: Literal["token_budget"] = "token_budget"
-    tokens: int
-
-
-class FixedCount(Frozen):
-    """Exactly this many micro-batches a window, of near-equal padded tokens."""
-
-    rule: Literal["count"] = "count"
-    micro_batches: int
-
-
-class FixedSize(Frozen):
-    """Micro-batches of at most this many samples."""
-
-    rule: Literal["size"] = "size"
-    samples: int
-
-
-Cut = Annotated[TokenBudget | FixedCount | FixedSize, Field(discriminator="rule")]
-"""How a window is cut into micro-batches."""
-
-
-class PlannedDevice(Frozen):
-    gpu_id: int | str
-    name: str | None = None
-    """Of the device; null in plans from before it was kept."""
-    micro_batch_size: int
-    accumulation_steps: int
-    token_budget: int | None
-    predicted_peak_bytes: int
-    memory_limit_bytes: int
-
-
-class Remedy(Frozen):
-    """A change that would take less memory, and the peak predicted with it."""
-
-    change: str
-    predicted_peak_bytes: int
-
-
-class Plan(Frozen):
-    """How a spec is run on the devices at hand."""
-
-    predicted: bool
-    """true until a worker has claimed the job and planned for its own device."""
-    effective_batch_size: int
-    accumulation_steps: int
-    actual_batch_size_per_gpu: int
-    micro_batches: int
-    """Micro-batches per step over all devices, with every sample at its full length."""
-    devices: tuple[PlannedDevice, ...]
-    steps_total: int | None
-    """Optimizer steps; null where `overlength: split` leaves the number of samples to the tokenizer."""
-    predicted_duration_seconds: float | None
-    source: Literal["measured", "simulated", "formula"]
-    warnings: tuple[str, ...]
-    precision: RunPrecision
-    device: Literal["cpu", "cuda"]
-    threads: int | None
-    """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
-    cut: Cut
-    most_tokens: int | None = None
-    """The largest micro-batch that memory is predicted to allow, where that is left to the plan."""
-    remedies: tuple[Remedy, ...] = ()
-    """What would take less memory than this plan, for one sample of full length."""
-
-
-class Order(Frozen):
-    """The whole content of a run directory's spec.json: who trains what, how, and from which files."""
-
-    job_id: str
-    attempt: int
-    spec: Spec
-    plan: Plan
-    data_file: str
-    """Absolute path of the JSONL file."""
-    validation_file: str | None = None
-    """Absolute path of the validation file, where it is one of its own."""
-    model_path: str
-    """Absolute path of a model's directory, or a hub id."""

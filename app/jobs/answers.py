@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from app.contract.spec import Plan, Spec
+from app.contract.plan import Plan
+from app.contract.spec import Spec
 from app.contract.states import ENDED
 from app.jobs.lifecycle import Submission
 from app.jobs.schemas import (
@@ -75,7 +76,7 @@ def dry_run_answer(
     tokens = speed.tokens_per_sample * samples if speed is not None and samples is not None else None
     hours = None
     if seconds is not None and plan.device == "cuda":
-        hours = seconds * len(plan.devices) / 3600
+        hours = seconds * len(plan.ranks) / 3600
     return DryRunAnswer(
         predicted_tokens=None if tokens is None else round(tokens),
         predicted_duration_seconds=seconds,

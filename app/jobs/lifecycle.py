@@ -35,8 +35,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session
 
+from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
-from app.contract.spec import Plan, Spec
+from app.contract.spec import Spec
 from app.contract.states import ENDED, JobStatus, Requested
 from app.contract.text import storable
 from app.errors import Conflict, NotFound

@@ -17,13 +17,13 @@ from app.contract.arguments import (
 )
 from app.contract.base import Answer, Flag, Request
 from app.contract.examples import DataFormat, Role
+from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
 from app.contract.spec import (
     Attention,
     AuxScope,
     EarlyStopping,
     Overlength,
-    Plan,
     ScheduleName,
     Tracker,
     Tune,

@@ -12,11 +12,11 @@ from typing import Literal
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from app.contract.plan import Plan
 from app.contract.reports import Tuning
-from app.contract.spec import Plan
 from app.planning.devices import GIB, Device
 from app.planning.estimate import Estimate, Point
-from app.planning.speeds import Speeds
+from app.planning.throughput import Throughput
 from app.storage.database import database_now, insert_for
 from app.storage.tables import Job, Measurement, StepMetric
 
@@ -85,7 +85,7 @@ def points(session: Session, architecture: str, device_name: str | None) -> Mapp
     return {key: [own[tokens] for tokens in sorted(own)] for key, own in found.items()}
 
 
-def speeds(session: Session, key: str, device_name: str | None) -> Speeds | None:
+def throughput(session: Session, key: str, device_name: str | None) -> Throughput | None:
     """The newest sweep of a recipe on such a device, else what the newest job did; null: neither."""
     own = select(Measurement).where(
         Measurement.key == key,
@@ -103,7 +103,7 @@ def speeds(session: Session, key: str, device_name: str | None) -> Speeds | None
         Measurement.attempt == newest.attempt,
     )
     rows = session.scalars(same.order_by(Measurement.tokens)).all()
-    return Speeds(tuple((row.tokens, row.tokens_per_second or 0.0) for row in rows))
+    return Throughput(tuple((row.tokens, row.tokens_per_second or 0.0) for row in rows))
 
 
 def mean_error(session: Session, source: str, device: DeviceKind) -> float | None:

@@ -20,8 +20,9 @@ from app.memory_profiles import measurements
 from app.memory_profiles.measurements import Subject
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, Estimates
-from app.planning.plan import recipe_of
-from app.planning.speeds import Speeds, SpeedsOf
+from app.planning.planner import Known
+from app.planning.recipes import recipe_of
+from app.planning.throughput import Throughput, ThroughputOf
 from app.storage.database import Database, database_now, insert_for
 from app.storage.ids import new_id
 from app.storage.tables import Job, ProfileRequest, StoredProfile
@@ -99,13 +100,23 @@ def estimates(session: Session, architecture: Architecture, device_name: str | N
     return best
 
 
-def speeds(session: Session, architecture: Architecture, device_name: str | None) -> SpeedsOf:
+def throughput(session: Session, architecture: Architecture, device_name: str | None) -> ThroughputOf:
     """What throughput was measured with each recipe and length on such a device."""
 
-    def found(recipe: Recipe, sequence: int) -> Speeds | None:
-        return measurements.speeds(session, key_of(architecture, recipe, sequence), device_name)
+    def found(recipe: Recipe, sequence: int) -> Throughput | None:
+        return measurements.throughput(session, key_of(architecture, recipe, sequence), device_name)
 
     return found
+
+
+def known(session: Session, architecture: Architecture, device_name: str | None) -> Known:
+    """What is known of an architecture's steps on such devices.
+
+    Args:
+        device_name: null: the devices are of several kinds.
+    """
+    on = (session, architecture, device_name)
+    return Known(estimates(*on), throughput(*on), architecture)
 
 
 def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:

@@ -11,18 +11,19 @@ from fastapi import Request
 from app.contract.accumulation import Precision
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
-from app.contract.spec import MemoryLimits
+from app.contract.spec import MemoryLimits, RequestedSplit
 from app.devices import gpus, live_workers
 from app.devices.gpus import first_devices, select_devices
 from app.errors import Unprocessable
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import Wanted
 from app.models import base_models
-from app.planning.batch_size import Question, RawQuestion, advised, answer, answer_raw
+from app.planning.answers import RawQuestion, advised, answer, answer_raw
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.memory import OPTIMIZER_STATES
-from app.planning.plan import precision_for, unsupported
+from app.planning.planner import Question
+from app.planning.recipes import make_recipe, unsupported
 from app.planning.schemas import (
     BatchSizeAnswer,
     BatchSizeRequest,
@@ -45,34 +46,36 @@ async def calculated(
     key_id = request.state.caller.key_id
     seconds = asked.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds
-    known = await to_thread.run_sync(_known, asked, settings, database)
+    looked_up = await to_thread.run_sync(_look_up, asked, settings, database)
 
     async def profiled(recipe: Recipe, sequence: int) -> list[str]:
-        wanted = Wanted(asked.model_name or "", known.base.architecture, known.base.config, recipe, sequence)
+        base = looked_up.base
+        wanted = Wanted(looked_up.model_name, base.architecture, base.config, recipe, sequence)
         left = max(0.0, until - time.monotonic())
         return await profiles.wait_for(database, wanted, left, request.is_disconnected)
 
     with waits.place(key_id) if seconds else nullcontext():
-        told = await profiled(known.question.recipe, known.question.sequence)
-        found = await to_thread.run_sync(_answered, known, told, database)
+        told = await profiled(looked_up.question.recipe, looked_up.question.sequence)
+        found = await to_thread.run_sync(_answered, looked_up, told, database)
         for _ in range(0 if told else _ADVICE_CHECKED):  # told: nobody simulates, or not in time
-            change = advised(found, known.question)
+            change = advised(found, looked_up.question)
             if change is None or await profiled(change.recipe, change.sequence):
                 break
-            found = await to_thread.run_sync(_answered, known, told, database)
+            found = await to_thread.run_sync(_answered, looked_up, told, database)
     return found
 
 
 @dataclass(frozen=True)
-class _Known:
+class _LookedUp:
     """A request with what it names looked up."""
 
+    model_name: str
     base: base_models.BaseModel
     question: Question
     warnings: list[str]
 
 
-def _known(asked: BatchSizeRequest, settings: Settings, database: Database) -> _Known:
+def _look_up(asked: BatchSizeRequest, settings: Settings, database: Database) -> _LookedUp:
     assert asked.model_name is not None
     base = base_models.find_for_planning(asked.model_name, settings)
     devices, warnings = devices_of(asked, settings, database)
@@ -81,33 +84,38 @@ def _known(asked: BatchSizeRequest, settings: Settings, database: Database) -> _
     with database.reading() as session:
         margin = measurements.margin(session, recipe.device)
     question = Question(
-        asked.model_name, base.architecture, recipe, sequence,
-        memory_limits(asked.max_memory_usage, asked.memory_safety_margin, margin), devices,
-        asked.target_effective_batch_size, asked.micro_batch_size,
-    )  # fmt: skip
-    return _Known(base, question, warnings)
+        recipe=recipe,
+        sequence=sequence,
+        devices=devices,
+        limits=memory_limits(asked.max_memory_usage, asked.memory_safety_margin, margin),
+        effective_batch=asked.target_effective_batch_size,
+        split=RequestedSplit(
+            accumulation_steps=None, micro_batch_size=asked.micro_batch_size, devices=len(devices)
+        ),
+    )
+    return _LookedUp(asked.model_name, base, question, warnings)
 
 
-def _answered(known: _Known, told: list[str], database: Database) -> BatchSizeAnswer:
-    question = known.question
+def _answered(looked_up: _LookedUp, told: list[str], database: Database) -> BatchSizeAnswer:
+    question, base = looked_up.question, looked_up.base
     with database.reading() as session:
-        on = (session, question.architecture, common_name(question.devices))
-        return answer(question, profiles.estimates(*on), [*known.warnings, *told], profiles.speeds(*on))
+        known = profiles.known(session, base.architecture, common_name(question.devices))
+        warnings = [*looked_up.warnings, *told]
+        return answer(question, known, looked_up.model_name, base.architecture.parameters, warnings)
 
 
 def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:
-    method, precision = method_spec(asked.method), asked.mixed_precision
-    auto: Literal["auto"] | Precision = (
-        ("auto" if precision else "no") if isinstance(precision, bool) else precision
-    )
-    return Recipe(
-        device=device.kind,
-        precision=precision_for(auto, device),
-        optimizer=asked.optimizer,
-        lora=method.lora,
-        quantised=method.name == "qlora",
+    precision: Literal["auto"] | Precision
+    if isinstance(asked.mixed_precision, bool):
+        precision = "auto" if asked.mixed_precision else "no"
+    else:
+        precision = asked.mixed_precision
+    return make_recipe(
+        device,
+        precision,
+        asked.optimizer,
+        method_spec(asked.method),
         gradient_checkpointing=asked.gradient_checkpointing,
-        expandable_segments=device.expandable_segments,
     )
 
 
@@ -127,7 +135,7 @@ def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAns
     return answer_raw(
         RawQuestion(
             weights_bytes=int(weights_gb * GIB),
-            activation_bytes_per_sample=max(1, int(sample_mb * MIB)),
+            sample_bytes=max(1, int(sample_mb * MIB)),
             available_bytes=int(available_gb * GIB),
             limits=limits,
             optimizer_states=OPTIMIZER_STATES[asked.optimizer],

@@ -1,15 +1,14 @@
 """How much memory a step takes: by a profile where there is one, else by formula."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Curve, Line, Recipe
+from app.contract.plan import Source
 from app.planning.interpolation import interpolated
 from app.planning.memory import Memory, context_bytes, step_memory, workspace_bytes
-
-Source = Literal["measured", "simulated", "formula"]
 
 MOST_ROWS = 2**20
 
@@ -113,8 +112,8 @@ class ByMeasurement:
         known = [(point.tokens / self.sequence, self._beyond(point)) for point in self.points]
         beyond = round(interpolated(known, rows))
         if self.device == "cpu":  # the process was measured, not what is allocated
-            return replace(predicted, context_bytes=max(0, predicted.context_bytes + beyond))
-        return replace(predicted, workspace_bytes=max(0, predicted.workspace_bytes + beyond))
+            return predicted.model_copy(update={"context_bytes": max(0, predicted.context_bytes + beyond)})
+        return predicted.model_copy(update={"workspace_bytes": max(0, predicted.workspace_bytes + beyond)})
 
     def _beyond(self, point: Point) -> int:
         """Bytes measured over those predicted."""

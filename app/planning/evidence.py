@@ -8,7 +8,6 @@ from sqlalchemy.orm import Session
 
 from app.contract.accumulation import ClipMode
 from app.contract.architecture import Architecture
-from app.contract.memory_profile import Recipe
 from app.contract.reports import NoiseScale
 from app.contract.spec import OptimizerName, Spec
 from app.errors import Unprocessable
@@ -17,8 +16,8 @@ from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import Device, common_name
-from app.planning.estimate import MOST_ROWS, largest_micro_batch
-from app.planning.plan import precision_for, unsupported
+from app.planning.planner import Question, solve
+from app.planning.recipes import make_recipe, unsupported
 from app.planning.recommendations import (
     SIZES,
     MeasuredNoise,
@@ -28,7 +27,6 @@ from app.planning.recommendations import (
     recommended_batch,
 )
 from app.planning.schemas import Recommendation
-from app.planning.speeds import useful_tokens
 from app.storage.tables import Job
 
 NEWEST = 20
@@ -121,34 +119,26 @@ def situation(
     model_name: str | None,
     job: Job | None,
 ) -> Situation:
-    known = [job] if job is not None else _newest(session, model_name) if model_name is not None else []
-    noise = next((noise for each in known if (noise := noise_of(each)) is not None), None)
-    learned = next((rate for each in known if (rate := _rate_of(each)) is not None), None)
+    earlier = [job] if job is not None else _newest(session, model_name) if model_name is not None else []
+    noise = next((noise for each in earlier if (noise := noise_of(each)) is not None), None)
+    learned = next((rate for each in earlier if (rate := _rate_of(each)) is not None), None)
     method = method_spec(asked.method or "full")
-    recipe = Recipe(
-        precision=precision_for("auto", devices[0]),
-        optimizer=asked.optimizer or "adamw",
-        device=devices[0].kind,
-        lora=method.lora,
-        quantised=method.name == "qlora",
-        expandable_segments=devices[0].expandable_segments,
-    )
+    recipe = make_recipe(devices[0], "auto", asked.optimizer or "adamw", method)
     for why in unsupported(recipe.device, quantised=recipe.quantised, optimizer=recipe.optimizer):
         raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
-    budget = limits.budget(min(device.memory_bytes for device in devices))
     usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
     sequence = usual if job is None else int(job.spec["data"]["max_length"])
-    measured = profiles.speeds(session, architecture, common_name(devices))(recipe, sequence)
-    estimate = profiles.estimates(session, architecture, common_name(devices))(recipe, sequence)
     batch = asked.target or recommended_batch(asked.samples)
+    known = profiles.known(session, architecture, common_name(devices))
+    solution = solve(Question(recipe, sequence, devices, limits, batch), known)
     return Situation(
         architecture=architecture,
         target=asked.target,
-        micro_batch=largest_micro_batch(estimate, budget),
+        micro_batch=min(rank.capacity.largest for rank in solution.ranks),
         devices=len(devices),
         device_kind=devices[0].kind,
-        source=estimate.source,
+        source=solution.estimate.source,
         precision=recipe.precision,
         optimizer=asked.optimizer,
         adapters=method.lora is not None,
@@ -156,8 +146,8 @@ def situation(
         clip_mode=asked.clip_mode or "after_accumulation",
         learned=learned,
         noise=noise,
-        useful=max(1, useful_tokens(measured, recipe.device, MOST_ROWS * sequence) // sequence),
-        swept=measured is not None and measured.saw_the_end,
+        useful=min(rank.capacity.useful for rank in solution.ranks),
+        swept=solution.throughput is not None and solution.throughput.saw_the_end,
         kind=asked.kind,
         steps_total=_steps_total(job, asked, batch),
     )

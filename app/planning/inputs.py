@@ -15,7 +15,8 @@ from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import Wanted
 from app.planning.devices import Device
 from app.planning.estimate import Estimate, Estimates
-from app.planning.speeds import Speeds, SpeedsOf
+from app.planning.planner import Known
+from app.planning.throughput import Throughput, ThroughputOf
 from app.statistics import performance
 from app.statistics.performance import Speed
 from app.storage.database import Database
@@ -82,8 +83,12 @@ class Foresight:
         """As `stats.speed`, of the jobs that the caller sees."""
         return self._found(("speed", self.database.owner, spec, device), performance.speed, spec, device)
 
-    def estimates(self, architecture: Architecture, device_name: str | None) -> Estimates:
-        """As `profiles.estimates`."""
+    def known(self, architecture: Architecture, device_name: str | None) -> Known:
+        """As `profiles.known`."""
+        on = (architecture, device_name)
+        return Known(self._estimates(*on), self._throughput(*on), architecture)
+
+    def _estimates(self, architecture: Architecture, device_name: str | None) -> Estimates:
 
         def best(recipe: Recipe, sequence: int) -> Estimate:
             key = ("estimate", profiles.key_of(architecture, recipe, sequence), device_name)
@@ -94,13 +99,12 @@ class Foresight:
 
         return best
 
-    def speeds(self, architecture: Architecture, device_name: str | None) -> SpeedsOf:
-        """As `profiles.speeds`."""
+    def _throughput(self, architecture: Architecture, device_name: str | None) -> ThroughputOf:
 
-        def found(recipe: Recipe, sequence: int) -> Speeds | None:
-            key = ("speeds", profiles.key_of(architecture, recipe, sequence), device_name)
+        def found(recipe: Recipe, sequence: int) -> Throughput | None:
+            key = ("throughput", profiles.key_of(architecture, recipe, sequence), device_name)
             return self._found(
-                key, lambda session: profiles.speeds(session, architecture, device_name)(recipe, sequence)
+                key, lambda session: profiles.throughput(session, architecture, device_name)(recipe, sequence)
             )
 
         return found

@@ -2,7 +2,8 @@
 
 from sqlalchemy.orm import Session
 
-from app.contract.spec import Plan, Spec, TokenBudget
+from app.contract.plan import Plan, TokenBudget
+from app.contract.spec import Spec
 from app.devices import gpus
 from app.planning.advice import Figures, advise
 from app.planning.devices import GIB
@@ -17,7 +18,7 @@ def advice_for(session: Session, job: Job) -> list[str]:
     if not measured.steps:
         return [f"Job {job.id} has not made a step yet: ask again later."]
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
-    share, device = performance.performance(session, job).share, plan.devices[0]
+    share, device = performance.performance(session, job).share, plan.ranks[0]
     advice = advise(
         Figures(
             padding_share=measured.padding_share,
@@ -25,7 +26,7 @@ def advice_for(session: Session, job: Job) -> list[str]:
             optimizer_share=share.get("optimizer", 0.0),
             micro_batches_per_step=measured.micro_steps / measured.steps,
             skipped=measured.skipped,
-            size_is_planned=isinstance(plan.cut, TokenBudget) or plan.micro_batches == 1,
+            size_is_planned=isinstance(device.micro_batch_rule, TokenBudget) or plan.micro_batches == 1,
             on_gpu=plan.device == "cuda",
             peak_bytes=None if measured.peak_memory_gb is None else measured.peak_memory_gb * GIB,
             limit_bytes=device.memory_limit_bytes,

@@ -10,10 +10,12 @@ Bytes throughout. The terms:
   states and of the output head, which the chunked loss makes at once.
 """
 
-from dataclasses import dataclass, replace
 from typing import Literal
 
+from pydantic import Field, computed_field
+
 from app.contract.architecture import Architecture
+from app.contract.base import Frozen
 from app.contract.memory_profile import Recipe
 from app.contract.spec import OptimizerName, Spec
 
@@ -39,8 +41,7 @@ LEAST_LOSS_ROWS = 128
 """The chunked loss holds the logits of LOSS_CHUNK / vocabulary positions at a time (training/loss.py)."""
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Frozen):
     """Bytes at the peak of a steady-state step."""
 
     weights_bytes: int
@@ -50,27 +51,30 @@ class Memory:
     logits_bytes: int
     workspace_bytes: int
     context_bytes: int
-    reserved_over_allocated: float = 1.05
+    reserved_over_allocated: float = Field(1.05, exclude=True)
     """The caching allocator's rounding and fragmentation; by formula, room for them."""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def peak_allocated_bytes(self) -> int:
         """Live tensors; the workspace is the allocator's too."""
         tensors = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes, self.activations_bytes)
         return sum(tensors) + self.logits_bytes + self.workspace_bytes
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def peak_reserved_bytes(self) -> int:
         return int(self.peak_allocated_bytes * self.reserved_over_allocated)
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def peak_process_bytes(self) -> int:
         return self.peak_reserved_bytes + self.context_bytes
 
     def scaled(self, factor: float) -> "Memory":
         """Each part so many times as large."""
-        parts = {name: round(factor * size) for name, size in vars(self).items() if name.endswith("_bytes")}
-        return replace(self, **parts)
+        parts = {name: round(factor * size) for name, size in self if name.endswith("_bytes")}
+        return self.model_copy(update=parts)
 
 
 def kept_per_token(architecture: Architecture, recipe: Recipe) -> int:

@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH, ClipMode
 from app.contract.architecture import Architecture
+from app.contract.plan import Source
 from app.contract.reports import NoiseScale
 from app.contract.spec import OptimizerName, RunPrecision
 from app.planning import learning_rate
-from app.planning.estimate import Source
 from app.planning.learning_rate import LORA_LEARNING_RATE
 from app.planning.schemas import Recommendation
-from app.planning.speeds import CPU_TOKENS
+from app.planning.throughput import CPU_TOKENS
 
 SIZES = {"small": 125_000_000, "medium": 350_000_000, "large": 760_000_000, "xl": 1_300_000_000}
 """Parameters that people mean by a size, after the GPT-3 paper's table (Brown et al. 2020, table 2.1)."""

@@ -8,6 +8,8 @@ from app.contract.accumulation import MAX_MICRO_BATCH, Precision
 from app.contract.architecture import ModelName
 from app.contract.arguments import Method, OptimizerChoice
 from app.contract.base import Answer, Flag, Request
+from app.contract.plan import Alternative, Source
+from app.planning.memory import Memory
 
 
 class BatchSizeRequest(Request):
@@ -99,35 +101,6 @@ class DeviceSplit(Answer):
     samples: int
 
 
-class MemoryAnswer(Answer):
-    """Bytes of one steady-state training step at the micro-batch chosen."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    logits_bytes: int
-    workspace_bytes: int
-    context_bytes: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    peak_process_bytes: int
-
-
-class Alternative(Answer):
-    """Another way to make the same step, as a change to the request."""
-
-    change: str
-    fits: bool
-    micro_batch_size: int
-    accumulation_steps: int
-    peak_process_bytes: int
-    source: Literal["formula", "simulated", "measured"]
-    predicted_samples_per_second: float | None = Field(
-        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
-    )
-
-
 class BatchSizeAnswer(Answer):
     model_name: str | None
     parameters: int | None
@@ -137,8 +110,8 @@ class BatchSizeAnswer(Answer):
     effective_batch_size: int
     max_micro_batch_size: int
     devices: list[DeviceSplit]
-    memory: MemoryAnswer
-    source: Literal["measured", "simulated", "formula"]
+    memory: Memory
+    source: Source
     expected_error: float | None = Field(
         description="Mean size of this source's relative errors so far; null: none was measured"
     )

@@ -99,35 +99,29 @@ def even(samples: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
-def split_over(
-    target: int, capacities: Sequence[int], at_once: Sequence[int] | None = None
-) -> list[list[int]]:
+def split_over(target: int, capacities: Sequence[int]) -> list[list[int]]:
     """The micro-batches of each device: as few steps as the capacities allow, evened out.
 
     Args:
         target: samples of one optimizer step.
         capacities: the largest micro-batch of each device, in samples, each at least 1.
-        at_once: the same where it is the device's only one of the step: no gradients of an earlier one are
-            there then, so that more may fit.
 
     Returns:
         For each device its micro-batch sizes; they sum to the target over all devices.
     """
-    if at_once is not None and target <= sum(at_once):
-        return [[share] if share else [] for share in _shares(target, at_once)]
     steps = ceil(target / sum(capacities))
-    shares = _shares(target, [steps * capacity for capacity in capacities])
-    return [even(share, ceil(share / capacity)) for share, capacity in zip(shares, capacities, strict=True)]
+    taken = shares(target, [steps * capacity for capacity in capacities])
+    return [even(share, ceil(share / capacity)) for share, capacity in zip(taken, capacities, strict=True)]
 
 
-def _shares(target: int, limits: Sequence[int]) -> list[int]:
+def shares(target: int, limits: Sequence[int]) -> list[int]:
     """Integers in proportion to the limits, none above its own, that sum to the target."""
     total = sum(limits)
-    shares = [target * limit // total for limit in limits]
+    found = [target * limit // total for limit in limits]
     by_remainder = sorted(range(len(limits)), key=lambda i: -(target * limits[i] % total))
-    for i in by_remainder[: target - sum(shares)]:
-        shares[i] += 1
-    return shares
+    for i in by_remainder[: target - sum(found)]:
+        found[i] += 1
+    return found
 
 
 def check_steps(steps: int, micro_batch: int) -> None:

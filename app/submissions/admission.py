@@ -10,7 +10,8 @@ from sqlalchemy.orm import Session
 
 from app.contract.accumulation import AccumulationConfig
 from app.contract.fail_points import fail_point
-from app.contract.spec import Plan, Spec
+from app.contract.plan import Plan
+from app.contract.spec import Spec
 from app.datasets import dataset_folder, files
 from app.devices import gpus
 from app.devices.gpus import first_devices, select_devices
@@ -23,7 +24,8 @@ from app.models import base_models
 from app.models.base_models import BaseModel
 from app.planning.devices import Device
 from app.planning.inputs import Foresight
-from app.planning.plan import make_plan, recipe_of, unsupported
+from app.planning.plan import make_plan
+from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
 from app.statistics.performance import Speed
 from app.storage.database import Database, Transaction, take_turns
@@ -255,9 +257,8 @@ def _new_plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) 
     plan = make_plan(
         spec,
         [device],
-        foresight.estimates(wanted.architecture, device.name),
+        foresight.known(wanted.architecture, device.name),
         predicted=True,
-        speeds=foresight.speeds(wanted.architecture, device.name),
         samples_per_second=speed.samples_per_second if speed is not None else None,
     )
     return plan, speed

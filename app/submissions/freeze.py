@@ -11,10 +11,10 @@ from app.contract.arguments import (
 )
 from app.contract.examples import DataFormat
 from app.contract.spec import (
-    AskedSplit,
     DataSpec,
     OptimizerSpec,
     RampSpec,
+    RequestedSplit,
     ScheduleSpec,
     Spec,
     Tune,
@@ -145,7 +145,9 @@ def freeze(
         timeout_seconds=training.timeout_seconds,
         certificate=config.equivalence_check,
         noise_scale_every=config.noise_scale_every,
-        split=AskedSplit(accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices),
+        split=RequestedSplit(
+            accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices
+        ),
         memory=memory_limits(config.max_memory_usage, config.memory_safety_margin, measured_margin),
         auto_adjust_batch_size=config.auto_adjust_batch_size,
         log_accumulation=config.log_accumulation,

@@ -214,7 +214,7 @@ def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, t
     trained = json.loads(shared.command("submit", *asked, "--max-steps", "4", "--tune", "--json").stdout)
     ended = shared.ended(trained["id"])
     assert (ended["status"], ended["plan"]["source"]) == ("succeeded", "measured")
-    assert ended["plan"]["cut"]["tokens"] <= max(96, tuning["token_budget"])
+    assert ended["plan"]["ranks"][0]["micro_batch_rule"]["tokens"] <= max(96, tuning["token_budget"])
     kinds = [event["type"] for event in shared.get(f"{TRAINING}/{trained['id']}/events?limit=100")["data"]]
     assert kinds.count("tuned") == 1
 

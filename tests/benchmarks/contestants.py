@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.contract.spec import FixedSize
+from app.contract.plan import FixedSize
 from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, lay_run, order_of_samples
 
 if TYPE_CHECKING:

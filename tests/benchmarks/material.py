@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from app.cli import demo_data
-from app.contract.spec import AskedSplit, Cut, Order, Spec
+from app.contract.order import Order
+from app.contract.plan import MicroBatchRule
+from app.contract.spec import RequestedSplit, Spec
 from tests.harness.specs import cpu_plan, make_optimizer, make_schedule, make_spec
 from workers.run_directory import RunDirectory
 from workers.training.batches import epoch_order
@@ -84,7 +86,7 @@ def make_model(size: Size, folder: Path, data: Path) -> None:
 
 
 def lay_run(
-    folder: Path, model: Path, data: Path, cut: Cut | None, windows: int, max_length: int
+    folder: Path, model: Path, data: Path, cut: MicroBatchRule | None, windows: int, max_length: int
 ) -> RunDirectory:
     """A run directory for so many windows of the data, in one epoch's order; cut as planned, or as said."""
     examples = len(data.read_text().splitlines())
@@ -94,7 +96,7 @@ def lay_run(
         max_steps=windows,
         optimizer=make_optimizer("adamw", RATE),
         schedule=make_schedule("constant"),
-        split=AskedSplit(accumulation_steps=None, micro_batch_size=None, devices=1),
+        split=RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices=1),
         save_every=10**6,
         certificate=True,
     )

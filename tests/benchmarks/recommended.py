@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from app.contract.memory_profile import Recipe
-from app.contract.spec import TokenBudget
+from app.contract.plan import TokenBudget
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByProfile, Estimate
-from app.planning.plan import make_plan, recipe_of
+from app.planning.plan import make_plan
+from app.planning.planner import Known
+from app.planning.recipes import recipe_of
 from tests.benchmarks.accuracy import FAMILIES, MIB, RESULTS, Case
 from tests.benchmarks.true_peak import (
     CPU,
@@ -78,9 +80,12 @@ def train_capped(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     def estimates(other: Recipe, sequence: int) -> Estimate:
         return profile if other == recipe else ByFormula(spec.model.architecture, other, sequence)
 
-    plan = make_plan(spec, [device], estimates, predicted=False, threads=2)
-    assert isinstance(plan.cut, TokenBudget)
-    rows = plan.cut.tokens / asked["sequence"]
+    plan = make_plan(
+        spec, [device], Known(estimates, architecture=spec.model.architecture), predicted=False, threads=2
+    )
+    rule = plan.ranks[0].micro_batch_rule
+    assert isinstance(rule, TokenBudget)
+    rows = rule.tokens / asked["sequence"]
     run = lay_run(folder, spec, plan, data, make_model(asked["config"], folder / "model"))
     with Reporter(run, 1) as reporter, Trackers((), run.order(), run.path) as trackers:
         training, _ = start(run, run.order(), reporter, trackers, lambda: False)

@@ -15,10 +15,12 @@ import torch
 
 from app.contract.architecture import ModelReference
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
-from app.contract.spec import FixedSize, LoraSpec, MethodSpec, Order, Plan, Spec
+from app.contract.order import Order
+from app.contract.plan import FixedSize, Plan
+from app.contract.spec import LoraSpec, MethodSpec, Spec
 from app.planning.architectures import from_config
 from app.planning.devices import Device
-from app.planning.plan import recipe_of
+from app.planning.recipes import recipe_of
 from tests.harness.live_bytes import peak_of
 from tests.harness.specs import cpu_plan, make_optimizer, make_spec
 from workers.run_directory import Reporter, RunDirectory
@@ -49,7 +51,7 @@ def lay(asked: dict[str, Any], folder: Path) -> RunDirectory:
     text = "".join(chr(97 + i % 26) for i in range(2 * asked["sequence"]))
     data = write_lines(folder / "data.jsonl", [text] * examples)
     spec = spec_of(asked, data, examples)
-    plan = cpu_plan(spec, threads=2, cut=FixedSize(samples=asked["rows"]))
+    plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=asked["rows"]))
     return lay_run(folder, spec, plan, data, make_model(asked["config"], folder / "model"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.contract.spec import FixedSize
+from app.contract.plan import FixedSize
 from tests.benchmarks.material import write_docstrings
 from tests.harness.runs import lay_order, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
@@ -39,7 +39,7 @@ def losses_at(accumulation: int, folder: Path) -> list[float]:
         effective_batch_size=MICRO_BATCH * accumulation, optimizer=make_optimizer("adamw", 5e-4),
         schedule=make_schedule("constant"), save_every=10**6,
     )  # fmt: skip
-    run = lay_order(folder / f"run{accumulation}", spec, cut=FixedSize(samples=MICRO_BATCH), threads=2)
+    run = lay_order(folder / f"run{accumulation}", spec, rule=FixedSize(samples=MICRO_BATCH), threads=2)
     with Reporter(run, 1) as reporter:
         fit(run, run.order(), reporter, lambda: False)
     return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]

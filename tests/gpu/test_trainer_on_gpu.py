@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.contract.spec import FixedSize, TokenBudget
+from app.contract.plan import FixedSize, TokenBudget
 from tests.harness.small_models import CONFIGS, make_model, make_window64
 from workers.training import guards
 from workers.training.batches import cut_window

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.contract.spec import FixedSize, TokenBudget
+from app.contract.plan import FixedSize, TokenBudget
 from tests.harness.small_models import CONFIGS, SWITCHED, Window64, loss_sum, make_model, make_window64
 from workers.training.batches import cut_window
 from workers.training.window import Clipping, LossScale, Window

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from app.contract.spec import DataSpec, Order, Spec
+from app.contract.order import Order
+from app.contract.spec import DataSpec, Spec
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
 

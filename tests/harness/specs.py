@@ -4,15 +4,15 @@ from typing import Any
 
 from app.contract.architecture import ModelReference
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
+from app.contract.plan import MicroBatchRule, Plan
 from app.contract.spec import (
-    AskedSplit,
     DataSpec,
     MemoryLimits,
     MethodSpec,
     OptimizerName,
     OptimizerSpec,
-    Plan,
     RampSpec,
+    RequestedSplit,
     ScheduleName,
     ScheduleSpec,
     Spec,
@@ -20,8 +20,8 @@ from app.contract.spec import (
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB, Device
-from app.planning.estimate import by_formula
 from app.planning.plan import make_plan
+from app.planning.planner import by_formula
 
 
 def make_spec(**changes: Any) -> Spec:
@@ -72,7 +72,7 @@ def make_spec(**changes: Any) -> Spec:
         "freeze": (),
         "save_every": 5,
         "timeout_seconds": None,
-        "split": AskedSplit(accumulation_steps=None, micro_batch_size=None, devices=1),
+        "split": RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices=1),
         "memory": MemoryLimits(max_memory_usage=0.9, memory_safety_margin=0.1),
         "auto_adjust_batch_size": True,
         "log_memory_usage": True,
@@ -100,7 +100,16 @@ def plan_by_formula(spec: Spec, devices: list[Device], **options: Any) -> Plan:
     return make_plan(spec, devices, by_formula(spec.model.architecture), **options)
 
 
-def cpu_plan(spec: Spec, **changes: Any) -> Plan:
-    """The plan of a worker with one thread and 8 GiB."""
+def cpu_plan(
+    spec: Spec, rule: MicroBatchRule | None = None, memory_limit_bytes: int | None = None, **changes: Any
+) -> Plan:
+    """The plan of a worker with one thread and 8 GiB.
+
+    Args:
+        rule, memory_limit_bytes: of its only rank; null: as planned.
+        changes: other fields of the plan.
+    """
     plan = plan_by_formula(spec, [Device("cpu", "CPU", 8 * GIB, "cpu")], predicted=False, threads=1)
-    return plan.model_copy(update=changes)
+    given = {"micro_batch_rule": rule, "memory_limit_bytes": memory_limit_bytes}
+    rank = plan.ranks[0].model_copy(update={name: own for name, own in given.items() if own is not None})
+    return plan.model_copy(update={"ranks": (rank,), **changes})

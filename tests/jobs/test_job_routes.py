@@ -48,7 +48,7 @@ def test_large_batch_plans_the_steps(client: TestClient) -> None:
     body = {name: value for name, value in JOB.items() if name != "accumulation_steps"}
     job = client.post(f"{PATH}/large-batch", json={**body, "target_effective_batch_size": 128}).json()
     assert job["effective_batch_size"] == 128
-    assert job["plan"]["cut"]["rule"] == "token_budget"
+    assert job["plan"]["ranks"][0]["micro_batch_rule"]["rule"] == "token_budget"
     refused = client.post(f"{PATH}/large-batch", json={**body, "accumulation_steps": 8})
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "accumulation_steps")
 

@@ -6,11 +6,12 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from app.contract.plan import Plan
 from app.contract.reports import Tried, Tuning
-from app.contract.spec import Plan, Spec
+from app.contract.spec import Spec
 from app.memory_profiles import measurements, profiles
 from app.planning.devices import GIB, Device
-from app.planning.plan import recipe_of
+from app.planning.recipes import recipe_of
 from app.storage.database import Database
 from app.storage.tables import Job, Measurement, StepMetric
 from tests.harness.submissions import submitted
@@ -98,13 +99,13 @@ def test_a_sweep_says_which_micro_batch_is_enough(database: Database) -> None:
     with database.reading() as session:
         spec = Spec.model_validate(session.get_one(Job, job_id).spec)
         recipe = recipe_of(spec, CPU)
-        speeds = profiles.speeds(session, spec.model.architecture, "CPU")
-        alone = speeds(recipe, spec.data.max_length)
+        throughput = profiles.throughput(session, spec.model.architecture, "CPU")
+        alone = throughput(recipe, spec.data.max_length)
         assert alone is not None
         assert len(alone.points) == 1  # what the job itself did
     swept(database, job_id)
     with database.reading() as session:
-        found = profiles.speeds(session, spec.model.architecture, "CPU")(recipe, spec.data.max_length)
+        found = profiles.throughput(session, spec.model.architecture, "CPU")(recipe, spec.data.max_length)
         assert found is not None
         assert found.points == ((256, 3000.0), (512, 4990.0), (1024, 5000.0))
         assert found.useful(10**6) == 512

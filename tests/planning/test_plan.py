@@ -1,10 +1,12 @@
 import pytest
 
-from app.contract.spec import AskedSplit, FixedCount, FixedSize, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, TokenBudget
+from app.contract.spec import RequestedSplit
 from app.planning.devices import GIB, Device
-from app.planning.estimate import by_formula
-from app.planning.plan import make_plan, precision_for
-from app.planning.speeds import CPU_TOKENS, Speeds
+from app.planning.plan import make_plan
+from app.planning.planner import Known, by_formula
+from app.planning.recipes import precision_for
+from app.planning.throughput import CPU_TOKENS, Throughput
 from tests.harness.specs import make_spec, plan_by_formula
 
 CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
@@ -12,23 +14,22 @@ A100 = Device(0, "NVIDIA A100", 40 * GIB, "cuda")
 SMALL = Device(1, "small", GIB, "cuda")
 
 
-def asked(steps: int | None, micro: int | None, devices: int = 1) -> AskedSplit:
-    return AskedSplit(accumulation_steps=steps, micro_batch_size=micro, devices=devices)
+def asked(steps: int | None, micro: int | None, devices: int = 1) -> RequestedSplit:
+    return RequestedSplit(accumulation_steps=steps, micro_batch_size=micro, devices=devices)
 
 
 def test_a_target_alone_is_cut_by_a_token_budget() -> None:
     plan = plan_by_formula(make_spec(), [CPU], predicted=False, threads=2)
-    assert plan.cut == TokenBudget(tokens=CPU_TOKENS)
+    assert plan.ranks[0].micro_batch_rule == TokenBudget(tokens=CPU_TOKENS)
     assert plan.precision == "fp32"
 
 
 def test_a_budget_that_was_measured_holds_for_samples_longer_than_it_too() -> None:
-    spec, found = make_spec(), Speeds(((126, 900.0), (252, 1000.0), (510, 800.0)))
+    spec, found = make_spec(), Throughput(((126, 900.0), (252, 1000.0), (510, 800.0)))
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 1024})})
-    plan = make_plan(
-        spec, [CPU], by_formula(spec.model.architecture), predicted=False, speeds=lambda recipe, length: found
-    )
-    assert plan.cut == TokenBudget(tokens=256)
+    known = Known(by_formula(spec.model.architecture).estimates, lambda recipe, length: found)
+    plan = make_plan(spec, [CPU], known, predicted=False)
+    assert plan.ranks[0].micro_batch_rule == TokenBudget(tokens=256)
     assert plan.actual_batch_size_per_gpu == 1
 
 
@@ -44,28 +45,29 @@ def test_what_a_processor_cannot_do_is_said(device: Device) -> None:
 
 def test_given_steps_are_exactly_that_many_over_all_devices_asked_for() -> None:
     plan = plan_by_formula(make_spec(effective_batch_size=30, split=asked(4, None)), [CPU], predicted=False)
-    assert plan.cut == FixedCount(micro_batches=4)
+    assert plan.ranks[0].micro_batch_rule == FixedCount(micro_batches=4)
     assert (plan.micro_batches, plan.actual_batch_size_per_gpu) == (4, 8)
     two = plan_by_formula(make_spec(effective_batch_size=30, split=asked(4, None, 2)), [CPU], predicted=False)
-    assert two.cut == FixedCount(micro_batches=8)
+    assert two.ranks[0].micro_batch_rule == FixedCount(micro_batches=8)
 
 
 def test_a_given_micro_batch_is_an_upper_bound() -> None:
     plan = plan_by_formula(make_spec(effective_batch_size=30, split=asked(None, 8)), [A100], predicted=True)
-    assert plan.cut == FixedSize(samples=8)
+    assert plan.ranks[0].micro_batch_rule == FixedSize(samples=8)
     assert plan.accumulation_steps == 4
 
 
 def test_a_micro_batch_that_does_not_fit_is_made_smaller_and_the_batch_stays() -> None:
     spec = make_spec(effective_batch_size=20_000, split=asked(1, 20_000))
     plan = plan_by_formula(spec, [SMALL], predicted=True)
-    assert isinstance(plan.cut, FixedSize)
-    assert plan.cut.samples < 20_000
+    rule = plan.ranks[0].micro_batch_rule
+    assert isinstance(rule, FixedSize)
+    assert rule.samples < 20_000
     assert plan.effective_batch_size == 20_000
     assert plan.devices[0].predicted_peak_bytes <= plan.devices[0].memory_limit_bytes
     assert any("not to fit" in warning for warning in plan.warnings)
     kept = plan_by_formula(spec.model_copy(update={"auto_adjust_batch_size": False}), [SMALL], predicted=True)
-    assert kept.cut == FixedSize(samples=20_000)
+    assert kept.ranks[0].micro_batch_rule == FixedSize(samples=20_000)
 
 
 def test_steps_count_the_partial_window_of_every_epoch() -> None:

@@ -9,8 +9,8 @@ from sqlalchemy import insert, update
 from app.contract.reports import LogLine
 from app.contract.spec import MethodSpec
 from app.jobs import lifecycle
+from app.planning.changes import DEFAULT_LORA
 from app.planning.devices import GIB, Device
-from app.planning.remedies import DEFAULT_LORA
 from app.results import series as module
 from app.results.series import each_step, last_step, series
 from app.statistics import performance, totals

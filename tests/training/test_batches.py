@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.contract.spec import Cut, FixedCount, FixedSize, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from workers.training.batches import Cursor, Form, after, collate, cut_window, epoch_order, window_at
 
 lengths_of_windows = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -16,7 +16,7 @@ cuts = st.one_of(
 
 
 @given(lengths=lengths_of_windows, cut=cuts, by_length=st.booleans())
-def test_a_cut_loses_and_doubles_nothing(lengths: list[int], cut: Cut, by_length: bool) -> None:
+def test_a_cut_loses_and_doubles_nothing(lengths: list[int], cut: MicroBatchRule, by_length: bool) -> None:
     groups = cut_window(lengths, cut, by_length=by_length)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(groups)

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.contract.spec import Cut, FixedCount, FixedSize, LoraSpec, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
+from app.contract.spec import LoraSpec
 from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import loss
 from workers.training.balance import balance_of
@@ -112,7 +113,7 @@ def whole_batch(setting: Setting, data: Window64) -> Tensor:
     return _references[plain]
 
 
-cuts: st.SearchStrategy[Cut] = st.one_of(
+cuts: st.SearchStrategy[MicroBatchRule] = st.one_of(
     st.builds(TokenBudget, tokens=st.integers(60, 700)),
     st.builds(FixedCount, micro_batches=st.integers(2, 64)),
     st.builds(FixedSize, samples=st.integers(1, 32)),
@@ -142,7 +143,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(setting=chosen_settings, cut=cuts, seed=st.integers(0, 9))
 def test_no_split_no_method_and_no_option_changes_the_gradient(
-    setting: Setting, cut: Cut, seed: int, window64: Window64, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, cut: MicroBatchRule, seed: int, window64: Window64, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if setting.family not in PACKABLE:
         setting = replace(setting, packed=False)

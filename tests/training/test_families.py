@@ -7,7 +7,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig, OPTConfig
 
-from app.contract.spec import FixedCount, FixedSize, Spec, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, TokenBudget
+from app.contract.spec import Spec
 from tests.harness.runs import lay_order, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.training.test_features import of_kind, raw_log
@@ -55,9 +56,9 @@ def test_a_mixture_trains_the_same_in_every_split(tmp_path: Path, scope: Any) ->
     spec = make_spec(data=small_data(), max_steps=4, aux_scope=scope, certificate=True)
     spec = spec.model_copy(update={"gradient_checkpointing": scope == "sequence"})
     quiet = CONFIGS["mixtral"].to_dict() | {"router_jitter_noise": 0.0}
-    whole = lay_family(tmp_path / "whole", "mixtral", spec, cut=FixedCount(micro_batches=1))
+    whole = lay_family(tmp_path / "whole", "mixtral", spec, rule=FixedCount(micro_batches=1))
     MixtralConfig(**quiet).save_pretrained(tmp_path / "mixtral")
-    split = lay_family(tmp_path / "split", "mixtral", spec, cut=FixedSize(samples=3))
+    split = lay_family(tmp_path / "split", "mixtral", spec, rule=FixedSize(samples=3))
     outcome = run_to_end(whole)
     run_to_end(split)
     assert outcome.equivalence_error is not None
@@ -71,7 +72,7 @@ def test_a_mixture_trains_the_same_in_every_split(tmp_path: Path, scope: Any) ->
 def test_a_mixture_with_jitter_is_certified_without_it(tmp_path: Path) -> None:
     run = lay_family(
         tmp_path / "run", "mixtral", make_spec(data=small_data(), max_steps=2, certificate=True),
-        cut=FixedSize(samples=4),
+        rule=FixedSize(samples=4),
     )  # fmt: skip
     outcome = run_to_end(run)
     assert outcome.equivalence_error is not None
@@ -86,7 +87,7 @@ def test_without_a_balance_loss_there_is_none(tmp_path: Path) -> None:
 
 def test_packing_is_given_up_where_attention_does_not_keep_samples_apart(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(packing=True), max_steps=2, certificate=True)
-    run = lay_family(tmp_path / "run", "opt", spec, cut=TokenBudget(tokens=200))
+    run = lay_family(tmp_path / "run", "opt", spec, rule=TokenBudget(tokens=200))
     run_to_end(run)
     [changed] = of_kind(run, "changed")
     assert "padded instead" in changed["message"]
@@ -96,7 +97,7 @@ def test_packing_is_given_up_where_attention_does_not_keep_samples_apart(tmp_pat
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_does_not_spoil_the_certificate(tmp_path: Path, checkpointing: bool) -> None:
     spec = make_spec(data=small_data(), max_steps=2, certificate=True, gradient_checkpointing=checkpointing)
-    run = lay_family(tmp_path / "run", "opt", spec, cut=FixedSize(samples=4))
+    run = lay_family(tmp_path / "run", "opt", spec, rule=FixedSize(samples=4))
     outcome = run_to_end(run)
     assert outcome.equivalence_error is not None
     assert outcome.equivalence_error <= 1e-5
@@ -135,7 +136,7 @@ def test_activations_are_recomputed_while_nothing_is_random(tmp_path: Path) -> N
 def test_a_family_without_sdpa_takes_eager_attention_and_says_so(tmp_path: Path) -> None:
     """Gemma 2, whose attention scores and logits are soft-capped."""
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
-    run = lay_family(tmp_path / "run", "gemma2", spec, cut=FixedSize(samples=4))
+    run = lay_family(tmp_path / "run", "gemma2", spec, rule=FixedSize(samples=4))
     run_to_end(run)
     assert "eager" in of_kind(run, "changed")[0]["message"]
     assert log_of(run)[-1]["loss"] < log_of(run)[0]["loss"]
@@ -150,7 +151,7 @@ def test_units_that_rounding_switches_are_told_from_mixed_samples(
 
     monkeypatch.setitem(models.TOLERANCE, "fp32", -1.0)
     spec = make_spec(data=small_data(), max_steps=2, certificate=True)
-    run = lay_family(tmp_path / "run", "opt", spec, cut=FixedSize(samples=4))
+    run = lay_family(tmp_path / "run", "opt", spec, rule=FixedSize(samples=4))
     run_to_end(run)
     [certificate] = of_kind(run, "certificate")
     assert certificate["level"] == "warning"

@@ -8,18 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.contract.spec import (
-    EarlyStopping,
-    FixedSize,
-    LoraSpec,
-    MethodSpec,
-    RampSpec,
-    TokenBudget,
-    ValidationSpec,
-)
+from app.contract.plan import FixedSize, TokenBudget
+from app.contract.spec import EarlyStopping, LoraSpec, MethodSpec, RampSpec, ValidationSpec
 from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
-from tests.harness.specs import cpu_plan, make_optimizer, make_spec
+from tests.harness.specs import make_optimizer, make_spec
 from tests.training.test_fit import interrupted_at, run_to_end, spoil, weights
 from workers.run_directory import RunDirectory
 from workers.training import memory, start
@@ -52,11 +45,11 @@ def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any
         data=small_data(), max_steps=12, save_every=100, gradient_clipping=None,
         optimizer=make_optimizer(name, rates.get(name, 3e-3)),
     )  # fmt: skip
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8))
     interrupted_at(run, 17)
-    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=8))
+    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
     run_to_end(run)
     assert log_of(plain)[-1]["loss"] < 0.97 * log_of(plain)[0]["loss"]
     assert log_of(run) == log_of(plain)
@@ -77,7 +70,7 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(data=small_data(), max_steps=12, method=lora())
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     outcome = run_to_end(plain)
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= set(outcome.files)
     assert "model.safetensors" not in outcome.files
@@ -89,9 +82,9 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
         before = adapted(input_ids=ids).logits
     assert not torch.equal(adapted(input_ids=ids).logits, before)
 
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))  # dropout 0.1, resumed in the middle
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8))  # dropout 0.1, resumed in the middle
     interrupted_at(run, 13)
-    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=8))
+    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
     run_to_end(run)
     ours, theirs = (load_file(each.model / "adapter_model.safetensors") for each in (run, plain))
     assert ours.keys() == theirs.keys()
@@ -155,10 +148,10 @@ def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:
 )
 def test_what_saves_time_or_memory_trains_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = make_spec(data=small_data(), max_steps=6, certificate=True)
-    plain = lay_order(tmp_path / "plain", spec, cut=TokenBudget(tokens=200))
-    other = lay_order(tmp_path / "other", spec.model_copy(update=changes), cut=TokenBudget(tokens=200))
+    plain = lay_order(tmp_path / "plain", spec, rule=TokenBudget(tokens=200))
+    other = lay_order(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
     if "data" in changes:
-        other = lay_order(tmp_path / "other", spec.model_copy(update=changes), cut=TokenBudget(tokens=200))
+        other = lay_order(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
     run_to_end(plain)
     outcome = run_to_end(other)
     assert outcome.equivalence_error is not None
@@ -171,7 +164,7 @@ def test_what_saves_time_or_memory_trains_the_same(tmp_path: Path, changes: dict
 
 def test_packing_leaves_no_padding(tmp_path: Path) -> None:
     run = lay_order(
-        tmp_path / "run", make_spec(data=small_data(packing=True), max_steps=4), cut=TokenBudget(tokens=200)
+        tmp_path / "run", make_spec(data=small_data(packing=True), max_steps=4), rule=TokenBudget(tokens=200)
     )
     run_to_end(run)
     assert all(line["padded_tokens"] == line["input_tokens"] for line in raw_log(run))
@@ -180,7 +173,7 @@ def test_packing_leaves_no_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
     spec = make_spec(data=small_data(), max_steps=10, accumulate_in_fp32=in_fp32, certificate=True)
-    run = lay_order(tmp_path / "run", spec, precision="pure_bf16", cut=FixedSize(samples=4))
+    run = lay_order(tmp_path / "run", spec, precision="pure_bf16", rule=FixedSize(samples=4))
     outcome = run_to_end(run)
     assert outcome.equivalence_error is not None
     assert outcome.equivalence_error <= 2e-2
@@ -191,10 +184,10 @@ def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_certificate_is_on_record_and_changes_nothing(tmp_path: Path, precision: str) -> None:
     spec = make_spec(data=small_data(), max_steps=3)
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=4), precision=precision)
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=4), precision=precision)
     run_to_end(plain)
     certified = spec.model_copy(update={"certificate": True})
-    run = lay_order(tmp_path / "run", certified, cut=FixedSize(samples=4), precision=precision)
+    run = lay_order(tmp_path / "run", certified, rule=FixedSize(samples=4), precision=precision)
     outcome = run_to_end(run)
     [event] = of_kind(run, "certificate")
     assert event["data"]["gradient_error"] == outcome.equivalence_error
@@ -210,7 +203,7 @@ def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
     spoil(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     with pytest.raises(CannotTrain, match="equivalence_check: false"):
-        run_to_end(lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8)))
+        run_to_end(lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8)))
 
 
 def test_a_validation_share_is_kept_out_of_training(tmp_path: Path) -> None:
@@ -274,12 +267,12 @@ def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
 def test_an_evaluated_run_resumes_to_the_bit(tmp_path: Path) -> None:
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=8, eval_every=2, save_every=100)
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=4))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=4))
     run_to_end(plain)
     for looks in (9, 10, 11, 12):
-        run = lay_order(tmp_path / f"run{looks}", spec, cut=FixedSize(samples=4))
+        run = lay_order(tmp_path / f"run{looks}", spec, rule=FixedSize(samples=4))
         interrupted_at(run, looks)
-        lay_order(tmp_path / f"run{looks}", spec, attempt=2, cut=FixedSize(samples=4))
+        lay_order(tmp_path / f"run{looks}", spec, attempt=2, rule=FixedSize(samples=4))
         run_to_end(run)
         assert log_of(run) == log_of(plain)
         steps = {event["data"]["step"] for event in of_kind(run, "evaluation")}
@@ -297,7 +290,7 @@ def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: A
         noise_scale_every=1,
         save_every=100,
     )
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=2))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=2))
     run_to_end(plain)
     sizes = [line["effective_batch_size"] for line in raw_log(plain)]
     if name == "linear":
@@ -306,9 +299,9 @@ def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: A
         assert sizes == [8] * 10 + [16, 16, 8, 16]  # of an epoch of forty, eight are left for its third
     else:
         assert all(8 <= size <= 40 for size in sizes)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=2))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=2))
     interrupted_at(run, 30)
-    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=2))
+    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
 
@@ -324,7 +317,7 @@ def test_a_loss_spike_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 
     spoil(monkeypatch, tripled)
     spec = make_spec(data=small_data(), max_steps=14, loss_spike_zscore=4.0)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=16))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=16))
     run_to_end(run)
     [skipped] = of_kind(run, "skipped")
     assert "spike" in skipped["message"]
@@ -366,7 +359,7 @@ def test_a_skipped_window_leaves_weights_and_moments_bit_equal(
 
 def test_logs_on_request(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=3, log_micro_losses=True, log_gradients=True)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=4))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=4))
     run_to_end(run)
     for line in raw_log(run):
         assert len(line["micro_losses"]) == line["gradient_accumulation_steps"] > 1
@@ -456,9 +449,7 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
 
     monkeypatch.setattr(start, "collate", taking)
     spec = make_spec(data=small_data(), max_steps=3)
-    plan = cpu_plan(spec)
-    device = plan.devices[0].model_copy(update={"memory_limit_bytes": limit})
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=16), devices=(device,))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
     run_to_end(run)
     events = of_kind(run, "out_of_memory")
     assert "replayed with at most" in events[0]["message"]

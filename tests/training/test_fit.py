@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.reports import Outcome
-from app.contract.spec import FixedCount, FixedSize, TokenBudget
 from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
 from tests.harness.specs import make_schedule, make_spec
 from workers.run_directory import Reporter, RunDirectory
@@ -60,8 +60,8 @@ def test_a_run_trains_a_model_that_transformers_loads(tmp_path: Path) -> None:
 def test_the_plan_does_not_change_the_training(tmp_path: Path, cut: Any) -> None:
     """Same spec, another cut: the same losses and weights, to rounding; samples, tokens and order equal."""
     spec = make_spec(data=small_data(), max_steps=8)
-    whole = lay_order(tmp_path / "whole", spec, cut=FixedCount(micro_batches=1))
-    other = lay_order(tmp_path / "other", spec, cut=cut)
+    whole = lay_order(tmp_path / "whole", spec, rule=FixedCount(micro_batches=1))
+    other = lay_order(tmp_path / "other", spec, rule=cut)
     run_to_end(whole)
     run_to_end(other)
     for a, b in zip(log_of(whole), log_of(other), strict=True):
@@ -85,7 +85,7 @@ def test_the_rate_steps_with_updates(tmp_path: Path) -> None:
     run = lay_order(
         tmp_path / "run",
         make_spec(data=small_data(), max_steps=4, schedule=schedule),
-        cut=FixedSize(samples=1),
+        rule=FixedSize(samples=1),
     )
     run_to_end(run)
     assert [line["learning_rate"] for line in log_of(run)] == pytest.approx([0.0, 5e-4, 1e-3, 5e-4])
@@ -108,11 +108,11 @@ def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
 @pytest.mark.parametrize("looks", [0, 1, 7, 8, 29])
 def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path: Path, looks: int) -> None:
     spec = make_spec(data=small_data(), max_steps=None, epochs=4, save_every=100)
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=4))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=4))
     run_to_end(plain)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=4))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=4))
     interrupted_at(run, looks)
-    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=4))
+    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
     assert all(torch.equal(a, weights(run)[name]) for name, a in weights(plain).items())
@@ -124,11 +124,11 @@ def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path
 
 def test_a_resume_with_another_cut_skips_and_doubles_no_sample(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=None, epochs=2)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8))
     interrupted_at(run, 6)
-    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=2))
+    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
     run_to_end(run)
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
     for a, b in zip(log_of(plain), log_of(run), strict=True):
         assert (a["epoch"], a["samples"], a["tokens"]) == (b["epoch"], b["samples"], b["tokens"])
@@ -147,10 +147,10 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2").config.resid_pdrop == 0.2
     spec = make_spec(data=small_data(), max_steps=6)
-    plain, run = (lay_order(tmp_path / name, spec, cut=FixedSize(samples=4)) for name in ("plain", "run"))
+    plain, run = (lay_order(tmp_path / name, spec, rule=FixedSize(samples=4)) for name in ("plain", "run"))
     run_to_end(plain)
     interrupted_at(run, 13)
-    lay_order(tmp_path / "run", spec, attempt=2, cut=FixedSize(samples=4))
+    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
 
@@ -202,7 +202,7 @@ def test_running_out_of_memory_changes_the_plan_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     spec = make_spec(data=small_data(), max_steps=5)
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=8))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
     calls = 0
 
@@ -214,7 +214,7 @@ def test_running_out_of_memory_changes_the_plan_and_not_the_training(
         return 1.0
 
     spoil(monkeypatch, failing)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=8))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8))
     run_to_end(run)
     assert [event["type"] for event in events_of(run)].count("out_of_memory") == 1
     assert log_of(run)[-1]["micro_step"] > log_of(plain)[-1]["micro_step"]
@@ -241,7 +241,7 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec(data=small_data(), max_steps=3)
-    plain = lay_order(tmp_path / "plain", spec, cut=FixedSize(samples=1))
+    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=1))
     run_to_end(plain)
     recomputing = False
 
@@ -257,7 +257,7 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
 
     spoil(monkeypatch, failing)
     monkeypatch.setattr(models, "recompute_activations", switched_on)
-    run = lay_order(tmp_path / "run", spec, cut=FixedSize(samples=1))
+    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=1))
     run_to_end(run)
     for a, b in zip(log_of(plain), log_of(run), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.contract.spec import FixedSize
+from app.contract.plan import FixedSize
 from tests.harness.runs import lay_order, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import Reporter, RunDirectory
@@ -103,7 +103,9 @@ def test_our_frames_read_nothing_per_micro_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     spec = make_spec(**{"data": small_data(), "max_steps": 2, **changes})
-    found, count = reads_of_a_window(lay_order(tmp_path / "run", spec, cut=FixedSize(samples=4)), monkeypatch)
+    found, count = reads_of_a_window(
+        lay_order(tmp_path / "run", spec, rule=FixedSize(samples=4)), monkeypatch
+    )
     assert count == 4
     theirs = {origin: reads / count for origin, reads in found.items() if not origin.startswith("accrue")}
     print(f"reads per micro-step outside of our frames: {theirs or 'none'}")
@@ -121,14 +123,14 @@ def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return forward
 
     monkeypatch.setattr(Training, "forward", reading)
-    run = lay_order(tmp_path / "run", make_spec(data=small_data()), cut=FixedSize(samples=4))
+    run = lay_order(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
     found, count = reads_of_a_window(run, monkeypatch)
     assert sum(found.values()) >= count
 
 
 def test_a_whole_window_reads_once(tmp_path: Path) -> None:
     """From its opening to its end, the optimizer's step included: one read, which decides."""
-    run = lay_order(tmp_path / "run", make_spec(data=small_data()), cut=FixedSize(samples=4))
+    run = lay_order(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
     order, reads = run.order(), 0
     honest = torch.Tensor.tolist
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from app.contract.architecture import ModelReference
 from app.contract.model_files import fingerprint_of_files
-from app.contract.spec import FixedSize
+from app.contract.plan import FixedSize
 from tests.harness.runs import events_of, lay_order, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
@@ -37,7 +37,7 @@ def change(path: Path, **fields: Any) -> None:
 
 def run_with(model: Path, folder: Path, **spec: Any) -> RunDirectory:
     """A run that trains from that folder."""
-    run = lay_order(folder, make_spec(data=small_data(), max_steps=1, **spec), cut=FixedSize(samples=8))
+    run = lay_order(folder, make_spec(data=small_data(), max_steps=1, **spec), rule=FixedSize(samples=8))
     order = run.order()
     reference = order.spec.model.model_copy(update={"source": "local", "name": "victim"})
     own = order.spec.model_copy(update={"model": reference})

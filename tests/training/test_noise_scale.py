@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.contract.spec import TokenBudget
+from app.contract.plan import TokenBudget
 from tests.harness.runs import events_of, lay_order, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.training.test_fit import run_to_end
@@ -92,7 +92,7 @@ def test_on_texts_of_unequal_length_it_is_that_of_the_samples_own_gradients(tmp_
         data=small_data(examples=500), max_steps=60, effective_batch_size=48, noise_scale_every=1,
         optimizer=make_optimizer("sgd", 1e-12), schedule=make_schedule("constant"), save_every=1000,
     )  # fmt: skip
-    run = lay_order(tmp_path / "run", spec, cut=TokenBudget(tokens=300))
+    run = lay_order(tmp_path / "run", spec, rule=TokenBudget(tokens=300))
     outcome = run_to_end(run)
     assert outcome.noise_scale is not None
     true = true_noise_scale(tmp_path / "run")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.contract.spec import FixedCount, FixedSize, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from tests.harness.small_models import PLAIN, Window64, loss_sum, make_model, promised
 from workers.training.batches import cut_window
 from workers.training.window import Clipping, LossScale, Window

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from app.contract.spec import Plan
+from app.contract.plan import Plan
 from app.devices import gpus
 from app.devices.gpus import SeenGpu
 from app.jobs import lifecycle
@@ -29,7 +29,9 @@ from workers.supervisor import Supervisor
 
 @pytest.fixture
 def supervisor(settings: Settings, database: Database) -> Iterator[Supervisor]:
-    chosen = settings.model_copy(update={"poll_seconds": 0.05, "cpu_threads": 1, "heartbeat_seconds": 0.1})
+    changes = {"poll_seconds": 0.05, "cpu_threads": 1, "heartbeat_seconds": 0.1}
+    changes["lease_seconds"] = 600  # nobody renews them here, and a trainer ends before its lease does
+    chosen = settings.model_copy(update=changes)
     supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
     yield supervisor
     end_all(supervisor)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from app.contract.spec import Cut, FixedCount, FixedSize
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
 from workers.training import guards
 from workers.training import model as models
 from workers.training.balance import Balance
@@ -129,7 +129,7 @@ def add(training: Accumulating, batch: MicroBatch) -> None:
         training.window.add(forward.loss_sum, share)
 
 
-def cut(training: Training, window: Indices, by: Cut, *, measured: bool = False) -> Groups:
+def cut(training: Training, window: Indices, by: MicroBatchRule, *, measured: bool = False) -> Groups:
     """A window's micro-batches, as groups of positions in it.
 
     Args:
@@ -139,9 +139,9 @@ def cut(training: Training, window: Indices, by: Cut, *, measured: bool = False)
     if measured:
         place = [training.order.spec.seed, training.state.epoch, training.state.consumed]
         first = np.random.Generator(np.random.PCG64(place))
-    planned, lengths = training.order.plan.cut, training.lengths_of(window)
+    planned, lengths = training.order.rank.micro_batch_rule, training.lengths_of(window)
 
-    def groups_by(own: Cut) -> Groups:
+    def groups_by(own: MicroBatchRule) -> Groups:
         return cut_window(
             lengths,
             own,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from app.contract.spec import Cut, FixedCount, FixedSize, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 
 _COST_OF_A_MICRO_BATCH = 0.25
 """What a micro-batch costs beside its tokens, as a share of the token budget (tests/benchmarks: on a CPU,
@@ -101,7 +101,7 @@ def after(cursor: Cursor, window: int, samples: int) -> Cursor:
 
 def cut_window(
     lengths: Sequence[int] | Lengths,
-    cut: Cut,
+    cut: MicroBatchRule,
     *,
     by_length: bool = True,
     packed: bool = False,
@@ -144,7 +144,7 @@ def cut_window(
 
 
 def _drawn(
-    lengths: Lengths, cut: Cut, packed: bool, most: int | None, random: np.random.Generator
+    lengths: Lengths, cut: MicroBatchRule, packed: bool, most: int | None, random: np.random.Generator
 ) -> list[int]:
     """A first micro-batch drawn at random, within the cut; the whole window, if it fits."""
     order = random.permutation(len(lengths))

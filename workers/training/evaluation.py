@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.contract.spec import EarlyStopping, TokenBudget
+from app.contract.plan import TokenBudget
+from app.contract.spec import EarlyStopping
 from workers.training.batches import Form, collate, cut_window
 from workers.training.checkpoint import TrainingState
 from workers.training.data import Samples

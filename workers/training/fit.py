@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from app.contract.fail_points import fail_point
+from app.contract.order import Order
+from app.contract.plan import TokenBudget
 from app.contract.reports import Outcome
-from app.contract.spec import Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import (
     certificate,
@@ -277,7 +278,7 @@ def _budget(training: Training) -> int:
     own = training.cut
     if isinstance(own, TokenBudget):
         return own.tokens
-    return training.order.plan.devices[0].micro_batch_size * int(training.samples.lengths.max())
+    return training.order.rank.micro_batch_size * int(training.samples.lengths.max())
 
 
 def _count(training: Training, window: Indices, trained: Trained) -> None:
@@ -294,7 +295,7 @@ def _count(training: Training, window: Indices, trained: Trained) -> None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     lengths = training.lengths_of(window)
     largest = max(tokens_of(lengths[group], training.form.packed) for group in trained.groups)
-    planned = training.order.plan.cut
+    planned = training.order.rank.micro_batch_rule
     limit = planned.tokens if isinstance(planned, TokenBudget) else None
     larger = guards.learn_larger_budget(state, largest, limit)
     if larger is not None:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.contract.spec import Plan
+from app.contract.plan import Plan
 from workers.training.checkpoint import TrainingState
 from workers.training.faults import CannotTrain
 from workers.training.memory import GIB
@@ -131,9 +131,9 @@ def learn_larger_budget(state: TrainingState, largest: int, limit: int | None) -
 def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     """The end of a job whose smallest micro-batch does not fit: what would take less memory, predicted."""
     remedies = [
-        f"{remedy.change} ({remedy.predicted_peak_bytes / GIB:.2f} GiB)"
-        for remedy in plan.remedies
-        if not remedy.change.startswith("gradient_checkpointing")
+        f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
+        for other in plan.alternatives
+        if not other.change.startswith("gradient_checkpointing")
     ]
     asked = "leave auto_adjust_batch_size on, " if samples > 1 else ""
     return CannotTrain(

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from app import FOLDER
-from app.contract.spec import Order
+from app.contract.order import Order
 from workers.run_directory import HIDDEN_VARIABLE
 
 log = logging.getLogger("accrue.trainer")

@@ -16,7 +16,9 @@ import torch
 
 from app.contract.architecture import ModelReference
 from app.contract.model_files import fingerprint_of_files
-from app.contract.spec import LoraSpec, MethodSpec, Order, Plan, RunPrecision, Spec
+from app.contract.order import Order
+from app.contract.plan import Plan
+from app.contract.spec import LoraSpec, MethodSpec, RunPrecision, Spec
 from workers.run_directory import RunDirectory, sync, write_whole
 from workers.training.faults import CannotTrain
 from workers.training.loss import backbone_of
@@ -376,7 +378,7 @@ def device_of(plan: Plan) -> torch.device:
         )
     device = torch.device("cuda", 0)  # the supervisor shows a trainer only its own GPU
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, plan.devices[0].memory_limit_bytes / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, plan.ranks[0].memory_limit_bytes / total), device)
     return device
 
 

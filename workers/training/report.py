@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import torch
 
+from app.contract.plan import TokenBudget
 from app.contract.reports import LogLine, NoiseScale
-from app.contract.spec import TokenBudget
 from workers.training import memory
 from workers.training.accumulate import Trained, cut
 from workers.training.batches import Cursor, tokens_of
@@ -45,7 +45,7 @@ def tell_start(training: Training, prepared: Prepared) -> None:
 
 def _banner(training: Training) -> dict[str, str]:
     spec, plan, steps = training.order.spec, training.order.plan, training.steps_total
-    device = plan.devices[0]
+    device = training.order.rank
     name = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
     by = training.cut
     epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.samples), 2)

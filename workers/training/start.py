@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from app.contract.order import Order
+from app.contract.plan import FixedCount, MicroBatchRule, TokenBudget
 from app.contract.reports import WindowProgress
-from app.contract.spec import Cut, FixedCount, Order, TokenBudget
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, memory, ramp
 from workers.training import model as models
@@ -91,11 +92,11 @@ class Training:
         return Cursor(self.state.epoch, self.state.consumed)
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> MicroBatchRule:
         """How windows are cut: by the plan, or by the token budget learned since."""
         if self.state.token_budget is not None:
             return TokenBudget(tokens=self.state.token_budget)
-        cut, asked = self.order.plan.cut, self.order.spec.effective_batch_size
+        cut, asked = self.order.rank.micro_batch_rule, self.order.spec.effective_batch_size
         grown = ramp.batch_now(self.order.spec, self.state) / asked
         if isinstance(cut, FixedCount) and grown > 1:
             return FixedCount(micro_batches=round(cut.micro_batches * grown))
@@ -209,7 +210,7 @@ def start(
         validation=validation,
         form=_form(order, tokenizer, balance),
         state=state,
-        memory=memory.Watch(device, plan.devices[0].memory_limit_bytes),
+        memory=memory.Watch(device, order.rank.memory_limit_bytes),
         loader=ThreadPoolExecutor(1, thread_name_prefix="loader"),
     )
     training.shrink_buckets()
@@ -262,7 +263,7 @@ def _window(order: Order, model: Any, optimizer: torch.optim.Optimizer, scale: L
 
 def _form(order: Order, tokenizer: Any, balance: Balance | None) -> Form:
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    budget = order.plan.devices[0].micro_batch_size * order.spec.data.max_length
+    budget = order.rank.micro_batch_size * order.spec.data.max_length
     return Form(
         pad_id=pad_id,
         packed=order.spec.data.packing,

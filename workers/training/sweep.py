@@ -10,8 +10,8 @@ import time
 import numpy as np
 import torch
 
+from app.contract.plan import TokenBudget
 from app.contract.reports import Tried, Tuning, leanest
-from app.contract.spec import TokenBudget
 from workers.training import guards, memory
 from workers.training.accumulate import accumulate, cut
 from workers.training.batches import Groups, tokens_of

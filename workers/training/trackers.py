@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from app.contract.order import Order
 from app.contract.reports import LogLine
-from app.contract.spec import Order, Tracker
+from app.contract.spec import Tracker
 from workers.training.faults import CannotTrain
 
 FIGURES = (

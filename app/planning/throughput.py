@@ -14,7 +14,7 @@ this goes for a model of which no two sizes were measured on it."""
 
 
 @dataclass(frozen=True)
-class Speeds:
+class Throughput:
     """Tokens per second, padding not counted, by the tokens of a micro-batch: of one sweep on one device."""
 
     points: tuple[tuple[int, float], ...]
@@ -36,7 +36,7 @@ class Speeds:
         return leanest(allowed) if allowed else most
 
 
-def useful_tokens(measured: Speeds | None, device: Literal["cpu", "cuda"], most: int) -> int:
+def useful_tokens(measured: Throughput | None, device: Literal["cpu", "cuda"], most: int) -> int:
     """Tokens of a micro-batch beyond which throughput does not grow.
 
     A single size says nothing of others; nor does a sweep that was fastest at its largest say where it ends.
@@ -52,7 +52,7 @@ def useful_tokens(measured: Speeds | None, device: Literal["cpu", "cuda"], most:
     return min(most, max(CPU_TOKENS, fastest)) if device == "cpu" else most
 
 
-SpeedsOf = Callable[[Recipe, int], Speeds | None]
+ThroughputOf = Callable[[Recipe, int], Throughput | None]
 """What was measured with a recipe and a length of sequence on the device at hand; null: nothing."""
 
 

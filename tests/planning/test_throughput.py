@@ -5,19 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.memory_profile import Recipe
+from app.contract.plan import TokenBudget
 from app.contract.reports import AS_FAST, leanest
-from app.contract.spec import TokenBudget
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB, Device
 from app.planning.estimate import ByFormula, ByMeasurement, Point, by_formula
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
-from app.planning.speeds import CPU_TOKENS, Speeds, useful_tokens
+from app.planning.planner import Known
+from app.planning.throughput import CPU_TOKENS, Throughput, useful_tokens
 from tests.harness.specs import make_spec
 
 GPU = Device(0, "NVIDIA L4", 24 * GIB, "cuda")
-MEASURED = Speeds(((256, 900.0), (512, 990.0), (1024, 1000.0), (2048, 970.0)))
+MEASURED = Throughput(((256, 900.0), (512, 990.0), (1024, 1000.0), (2048, 970.0)))
 ARCHITECTURE = from_config(TINY_GPT2)
 CUDA = Recipe(device="cuda", precision="bf16")
 
@@ -36,8 +37,8 @@ def test_throughput_that_grows_no_more_ends_the_micro_batch() -> None:
     assert MEASURED.useful(100) == 100  # nothing so small was measured
 
 
-@pytest.mark.parametrize("measured", [None, Speeds(((20, 900.0),))])  # one size says nothing of others
-def test_where_nothing_is_known_memory_decides_and_on_a_cpu_experience(measured: Speeds | None) -> None:
+@pytest.mark.parametrize("measured", [None, Throughput(((20, 900.0),))])  # one size says nothing of others
+def test_where_nothing_is_known_memory_decides_and_on_a_cpu_experience(measured: Throughput | None) -> None:
     assert useful_tokens(measured, "cuda", 4096) == 4096
     assert useful_tokens(measured, "cpu", 4096) == CPU_TOKENS
     assert useful_tokens(measured, "cpu", 100) == 100
@@ -45,7 +46,7 @@ def test_where_nothing_is_known_memory_decides_and_on_a_cpu_experience(measured:
 
 
 def test_a_sweep_that_was_fastest_at_its_end_says_nothing_of_larger_ones() -> None:
-    growing = Speeds(((208, 1000.0), (416, 1400.0), (832, 1790.0)))
+    growing = Throughput(((208, 1000.0), (416, 1400.0), (832, 1790.0)))
     assert not growing.saw_the_end
     assert MEASURED.saw_the_end
     assert useful_tokens(growing, "cuda", 10**6) == 10**6
@@ -69,12 +70,13 @@ def test_interpolation_stays_within_the_points(points: list[tuple[float, float]]
 
 def test_a_plan_uses_no_larger_micro_batch_than_throughput_rewards() -> None:
     spec, estimates = make_spec(effective_batch_size=4096, precision="bf16"), by_formula(ARCHITECTURE)
-    large = make_plan(spec, [GPU], estimates, predicted=True)
-    lean = make_plan(spec, [GPU], estimates, predicted=True, speeds=lambda recipe, sequence: MEASURED)
-    assert lean.cut == TokenBudget(tokens=512)
-    assert isinstance(large.cut, TokenBudget)
-    assert large.cut.tokens == large.most_tokens == lean.most_tokens
-    assert large.cut.tokens > 512
+    large = make_plan(spec, [GPU], Known(estimates), predicted=True)
+    lean = make_plan(spec, [GPU], Known(estimates, lambda recipe, sequence: MEASURED), predicted=True)
+    assert lean.ranks[0].micro_batch_rule == TokenBudget(tokens=512)
+    rule = large.ranks[0].micro_batch_rule
+    assert isinstance(rule, TokenBudget)
+    assert rule.tokens == large.most_tokens == lean.most_tokens
+    assert rule.tokens > 512
     assert lean.effective_batch_size == large.effective_batch_size == 4096
 
 

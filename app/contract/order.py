@@ -1,0 +1,25 @@
+"""The order: all that a trainer gets, as its run directory's spec.json."""
+
+from app.contract.base import Frozen
+from app.contract.plan import Plan, RankPlan
+from app.contract.spec import Spec
+
+
+class Order(Frozen):
+    """The whole content of a run directory's spec.json: who trains what, how, and from which files."""
+
+    job_id: str
+    attempt: int
+    spec: Spec
+    plan: Plan
+    data_file: str
+    """Absolute path of the JSONL file."""
+    validation_file: str | None = None
+    """Absolute path of the validation file, where it is one of its own."""
+    model_path: str
+    """Absolute path of a model's directory, or a hub id."""
+
+    @property
+    def rank(self) -> RankPlan:
+        """The part of the plan that this trainer runs."""
+        return self.plan.ranks[0]

@@ -1,0 +1,161 @@
+"""The plan: how a spec is run on the devices at hand. It never changes the training (docs/idea.md)."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, computed_field, model_validator
+
+from app.contract.base import Frozen
+from app.contract.spec import RunPrecision
+
+Source = Literal["measured", "simulated", "formula"]
+"""Where a prediction is from, best first."""
+
+
+class TokenBudget(Frozen):
+    """Micro-batches of at most this many padded tokens (rows × longest row)."""
+
+    rule: Literal["token_budget"] = "token_budget"
+    tokens: int
+
+
+class FixedCount(Frozen):
+    """Exactly this many micro-batches a window, of near-equal padded tokens."""
+
+    rule: Literal["count"] = "count"
+    micro_batches: int
+
+
+class FixedSize(Frozen):
+    """Micro-batches of at most this many samples."""
+
+    rule: Literal["size"] = "size"
+    samples: int
+
+
+MicroBatchRule = Annotated[TokenBudget | FixedCount | FixedSize, Field(discriminator="rule")]
+"""How a window is cut into micro-batches."""
+
+
+class Alternative(Frozen):
+    """Another way to make the same step, as a change to the request, and what it is predicted to take."""
+
+    change: str
+    fits: bool
+    micro_batch_size: int
+    accumulation_steps: int
+    peak_process_bytes: int
+    one_sample_bytes: int
+    """The peak with one sample of full length at a time: the least that this way takes."""
+    source: Source
+    predicted_samples_per_second: float | None = Field(
+        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
+    )
+
+
+class RankPlan(Frozen):
+    """One device's part of every step."""
+
+    rank: int
+    gpu_id: int | str
+    name: str | None = None
+    """Of the device; null in plans from before it was kept."""
+    micro_batch_rule: MicroBatchRule
+    expected_micro_batches: int
+    """A step, with every sample at its full length."""
+    micro_batch_size: int
+    """Samples of the largest of them."""
+    predicted_peak_bytes: int
+    memory_limit_bytes: int
+    share_of_tokens: float = 1.0
+    """Of a step's."""
+
+
+class PlannedDevice(Frozen):
+    """A rank as its device has it."""
+
+    gpu_id: int | str
+    name: str | None
+    micro_batch_size: int
+    accumulation_steps: int
+    token_budget: int | None
+    predicted_peak_bytes: int
+    memory_limit_bytes: int
+
+
+class Plan(Frozen):
+    """How a spec is run on the devices at hand: one rank for each."""
+
+    predicted: bool
+    """true until a worker has claimed the job and planned for its own device."""
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+    micro_batches: int
+    """Micro-batches per step over all devices, with every sample at its full length."""
+    ranks: tuple[RankPlan, ...]
+    steps_total: int | None
+    """Optimizer steps; null where `overlength: split` leaves the number of samples to the tokenizer."""
+    predicted_duration_seconds: float | None
+    source: Source
+    warnings: tuple[str, ...]
+    precision: RunPrecision
+    device: Literal["cpu", "cuda"]
+    threads: int | None
+    """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
+    most_tokens: int | None = None
+    """The largest micro-batch that memory is predicted to allow, where that is left to the plan."""
+    alternatives: tuple[Alternative, ...] = ()
+    """What would take less memory than this plan, for one sample of full length; the least first."""
+
+    @computed_field(repr=False)  # type: ignore[prop-decorator]
+    @property
+    def devices(self) -> tuple[PlannedDevice, ...]:
+        """The ranks by device."""
+        return tuple(
+            PlannedDevice(
+                gpu_id=rank.gpu_id,
+                name=rank.name,
+                micro_batch_size=rank.micro_batch_size,
+                accumulation_steps=rank.expected_micro_batches,
+                token_budget=getattr(rank.micro_batch_rule, "tokens", None),
+                predicted_peak_bytes=rank.predicted_peak_bytes,
+                memory_limit_bytes=rank.memory_limit_bytes,
+            )
+            for rank in self.ranks
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranks_of_an_earlier_version(cls, given: Any) -> Any:
+        """Plans were lists of devices with one rule for all, and with `remedies`, until November 2026."""
+        if not isinstance(given, dict):
+            return given
+        plan = {name: value for name, value in given.items() if name not in ("devices", "cut", "remedies")}
+        if "ranks" not in plan and "cut" in given:
+            plan["ranks"] = [
+                {
+                    "rank": rank,
+                    "gpu_id": device["gpu_id"],
+                    "name": device.get("name"),
+                    "micro_batch_rule": given["cut"],
+                    "expected_micro_batches": device["accumulation_steps"],
+                    "micro_batch_size": device["micro_batch_size"],
+                    "predicted_peak_bytes": device["predicted_peak_bytes"],
+                    "memory_limit_bytes": device["memory_limit_bytes"],
+                    "share_of_tokens": 1 / len(given["devices"]),
+                }
+                for rank, device in enumerate(given["devices"])
+            ]
+            plan["alternatives"] = [
+                {
+                    "change": remedy["change"],
+                    "fits": remedy["predicted_peak_bytes"] <= given["devices"][0]["memory_limit_bytes"],
+                    "micro_batch_size": 1,
+                    "accumulation_steps": given["effective_batch_size"],
+                    "peak_process_bytes": remedy["predicted_peak_bytes"],
+                    "one_sample_bytes": remedy["predicted_peak_bytes"],
+                    "source": given["source"],
+                }
+                for remedy in given.get("remedies", ())
+            ]
+        return plan

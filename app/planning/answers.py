@@ -1,0 +1,176 @@
+"""The calculator's answer: a solution with its alternatives, in numbers and in a sentence."""
+
+from dataclasses import dataclass
+from math import floor
+
+from app.contract.memory_profile import Recipe
+from app.contract.plan import Alternative, Source
+from app.contract.spec import MemoryLimits
+from app.planning.changes import Change, changes
+from app.planning.devices import GIB, Device
+from app.planning.estimate import Estimate
+from app.planning.memory import Memory
+from app.planning.planner import Known, Question, Rank, Solution, alternatives, solve
+from app.planning.schemas import BatchSizeAnswer, DeviceSplit
+
+_BY = {
+    "formula": "By formula",
+    "simulated": "By a simulation of this step",
+    "measured": "By measurements of this step",
+}
+
+
+def answer(
+    question: Question, known: Known, model_name: str, parameters: int, warnings: list[str]
+) -> BatchSizeAnswer:
+    """The split that the planner finds, what it takes, and what else could be chosen."""
+    solution = solve(question, known)
+    others = alternatives(solution, known)
+    return _answer(
+        solution,
+        others,
+        _explain(solution, others),
+        warnings,
+        model_name=model_name,
+        parameters=parameters,
+    )
+
+
+def advised(answered: BatchSizeAnswer, question: Question) -> Change | None:
+    """The least change that fits, where nothing fits as it is and that change is known by formula alone."""
+    if answered.fits:
+        return None
+    least = next((other for other in answered.alternatives if other.fits), None)
+    if least is None or least.source != "formula":
+        return None
+    others = changes(question.recipe, question.sequence)
+    return next((change for change in others if change.told == least.change), None)
+
+
+@dataclass(frozen=True)
+class ByFigures:
+    """Memory from raw figures instead of a model: fixed bytes, and so many for each sample."""
+
+    weights_bytes: int
+    optimizer_bytes: int
+    sample_bytes: int
+    source: Source = "formula"
+    expected_error: float | None = None
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        return Memory(
+            weights_bytes=self.weights_bytes,
+            gradients_bytes=self.weights_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            activations_bytes=floor(self.sample_bytes * rows),
+            logits_bytes=0,
+            workspace_bytes=0,
+            context_bytes=0,
+            reserved_over_allocated=1.0,
+        )
+
+
+@dataclass(frozen=True)
+class RawQuestion:
+    """Raw figures instead of a model; bytes."""
+
+    weights_bytes: int
+    sample_bytes: int
+    """Activations of one sample."""
+    available_bytes: int
+    limits: MemoryLimits
+    optimizer_states: float
+    """Values kept for each weight, of its size."""
+    devices: int
+    target: int | None
+
+
+_NO_RECIPE = Recipe(device="cuda", precision="fp32")
+
+
+def answer_raw(raw: RawQuestion) -> BatchSizeAnswer:
+    """The same from raw figures: weights, their gradients and states, and so much for each sample."""
+    estimate: Estimate = ByFigures(
+        raw.weights_bytes, int(raw.weights_bytes * raw.optimizer_states), raw.sample_bytes
+    )
+    devices = [Device(number, "as given", raw.available_bytes, "cuda") for number in range(raw.devices)]
+    question = Question(_NO_RECIPE, 1, devices, raw.limits, raw.target)
+    solution = solve(question, Known(lambda recipe, sequence: estimate))
+    rank = solution.ranks[0]
+    fixed, budget = estimate.memory(0).peak_process_bytes / GIB, rank.capacity.limit_bytes / GIB
+    explanation = (
+        f"Weights, gradients and optimizer states take {fixed:.2f} of the {budget:.2f} GiB that may be used; "
+        f"{rank.capacity.largest} samples fit in the rest."
+    )
+    warnings = [] if rank.capacity.largest else ["not even one sample fits: the figures below are for one"]
+    return _answer(solution, [], explanation, warnings)
+
+
+def _answer(
+    solution: Solution,
+    others: list[Alternative],
+    explanation: str,
+    warnings: list[str],
+    *,
+    model_name: str | None = None,
+    parameters: int | None = None,
+) -> BatchSizeAnswer:
+    return BatchSizeAnswer(
+        model_name=model_name,
+        parameters=parameters,
+        fits=solution.fits,
+        actual_batch_size_per_gpu=solution.micro_batch,
+        accumulation_steps=solution.steps,
+        effective_batch_size=solution.effective_batch,
+        max_micro_batch_size=max(rank.capacity.largest_in(solution.steps) for rank in solution.ranks),
+        devices=[_device(rank, solution.steps) for rank in solution.ranks],
+        memory=solution.tightest.memory,
+        source=solution.estimate.source,
+        expected_error=solution.estimate.expected_error,
+        predicted_samples_per_second=solution.samples_per_second,
+        alternatives=others,
+        explanation=explanation,
+        warnings=warnings,
+    )
+
+
+def _device(rank: Rank, steps: int) -> DeviceSplit:
+    return DeviceSplit(
+        gpu_id=rank.device.id,
+        name=rank.device.name,
+        memory_bytes=rank.device.memory_bytes,
+        memory_limit_bytes=rank.capacity.limit_bytes,
+        max_micro_batch_size=rank.capacity.largest_in(steps),
+        micro_batch_size=max(rank.micro_batches, default=0),
+        accumulation_steps=len(rank.micro_batches),
+        micro_batch_sizes=rank.micro_batches,
+        samples=sum(rank.micro_batches),
+    )
+
+
+def _explain(solution: Solution, others: list[Alternative]) -> str:
+    question, source, tightest = solution.question, solution.estimate.source, solution.tightest
+    peak, limit = tightest.memory.peak_process_bytes / GIB, tightest.capacity.limit_bytes / GIB
+    rows, devices = tightest.micro_batch, len(solution.ranks)
+    alike = len({device.memory_bytes for device in question.devices}) == 1
+    where = "" if alike else f" of {tightest.device.name}"
+    if not solution.fits:
+        least = next((other for other in others if other.fits), None)
+        remedy = (
+            f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB"
+            f"{', by formula' * (least.source == 'formula' != source)})."
+            if least
+            else "None of the alternatives below fits either: take a larger GPU or a smaller model."
+        )
+        return (
+            f"{_BY[source]} {rows} sample{'s' * (rows > 1)} of {question.sequence} tokens at a time take"
+            f"{'s' * (rows == 1)} {peak:.2f} GiB, and {limit:.2f} GiB{where} may be used: it does not fit. "
+            f"{remedy}"
+        )
+    return (
+        f"{solution.effective_batch} samples a step on {devices} device{'s' * (devices > 1)}: "
+        f"{solution.steps} micro-batch{'es' * (solution.steps > 1)} of at most {solution.micro_batch} "
+        "on each. "
+        f"{_BY[source]} that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used, at "
+        f"{question.sequence} tokens each."
+    )

@@ -1,0 +1,287 @@
+"""The planner: how an effective batch is split over devices, and how much of their memory that takes.
+
+`solve` is the only place where a micro-batch size is chosen. The calculator, a dry run, a worker's plan for
+its own device and the alternatives in an answer all call it, so they cannot disagree. Pure functions: what
+was measured or simulated comes in as `Known`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from app.contract.architecture import Architecture
+from app.contract.memory_profile import Recipe
+from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule, TokenBudget
+from app.contract.spec import MemoryLimits, RequestedSplit
+from app.planning.changes import changes
+from app.planning.devices import Device
+from app.planning.estimate import Estimate, Estimates, compared, largest_micro_batch
+from app.planning.estimate import by_formula as estimates_by_formula
+from app.planning.memory import Memory
+from app.planning.split import even, shares, split_over
+from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
+
+DEFAULT_EFFECTIVE_BATCH = 32
+"""Samples, at most, where a question names no effective batch."""
+
+_BUDGET_STEP = 64
+"""Token budgets are multiples of it: the largest micro-batch that a sweep measured is a little smaller than
+the budget that limited it."""
+
+_FARTHEST = 2
+"""The rate of a micro-batch more than so many times the largest one measured is not predicted."""
+
+PLANNED = RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices=1)
+"""Nothing is fixed: the planner chooses the micro-batch."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of one architecture's steps on devices of one kind."""
+
+    estimates: Estimates
+    throughput: ThroughputOf = unmeasured
+    architecture: Architecture | None = None
+    """null: the question is of raw figures, not of a model."""
+
+
+def by_formula(architecture: Architecture) -> Known:
+    """Where nothing is known but the architecture."""
+    return Known(estimates_by_formula(architecture), architecture=architecture)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A way to make a step, the devices for it, and the effective batch."""
+
+    recipe: Recipe
+    sequence: int
+    """Tokens of a sample of full length."""
+    devices: Sequence[Device]
+    """At least one; all CPUs or all GPUs."""
+    limits: MemoryLimits
+    effective_batch: int | None
+    """Samples of one optimizer step over all devices; null: those that fit at once, at most 32."""
+    split: RequestedSplit = PLANNED
+    constant_batch: bool = True
+    """Whether every window has that many samples; false: the effective batch grows during training."""
+    shrink_to_fit: bool = False
+    """Replace a requested micro-batch that is predicted not to fit by the largest that does."""
+    at_most: int | None = None
+    """The largest micro-batch to consider, in samples; null: any that fits."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the micro-batch is left to the planner."""
+        return self.split.accumulation_steps is None and self.split.micro_batch_size is None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The micro-batches that one device takes, in samples of full length."""
+
+    device: Device
+    limit_bytes: int
+    """Of the device's memory, that may be used."""
+    largest: int
+    """The most predicted to fit, while gradients of earlier micro-batches are held; 0: not even one fits."""
+    largest_alone: int
+    """The same where the micro-batch is the whole window."""
+    useful: int
+    """No more than `largest`, and no more than raises throughput; at least 1."""
+    useful_alone: int
+    """The same of `largest_alone`."""
+    useful_tokens: int
+    """As `useful`, in padded tokens."""
+
+    def largest_in(self, steps: int) -> int:
+        """The largest micro-batch that fits in a window of so many."""
+        return self.largest_alone if steps == 1 else self.largest
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One device's part of every step."""
+
+    capacity: Capacity
+    rule: MicroBatchRule
+    micro_batches: list[int]
+    """Samples of each, with every sample at full length; empty: the others take the whole batch."""
+    memory: Memory
+    """At the peak of a step, with the largest of them."""
+
+    @property
+    def device(self) -> Device:
+        return self.capacity.device
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest micro-batch."""
+        return max(self.micro_batches, default=1)
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity.largest_in(len(self.micro_batches)) >= self.micro_batch
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The split that a question leads to, and what it takes."""
+
+    question: Question
+    ranks: list[Rank]
+    estimate: Estimate
+    throughput: Throughput | None
+    adjusted: str | None = None
+    """What of the requested split was changed, and why."""
+
+    @property
+    def fits(self) -> bool:
+        return all(rank.fits for rank in self.ranks)
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest micro-batch on any device."""
+        return max(rank.micro_batch for rank in self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """Accumulation steps: the most micro-batches on one device."""
+        return max(len(rank.micro_batches) for rank in self.ranks)
+
+    @property
+    def effective_batch(self) -> int:
+        return sum(sum(rank.micro_batches) for rank in self.ranks)
+
+    @property
+    def tightest(self) -> Rank:
+        """The device of whose usable memory the largest share is taken."""
+        return max(
+            self.ranks, key=lambda rank: rank.memory.peak_process_bytes / max(rank.capacity.limit_bytes, 1)
+        )
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Forward and backward of samples of full length on all devices, from what one of them measured;
+        null: nothing near this size was measured."""
+        tokens = self.micro_batch * self.question.sequence
+        if self.throughput is None or tokens > _FARTHEST * self.throughput.points[-1][0]:
+            return None
+        return self.throughput.at(tokens) / self.question.sequence * len(self.ranks)
+
+
+def solve(question: Question, known: Known) -> Solution:
+    """Splits the effective batch over the devices: as few accumulation steps as memory allows, in
+    micro-batches no larger than raises throughput; or as the question fixes them."""
+    estimate = known.estimates(question.recipe, question.sequence)
+    throughput = known.throughput(question.recipe, question.sequence)
+    capacities = [capacity_of(device, question, estimate, throughput) for device in question.devices]
+    rules, sizes, adjusted = _split(question, capacities)
+    ranks = [
+        Rank(capacity, rule, own, estimate.memory(max(own, default=1), accumulating=len(own) > 1))
+        for capacity, rule, own in zip(capacities, rules, sizes, strict=True)
+    ]
+    return Solution(question, ranks, estimate, throughput, adjusted)
+
+
+def capacity_of(
+    device: Device, question: Question, estimate: Estimate, throughput: Throughput | None
+) -> Capacity:
+    """What one device takes."""
+    limit, sequence = question.limits.budget(device.memory_bytes), question.sequence
+    largest = largest_micro_batch(estimate, limit)
+    alone = largest_micro_batch(estimate, limit, accumulating=False)
+    tokens = _useful_tokens(largest, question, device, throughput)
+    return Capacity(
+        device=device,
+        limit_bytes=limit,
+        largest=largest,
+        largest_alone=alone,
+        useful=max(1, tokens // sequence),
+        useful_alone=max(1, _useful_tokens(alone, question, device, throughput) // sequence),
+        useful_tokens=tokens,
+    )
+
+
+def _useful_tokens(largest: int, question: Question, device: Device, throughput: Throughput | None) -> int:
+    """Of a micro-batch of at most so many samples; those that do not raise throughput are left out."""
+    samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
+    tokens = samples * question.sequence
+    useful = useful_tokens(throughput, device.kind, tokens)
+    return min(tokens, ceil(useful / _BUDGET_STEP) * _BUDGET_STEP)
+
+
+def _split(
+    question: Question, capacities: list[Capacity]
+) -> tuple[list[MicroBatchRule], list[list[int]], str | None]:
+    """Each device's rule and its micro-batches at full length; and what had to be changed of the request."""
+    if question.is_planned:
+        return *_planned(question, capacities), None
+    split, devices = question.split, len(capacities)
+    batch = question.effective_batch or _default_batch(split.micro_batch_size or 1, devices)
+    micro_batches = min(batch, (split.accumulation_steps or 1) * max(split.devices, devices))
+    requested = split.micro_batch_size or ceil(batch / micro_batches)
+    steps = ceil(batch / (requested * devices))
+    fitting = max(1, min(capacity.largest_in(steps) for capacity in capacities))
+    if question.shrink_to_fit and fitting < requested:
+        changed = (
+            f"micro-batches of {requested} are predicted not to fit: they are of {fitting} at most, and the "
+            "effective batch stays"
+        )
+        return [FixedSize(samples=fitting)] * devices, split_over(batch, [fitting] * devices), changed
+    if split.micro_batch_size is not None:
+        return [FixedSize(samples=requested)] * devices, split_over(batch, [requested] * devices), None
+    each = even(batch, micro_batches)
+    sizes = [each[start::devices] for start in range(devices)]
+    return [FixedCount(micro_batches=max(1, len(own))) for own in sizes], sizes, None
+
+
+def _planned(question: Question, capacities: list[Capacity]) -> tuple[list[MicroBatchRule], list[list[int]]]:
+    """As one micro-batch a device, where that alone makes it fit; else by each device's token budget."""
+    useful = [capacity.useful for capacity in capacities]
+    alone = [capacity.useful_alone for capacity in capacities]
+    batch = question.effective_batch or _default_batch(sum(useful), 1)
+    if question.constant_batch and sum(useful) < batch <= sum(alone):
+        sizes = [[share] if share else [] for share in shares(batch, alone)]
+        return [FixedCount(micro_batches=1)] * len(sizes), sizes
+    budgets: list[MicroBatchRule] = [TokenBudget(tokens=capacity.useful_tokens) for capacity in capacities]
+    return budgets, split_over(batch, useful)
+
+
+def _default_batch(micro_batch: int, devices: int) -> int:
+    return min(DEFAULT_EFFECTIVE_BATCH, micro_batch * devices)
+
+
+def alternatives(solution: Solution, known: Known) -> list[Alternative]:
+    """What else could be chosen, as changes to a request: those that fit first, then by how little they
+    change the training."""
+    question, beside = solution.question, known
+    if known.architecture is not None:
+        estimates = compared(known.estimates, known.architecture, question.recipe, question.sequence)
+        beside = replace(known, estimates=estimates)
+    planned = replace(question, split=PLANNED, at_most=question.split.micro_batch_size)
+    found = []
+    if solution.micro_batch > 1:
+        half = solution.micro_batch // 2
+        found.append(_alternative(f"micro_batch_size: {half}", replace(planned, at_most=half), beside))
+    for change in changes(question.recipe, question.sequence):
+        other = replace(planned, recipe=change.recipe, sequence=change.sequence)
+        found.append(_alternative(change.told, other, beside))
+    if question.recipe.device == "cuda":
+        more = replace(planned, devices=[*question.devices, *question.devices])
+        found.append(_alternative(f"devices: {len(more.devices)}", more, beside))
+    return sorted(found, key=lambda alternative: not alternative.fits)
+
+
+def _alternative(change: str, question: Question, known: Known) -> Alternative:
+    solution = solve(question, known)
+    return Alternative(
+        change=change,
+        fits=solution.fits,
+        micro_batch_size=solution.micro_batch,
+        accumulation_steps=solution.steps,
+        peak_process_bytes=solution.tightest.memory.peak_process_bytes,
+        one_sample_bytes=solution.estimate.memory(1).peak_process_bytes,
+        source=solution.estimate.source,
+        predicted_samples_per_second=solution.samples_per_second,
+    )

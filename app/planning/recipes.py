@@ -1,0 +1,85 @@
+"""How a training step is made: the precision that a device can do, and the one builder of recipes."""
+
+import re
+from typing import Any, Literal
+
+from app.contract.accumulation import Precision
+from app.contract.memory_profile import Recipe
+from app.contract.spec import MethodSpec, OptimizerName, RunPrecision, Spec
+from app.planning.devices import Device
+
+_WITHOUT_BF16 = re.compile(
+    r"\b(P4|P6|P40|P100|P?V100|T4G?|T[456]00|T1000|T1200|M\d\d|K\d\d)\b"
+    r"|\b(GTX|TITAN|GEFORCE MX)\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b"
+    r"|\bRTX [345678]000\b(?!.*\bADA\b)"
+)
+"""Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Pascal, Volta and Turing in
+CUDA's list of GPUs by compute capability. A GPU that was seen on a machine reports its capability."""
+
+_FIRST_WITH_BF16 = 8.0
+
+
+def precision_for(requested: Literal["auto"] | Precision, device: Device) -> RunPrecision:
+    """The precision that was requested; by default bf16 on a GPU that supports it, fp16 on one that does not,
+    and fp32 on a CPU."""
+    if requested != "auto":
+        return "fp32" if requested == "no" else requested
+    if device.kind == "cpu":
+        return "fp32"
+    if device.compute_capability is not None:
+        return "bf16" if device.compute_capability >= _FIRST_WITH_BF16 else "fp16"
+    name = re.sub(r"[-_]", " ", device.name.upper())
+    return "fp16" if _WITHOUT_BF16.search(name) else "bf16"
+
+
+def make_recipe(
+    device: Device,
+    precision: Literal["auto"] | Precision,
+    optimizer: OptimizerName,
+    method: MethodSpec,
+    **options: Any,
+) -> Recipe:
+    """The recipe of a step on a device.
+
+    Args:
+        options: other fields of `Recipe`; those left out have its defaults, which are a request's.
+    """
+    return Recipe(
+        device=device.kind,
+        precision=precision_for(precision, device),
+        optimizer=optimizer,
+        lora=method.lora,
+        quantised=method.name == "qlora",
+        expandable_segments=device.expandable_segments,
+        **options,
+    )
+
+
+def recipe_of(spec: Spec, device: Device) -> Recipe:
+    """The recipe of a spec's step on a device."""
+    return make_recipe(
+        device,
+        spec.precision,
+        spec.optimizer.name,
+        spec.method,
+        gradient_checkpointing=spec.gradient_checkpointing,
+        attention=spec.attention,
+        momentum=spec.optimizer.name == "sgd" and bool(spec.optimizer.momentum),
+        freeze=spec.freeze,
+        packing=spec.data.packing,
+        label_smoothing=spec.label_smoothing > 0,
+        aux_scope=spec.aux_scope,
+        clips=spec.gradient_clipping is not None,
+        accumulate_in_fp32=spec.accumulate_in_fp32,
+        accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
+        optimizer_on_cpu=spec.use_cpu_offload and device.kind == "cuda",
+    )
+
+
+def unsupported(device: Literal["cpu", "cuda"], *, quantised: bool, optimizer: str) -> list[str]:
+    """Why a device cannot make such a step; empty if it can."""
+    needs_gpu = [name for name, used in (("qlora", quantised), ("adamw_8bit", optimizer == "adamw_8bit"))
+                 if used and device == "cpu"]  # fmt: skip
+    return [
+        f"{name} needs an NVIDIA GPU, and no worker here has one: the job would fail" for name in needs_gpu
+    ]
