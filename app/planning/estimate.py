@@ -170,17 +170,30 @@ def compared(estimates: Estimates, architecture: Architecture, recipe: Recipe, s
 
 
 def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: bool = True) -> int:
-    """The most rows whose predicted process memory is within the budget; 0 where not even one fits."""
+    """The most rows whose predicted process memory is within the budget; 0 where not even one fits.
 
-    def fits(rows: int) -> bool:
-        return estimate.memory(rows, accumulating=accumulating).peak_process_bytes <= budget_bytes
+    Memory is a line, or several: the next row's cost says where the budget is reached on this one.
+    """
 
-    if not fits(1):
+    def peak(rows: int) -> int:
+        return estimate.memory(rows, accumulating=accumulating).peak_process_bytes
+
+    low, peak_low, high = 1, peak(1), MOST_ROWS + 1
+    if peak_low > budget_bytes:
         return 0
-    low, high = 1, 2
-    while high <= MOST_ROWS and fits(high):
-        low, high = high, 2 * high
     while low + 1 < high:
+        following = peak(low + 1)
+        if following > budget_bytes:
+            return low
+        each = max(1, following - peak_low)
+        probe = min(high - 1, low + 1 + (budget_bytes - following) // each)
+        if (at_probe := peak(probe)) <= budget_bytes:
+            low, peak_low = probe, at_probe
+            continue
+        low, peak_low, high = low + 1, following, probe  # steeper from here on: halve what is left
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return min(low, MOST_ROWS)
+        if (at_middle := peak(middle)) <= budget_bytes:
+            low, peak_low = middle, at_middle
+        else:
+            high = middle
+    return low
