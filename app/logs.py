@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import MutableMapping
+from typing import Any
 
 import structlog
 
@@ -24,9 +26,18 @@ def configure(level: str, form: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            *([] if form == "json" else [_printable]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _printable(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Keeps what a client wrote from steering the terminal that shows it."""
+    for name, value in event.items():
+        if isinstance(value, str) and name != "exception" and not value.isprintable():
+            event[name] = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in value)
+    return event

@@ -40,6 +40,11 @@ class Settings(BaseSettings):
     )
     gpus: str = Field("", description="Declared devices for planning, separated by commas: 24GB,A100-80GB")
     offline: bool = Field(False, description="Never ask the hub for a model")
+    trusted_proxies: str = Field(
+        "",
+        pattern=r"^[0-9A-Fa-f.:/, *]*$",
+        description="Addresses of proxies whose X-Forwarded-For and -Proto are believed",
+    )
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest JSON body")
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")

@@ -126,3 +126,10 @@ def test_what_a_module_loads(module: str, forbidden: set[str]) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert not forbidden & set(loaded.stdout.split())
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("tests/**/*.py")), ids=lambda source: source.stem)
+def test_no_test_imports_a_test(source: Path) -> None:
+    tests = within(imported(source), "tests")
+    found = {name for name in tests if name.split(".")[-1] == "conftest" or ".test_" in name}
+    assert not found, "what several tests need is in tests/harness"

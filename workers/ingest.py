@@ -13,6 +13,7 @@ from sqlalchemy import Insert, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from app.contract.plain_files import open_plain
 from app.contract.reports import EventLine, LogLine, WindowProgress
 from app.contract.text import storable, storable_values
 from app.jobs import lifecycle
@@ -209,9 +210,11 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
 
 def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
     """The whole lines behind an offset, each with its own, and the offset behind the last of them."""
-    if not path.exists():
+    try:
+        opened = open_plain(path.parent, path.name)
+    except FileNotFoundError:
         return [], offset
-    with path.open("rb") as file:
+    with opened as file:
         file.seek(offset)
         content = file.read(_READ_AT_ONCE)
         while b"\n" not in content and (more := file.read(_READ_AT_ONCE)):

@@ -27,12 +27,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 
 from app.contract.fail_points import fail_point
 from app.contract.order import Order
+from app.contract.plain_files import NotPlain, append_plain, create_plain, open_plain, read_plain
 from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
 
 INTERRUPTED = 75
@@ -64,6 +65,9 @@ TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 """A pipe from which the trainer reads the hub's token once, so that it is in no environment."""
 
 
+Content = TypeVar("Content", bound=BaseModel)
+
+
 class RunDirectoryInUse(Exception):
     """Another trainer still holds the run directory."""
 
@@ -92,29 +96,28 @@ class RunDirectory:
         """Raises:
         OSError, pydantic.ValidationError: there is none, or it is no order.
         """
-        return Order.model_validate_json((self.path / "spec.json").read_bytes())
+        with open_plain(self.path, "spec.json") as file:
+            return Order.model_validate_json(file.read())
 
     def write_outcome(self, outcome: Outcome) -> None:
         write_whole(self.path / "outcome.json", outcome.model_dump_json(indent=1))
 
     def outcome(self) -> Outcome | None:
-        path = self.path / "outcome.json"
-        return Outcome.model_validate_json(path.read_bytes()) if path.exists() else None
+        return self._read("outcome.json", Outcome)
 
     def write_progress(self, progress: WindowProgress) -> None:
         """Not made durable: after a power cut nobody asks for it."""
         partial = self.path / ".progress.json.partial"
-        partial.write_text(progress.model_dump_json())
+        with create_plain(partial) as file:
+            file.write(progress.model_dump_json().encode())
         partial.rename(self.path / "progress.json")
 
     def progress(self) -> WindowProgress | None:
-        with contextlib.suppress(FileNotFoundError):
-            return WindowProgress.model_validate_json((self.path / "progress.json").read_bytes())
-        return None
+        return self._read("progress.json", WindowProgress)
 
     def ask_to_finish(self) -> None:
         """The trainer is to end after the window at hand, and to save its model."""
-        (self.path / _FINISH).touch()
+        append_plain(self.path / _FINISH).close()
 
     def is_to_finish(self) -> bool:
         return (self.path / _FINISH).exists()
@@ -123,22 +126,27 @@ class RunDirectory:
         write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))
 
     def completions(self) -> Completions | None:
-        path = self.path / "completions.json"
-        return Completions.model_validate_json(path.read_bytes()) if path.exists() else None
+        return self._read("completions.json", Completions)
 
     def write_failure(self, failure: Failure) -> None:
         write_whole(self.path / "failure.json", failure.model_dump_json(indent=1))
 
     def failure(self) -> Failure | None:
-        path = self.path / "failure.json"
-        return Failure.model_validate_json(path.read_bytes()) if path.exists() else None
+        return self._read("failure.json", Failure)
+
+    def _read(self, name: str, kind: type[Content]) -> Content | None:
+        """What a file holds; null: it is not there, or something else lies in its place."""
+        with contextlib.suppress(NotPlain):
+            content = read_plain(self.path, name)
+            return None if content is None else kind.model_validate_json(content)
+        return None
 
     def bytes_written(self) -> int:
         """What lies in the directory, be it data or what the trainer printed: it changes while it works."""
         sizes = 0
         for path in (*self.path.glob("*"), *self.path.glob("*/*")):
             with contextlib.suppress(FileNotFoundError):
-                sizes += path.stat().st_size
+                sizes += path.lstat().st_size
         return sizes
 
     @contextmanager
@@ -222,8 +230,8 @@ def _ends_a_line(path: Path) -> bool:
 def write_whole(path: Path, content: str) -> None:
     """The file is either the old one or the whole new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(content)
+    with create_plain(partial) as file:
+        file.write(content.encode())
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)

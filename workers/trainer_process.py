@@ -11,6 +11,7 @@ from pathlib import Path
 
 from app import FOLDER, PREFIX
 from app.contract import fail_points
+from app.contract.plain_files import append_plain
 from app.contract.reports import Failure
 from app.errors import BadSetting
 from app.planning.devices import Device
@@ -85,7 +86,7 @@ class TrainerProcess:
         os.set_blocking(self._lifeline, False)
         token = _pipe_with(os.environ.get("HF_TOKEN", ""))
         try:
-            with run.log.open("ab") as output:
+            with append_plain(run.log) as output:
                 self._process = subprocess.Popen(
                     command if network else [*_WITHOUT_NETWORK, *command],
                     stdin=subprocess.DEVNULL,

@@ -65,6 +65,8 @@ def serve() -> None:
         timeout_graceful_shutdown=_STREAMS_END_SECONDS,
         http=protocol(),
         limit_concurrency=connections_for(),
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies or None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.contract.text import unstorable
+from app.contract.text import LONGEST_KEY, unstorable
 
 DataFormat = Literal["text", "prompt_completion", "messages"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -98,7 +98,7 @@ def format_of(line: dict[str, Any]) -> DataFormat:
             return name
     raise BadLine(
         'expected the keys "messages", or "prompt" and "completion", or "text"; '
-        f"found {', '.join(sorted(map(ascii, line))[:8]) or 'none'}"
+        f"found {', '.join(ascii(key[:LONGEST_KEY]) for key in sorted(line)[:8]) or 'none'}"
     )
 
 
@@ -129,5 +129,5 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
         return name, SHAPES[name].model_validate(value)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "line"
+        where = ".".join(str(part)[:LONGEST_KEY] for part in first["loc"]) or "line"
         raise BadLine(f"{where}: {first['msg']}") from None

@@ -14,6 +14,9 @@ MOST_FIELDS = 500
 
 DEEPEST = 32
 
+LONGEST_KEY = 100
+"""Characters of a key that are repeated in an answer."""
+
 
 def is_storable(text: str) -> bool:
     """Whether a text has neither a NUL character nor a lone surrogate.
@@ -48,7 +51,7 @@ def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None
         for key, each in value.items():
             if isinstance(key, str) and not is_storable(key):
                 return (*path, storable(key)[:50])
-            if (found := unstorable(each, (*path, str(key)))) is not None:
+            if (found := unstorable(each, (*path, str(key)[:LONGEST_KEY]))) is not None:
                 return found
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):

@@ -14,8 +14,8 @@ from app.datasets.schemas import FileAnswer, FileDeleted
 from app.errors import Conflict, NotFound, Unprocessable
 from app.maintenance.retention import delete_file
 from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
-from app.results.csv_export import csv_answer, csv_of
-from app.results.series import series, validation_losses
+from app.results.csv_export import csv_bytes, csv_of_job, csv_response
+from app.storage.database import Database
 from app.storage.tables import File, Job
 from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
 from app.web.pagination import page
@@ -55,11 +55,15 @@ def upload(
 
 @router.get("", summary="List files")
 def list_files(
-    session: Reading, limit: Limit = 20, after: After = None, purpose: str | None = None
+    session: Reading,
+    database: CurrentDatabase,
+    limit: Limit = 20,
+    after: After = None,
+    purpose: str | None = None,
 ) -> Page[FileAnswer]:
     """Uploaded files; with `purpose=fine-tune-results`, the step metrics of jobs that succeeded."""
     if purpose == RESULTS:
-        return _list_results(session, limit, after)
+        return _list_results(session, database, limit, after)
     query = select(File).where(File.inline.is_(False))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
@@ -67,19 +71,24 @@ def list_files(
 
 
 @router.get("/{file_id}", summary="A file")
-def get(session: Reading, file_id: FileId) -> FileAnswer:
+def get(session: Reading, database: CurrentDatabase, file_id: FileId) -> FileAnswer:
     job_id = job_of_result_file(file_id)
-    return (
-        answer(files.get(session, file_id)) if job_id is None else _result(session, _ended(session, job_id))
-    )
+    if job_id is None:
+        return answer(files.get(session, file_id))
+    return _result(database, _ended(session, job_id))
 
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
-def content(session: Reading, settings: CurrentSettings, file_id: FileId) -> Response:
+def content(
+    session: Reading, database: CurrentDatabase, settings: CurrentSettings, file_id: FileId
+) -> Response:
     job_id = job_of_result_file(file_id)
     if job_id is not None:
-        return csv_answer(session, _ended(session, job_id).id)
+        ended = _ended(session, job_id)
+        return csv_response(csv_of_job(database, ended.id), ended.id)
     file = files.get(session, file_id)
+    if not (settings.files_dir / file.id).is_file():
+        raise NotFound(f"The content of file {file_id} is no longer in the data folder.")
     return FileResponse(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
 
 
@@ -104,10 +113,10 @@ def answer(row: File) -> FileAnswer:
     )
 
 
-def _list_results(session: Session, limit: int, after: str | None) -> Page[FileAnswer]:
+def _list_results(session: Session, database: Database, limit: int, after: str | None) -> Page[FileAnswer]:
     query = select(Job).where(Job.status == "succeeded")
     last = after and (job_of_result_file(after) or after)
-    found = page(session, query, Job.id, limit, last, lambda job: _result(session, job))
+    found = page(session, query, Job.id, limit, last, lambda job: _result(database, job))
     first_id, last_id = (found.data[0].id, found.data[-1].id) if found.data else (None, None)
     return found.model_copy(update={"first_id": first_id, "last_id": last_id})
 
@@ -119,11 +128,11 @@ def _ended(session: Session, job_id: str) -> Job:
     return job
 
 
-def _result(session: Session, job: Job) -> FileAnswer:
+def _result(database: Database, job: Job) -> FileAnswer:
     """A job's step metrics as a file."""
     return FileAnswer(
         id=result_file_of(job),
-        bytes=len(csv_of(series(session, job.id, 0, None), validation_losses(session, job.id)).encode()),
+        bytes=csv_bytes(database, job.id),
         created_at=int(job.finished_at or job.created_at),
         filename="step_metrics.csv",
         purpose=RESULTS,

@@ -247,6 +247,7 @@ def remove(session: Session, file_id: str) -> None:
         NotFound, Conflict: no such file, or jobs name it.
     """
     file = get(session, file_id)
+    _hold(session, file_id, exclusively=True)
     evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
     needing = select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
     if (job_id := session.scalar(needing)) is not None:
@@ -254,6 +255,23 @@ def remove(session: Session, file_id: str) -> None:
     if session.scalar(needing, execution_options=OF_EVERYONE) is not None:
         raise Conflict(f"The file {file_id} belongs to a job of another key: it stays until that is deleted.")
     session.delete(file)
+
+
+def hold(session: Session, file_id: str, field: str) -> None:
+    """Keeps a file from being deleted until the transaction ends.
+
+    Raises:
+        NotFound: it was deleted meanwhile.
+    """
+    if not _hold(session, file_id, exclusively=False):
+        raise NotFound(f"The file {file_id} was deleted meanwhile.", field=field)
+
+
+def _hold(session: Session, file_id: str, *, exclusively: bool) -> bool:
+    """Whether the file is there. SQLite has one writer at a time, and PostgreSQL locks the row."""
+    own = select(File.id).where(File.id == file_id)
+    own = own.with_for_update() if exclusively else own.with_for_update(read=True, key_share=True)
+    return session.scalar(own) is not None
 
 
 def _make_durable(file: BinaryIO, folder: Path) -> None:

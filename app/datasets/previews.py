@@ -4,8 +4,10 @@ The service has no tokenizers, and should run none: a chat template is a program
 text, so it stays in the database only until it is read.
 """
 
+import time
+
 from anyio import CancelScope, to_thread
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from app.contract.preview import DatasetPreview, PreviewOrder
@@ -14,7 +16,8 @@ from app.devices import live_workers
 from app.errors import Conflict, NotFound, Unavailable, Unprocessable
 from app.storage.database import Database, database_now
 from app.storage.ids import new_id
-from app.storage.tables import PreviewRequest
+from app.storage.ownership import OF_EVERYONE
+from app.storage.tables import File, PreviewRequest
 from app.storage.waits import Gone, never, until_found
 
 _FORGOTTEN_AFTER = 600.0
@@ -43,18 +46,26 @@ async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gon
     return found
 
 
-def claim(session: Session) -> PreviewRequest | None:
-    """The oldest request that nobody works on."""
+def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest | None:
+    """A request that nobody works on: owners take turns, and each one's oldest comes first.
+
+    Args:
+        served: when each owner was served last, in seconds; brought up to date.
+    """
     oldest = (
-        select(PreviewRequest.id)
+        select(func.min(PreviewRequest.id), File.owner)
+        .join(File, File.id == PreviewRequest.file_id)
         .where(PreviewRequest.claimed_at.is_(None))
-        .order_by(PreviewRequest.id)
-        .limit(1)
-        .scalar_subquery()
+        .group_by(File.owner)
     )
+    waiting = session.execute(oldest, execution_options=OF_EVERYONE).all()
+    if not waiting:
+        return None
+    request_id, owner = min(waiting, key=lambda each: (served.get(each[1], 0.0), each[0]))
+    served[owner] = time.monotonic()
     return session.scalars(
         update(PreviewRequest)
-        .where(PreviewRequest.id == oldest, PreviewRequest.claimed_at.is_(None))
+        .where(PreviewRequest.id == request_id, PreviewRequest.claimed_at.is_(None))
         .values(claimed_at=database_now())
         .returning(PreviewRequest)
     ).one_or_none()

@@ -98,7 +98,7 @@ _NAMES = {
 
 
 def _change(session: Session, config_id: str, asked: ConfigurationRequest) -> ConfigurationAnswer:
-    row = configurations.find(session, config_id)
+    row = configurations.find(session, config_id, lock=True)
     row.given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
     row.num_gpus, row.effective_batch_size = asked.num_gpus, _effective(asked)
     session.flush()
@@ -108,7 +108,7 @@ def _change(session: Session, config_id: str, asked: ConfigurationRequest) -> Co
 @router.delete("/config/{config_id}", status_code=204, summary="Delete a configuration")
 def delete(session: Writing, config_id: ConfigId) -> None:
     """Jobs made with it keep what they were made with."""
-    session.delete(configurations.find(session, config_id))
+    session.delete(configurations.find(session, config_id, lock=True))
 
 
 def answer(row: Configuration) -> ConfigurationAnswer:

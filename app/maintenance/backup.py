@@ -7,8 +7,10 @@ copying what the database means.
 
 import contextlib
 import os
+import re
 import shutil
 import sqlite3
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from app.storage.migrations import migrate
 from app.storage.tables import Job
 
 _DATABASE = "accrue.db"
+_FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,17 @@ def restore(settings: Settings, folder: Path) -> Taken:
     if wrong is not None:
         raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")
     named = _named_files(folder / _DATABASE)
+    if strange := [file_id for file_id in named if not _FILE_ID.fullmatch(file_id)]:
+        raise InvalidRequest(f"the backup names a file as no service does: {strange[0][:80]!r}")
+    if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+        raise InvalidRequest(f"the backup holds a link, which no backup does: {link}")
     missing = [file_id for file_id in named if not (folder / "files" / file_id).exists()]
     if missing:
         raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
     settings.make_directories()
     files = _copy_files(named, folder / "files", settings.files_dir)
     if (folder / "runs").is_dir():
-        shutil.copytree(folder / "runs", settings.runs_dir, dirs_exist_ok=True)
+        shutil.copytree(folder / "runs", settings.runs_dir, symlinks=True, dirs_exist_ok=True)
     _copy_database(folder / _DATABASE, target)
     migrate(settings.url)
     database = Database(settings.url)
@@ -155,10 +162,16 @@ def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
             try:
                 own.hardlink_to(first[sha256])
             except (KeyError, OSError):  # the first of its kind, or a file system without links
-                shutil.copy2(source / file_id, own)
+                shutil.copy2(source / file_id, own, follow_symlinks=False)
                 first[sha256] = own
             copied += 1
     return copied
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file or a folder, and nothing that leads elsewhere or never ends."""
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _size(folder: Path) -> int:
@@ -177,7 +190,11 @@ def _copy_run(source: Path, target: Path) -> None:
         return
 
     def begun(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if name.startswith(".") or name == "lock"]
+        return [
+            name
+            for name in names
+            if name.startswith(".") or name == "lock" or not _is_plain(Path(folder) / name)
+        ]
 
     with contextlib.suppress(shutil.Error):  # a checkpoint that was retired meanwhile
-        shutil.copytree(source, target, ignore=begun)
+        shutil.copytree(source, target, symlinks=True, ignore=begun)

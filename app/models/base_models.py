@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture, ModelReference
 from app.contract.model_files import fingerprint_of_files
 from app.contract.text import oversized, unstorable
-from app.errors import Unprocessable
+from app.errors import TooManyRequests, Unprocessable
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
 from app.settings import Settings
@@ -188,6 +189,10 @@ def _beginning(name: str, path: Path) -> bytes:
         ) from None
 
 
+_looking_up = threading.BoundedSemaphore(8)
+"""Look-ups on the hub at a time: each waits for it in a thread, and there are forty for everything."""
+
+
 def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
     """Asks the hub once and briefly: a person is waiting."""
     if settings.offline:
@@ -200,12 +205,19 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
         url = hf_hub_url(name, "config.json")
     except HFValidationError:
         raise _unknown(name, settings, "and the hub has no such names") from None
+    if not _looking_up.acquire(blocking=False):
+        raise TooManyRequests(
+            "Many models are being looked up on the hub already: try again in a moment.",
+            retry_after_seconds=5,
+        )
     try:
         status, content = asyncio.run(_fetched(url, get_token()))  # with this machine's token, if it has one
     except TimeoutError:
         raise _unknown(name, settings, "and the hub answers too slowly") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         raise _unknown(name, settings, "and the hub cannot be reached from here") from None
+    finally:
+        _looking_up.release()
     if status != httpx.codes.OK:
         raise _unknown(name, settings, f"and the hub answers {status}")
     return _parse(name, content)

@@ -64,7 +64,11 @@ def remove(session: Session, settings: Settings, name: str) -> None:
     """
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is no trained model: only those can be deleted here.")
-    shutil.rmtree(_folder(find(session, settings, name), settings))
+    folder = _folder(find(session, settings, name), settings)
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:  # somebody else deletes it at this moment
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder(job: Job, settings: Settings) -> Path:

@@ -2,45 +2,64 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi.responses import Response
-from sqlalchemy.orm import Session
+from fastapi.responses import StreamingResponse
 
 from app.contract.reports import LogLine
-from app.results.series import series, validation_losses
+from app.results.series import pages_of, validation_losses
+from app.storage.database import Database
 
 VALIDATION = "valid_loss"
 
 
-COLUMNS = tuple(name for name in LogLine.model_fields if name not in ("micro_losses", "gradient_norms"))
+_COLUMNS = tuple(name for name in LogLine.model_fields if name not in ("micro_losses", "gradient_norms"))
+_HEADER = (*_COLUMNS, VALIDATION)
 
 
-def csv_answer(session: Session, training_id: str) -> Response:
-    """All of a job's steps, one a row."""
-    lines = series(session, training_id, 0, None)
-    return csv_response(lines, training_id, validation_losses(session, training_id))
+def csv_lines(
+    pages: Iterable[Sequence[dict[str, Any]]], evaluated: Mapping[int, float | None]
+) -> Iterator[str]:
+    """Log lines as CSV, with a header, a page at a time.
+
+    Args:
+        evaluated: the validation loss by step; it stays empty at the other steps.
+    """
+    yield _rows([dict(zip(_HEADER, _HEADER, strict=True))])
+    for page in pages:
+        yield _rows({**row, VALIDATION: evaluated.get(row["step"])} for row in page)
 
 
-def csv_response(
-    rows: Sequence[dict[str, Any]], training_id: str, evaluated: Mapping[int, float | None]
-) -> Response:
-    return Response(
-        csv_of(rows, evaluated),
+def _rows(rows: Iterable[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    csv.DictWriter(out, _HEADER, lineterminator="\n", extrasaction="ignore").writerows(rows)
+    return out.getvalue()
+
+
+def csv_response(lines: Iterator[str], training_id: str) -> StreamingResponse:
+    return StreamingResponse(
+        lines,
         media_type="text/csv",
         headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},
     )
 
 
-def csv_of(rows: Sequence[dict[str, Any]], evaluated: Mapping[int, float | None]) -> str:
-    """Log lines as CSV, with a header.
+def csv_of_job(database: Database, training_id: str) -> Iterator[str]:
+    """All of a job's steps."""
+    with database.reading() as session:
+        evaluated = validation_losses(session, training_id)
+    return csv_lines(pages_of(database, training_id), evaluated)
 
-    Args:
-        evaluated: the validation loss by step; it stays empty at the other steps.
-    """
-    out = io.StringIO()
-    writer = csv.DictWriter(out, (*COLUMNS, VALIDATION), lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows({**row, VALIDATION: evaluated.get(row["step"])} for row in rows)
-    return out.getvalue()
+
+_SIZES: dict[str, int] = {}
+_MOST_SIZES = 10_000
+
+
+def csv_bytes(database: Database, training_id: str) -> int:
+    """Bytes of `csv_of_job`, of a job that has ended: it is written once to be counted."""
+    if training_id not in _SIZES:
+        if len(_SIZES) >= _MOST_SIZES:
+            _SIZES.clear()
+        _SIZES[training_id] = sum(len(part.encode()) for part in csv_of_job(database, training_id))
+    return _SIZES[training_id]

@@ -1,22 +1,22 @@
 """What a job's trainer measured: its series, its log, its model."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+import os
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
-from sqlalchemy.orm import Session
 
 from app.contract.reports import LogLine
 from app.contract.states import ENDED
 from app.errors import Conflict, NotFound
 from app.jobs import lifecycle, reads
 from app.results import run_files
-from app.results.csv_export import csv_response
-from app.results.run_files import model_dir, tar_of, tar_size
+from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile
-from app.results.series import each_step, last_step, series, validation_losses
+from app.results.series import last_step, pages_of, series, validation_losses
+from app.storage.database import Database
 from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading
 
 router = APIRouter(prefix="/training", tags=["training"])
@@ -35,14 +35,19 @@ def metrics(
     """A point per step, or fewer, evenly spread with the first and the last; and every evaluation."""
     with database.glancing() as connection:
         reads.row(connection, training_id, database.owner)
-        lines = series(connection, training_id, from_step, points)
+        lines = None if points is None else series(connection, training_id, from_step, points)
         steps = last_step(connection, training_id)
         evaluated = validation_losses(connection, training_id)
+    pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
-        return csv_response(lines, training_id, evaluated)
+        return csv_response(csv_lines(pages, evaluated), training_id)
     evaluations = [{"step": step, "loss": loss} for step, loss in evaluated.items() if step >= from_step]
-    answer = {"training_id": training_id, "steps": steps, "data": lines, "evaluations": evaluations}
-    return Response(to_json(answer, inf_nan_mode="null"), media_type="application/json")
+    answer = {"training_id": training_id, "steps": steps, "evaluations": evaluations}
+    if lines is not None:
+        return Response(
+            to_json({**answer, "data": lines}, inf_nan_mode="null"), media_type="application/json"
+        )
+    return StreamingResponse(_as_json(answer, pages), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
@@ -76,30 +81,33 @@ def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> 
         raise NotFound(
             f"Job {training_id} has no profile: submit with profile: true, and wait for its third step."
         )
-    files = [
-        name
-        for name in run_files.PROFILE_FILES
-        if run_files.profile_file(settings, training_id, name) is not None
-    ]
+    files = run_files.profile_files(settings, training_id)
     return Profile(training_id=training_id, operators=list(found.data), files=files)
 
 
 @router.get(
     "/{training_id}/profile/{name}",
     summary="A profile's trace, or its snapshot of a GPU's memory",
-    response_class=FileResponse,
+    response_class=StreamingResponse,
 )
 def profile_file(
     session: Reading,
     settings: CurrentSettings,
     training_id: JobId,
     name: Literal["trace.json", "memory.pickle"],
-) -> FileResponse:
+) -> StreamingResponse:
     lifecycle.get(session, training_id)
-    path = run_files.profile_file(settings, training_id, name)
-    if path is None:
+    file = run_files.profile_file(settings, training_id, name)
+    if file is None:
         raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists what there is.")
-    return FileResponse(path, filename=f"{training_id}-{name}")
+    return StreamingResponse(
+        run_files.blocks_of(file),
+        media_type="application/json" if name.endswith(".json") else "application/octet-stream",
+        headers={
+            "Content-Length": str(os.fstat(file.fileno()).st_size),
+            "Content-Disposition": f'attachment; filename="{training_id}-{name}"',
+        },
+    )
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
@@ -111,24 +119,31 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
         raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
     if not job.result["files"]:
         raise Conflict(f"Job {training_id} only measured (tune: only): no model came of it.")
-    folder = model_dir(settings, training_id)
-    if not folder.is_dir():
+    files = run_files.model_files(settings, training_id)
+    if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
     return StreamingResponse(
-        tar_of(folder, training_id),
+        run_files.tar_of(files, training_id),
         media_type="application/x-tar",
         headers={
-            "Content-Length": str(tar_size(folder)),
+            "Content-Length": str(run_files.tar_size(files)),
             "Content-Disposition": f'attachment; filename="{training_id}.tar"',
         },
     )
 
 
-def _log_lines(database: CurrentDatabase, training_id: str, from_step: int) -> Iterator[str]:
-    with database.reading() as session:
-        yield from _lines(session, training_id, from_step)
+def _log_lines(database: Database, training_id: str, from_step: int) -> Iterator[str]:
+    for page in pages_of(database, training_id, from_step):
+        yield "".join(LogLine.model_validate(row).model_dump_json() + "\n" for row in page)
 
 
-def _lines(session: Session, training_id: str, from_step: int) -> Iterator[str]:
-    for row in each_step(session, training_id, from_step):
-        yield LogLine.model_validate(row).model_dump_json() + "\n"
+def _as_json(whole: dict[str, Any], pages: Iterable[list[dict[str, Any]]]) -> Iterator[bytes]:
+    """An object with `data`, which is written while it is read."""
+    start = to_json(whole, inf_nan_mode="null")
+    yield start[:-1] + b',"data":['
+    first = True
+    for page in pages:
+        if page:
+            yield (b"" if first else b",") + to_json(page, inf_nan_mode="null")[1:-1]
+            first = False
+    yield b"]}"

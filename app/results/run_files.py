@@ -1,12 +1,23 @@
 """The parts of a run directory that the service hands out, and their removal with the job."""
 
+import os
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from app.contract.plain_files import open_plain, plain_files, read_plain
 from app.contract.reports import Completions, Operators
 from app.settings import Settings
+
+log = structlog.get_logger("accrue.service")
+
+Content = TypeVar("Content", bound=BaseModel)
 
 _BLOCK = 2**20
 
@@ -27,8 +38,8 @@ def remove_run(settings: Settings, job_id: str) -> None:
 
 def completions(settings: Settings, job_id: str) -> Completions:
     """What the job's model makes of held-back prompts; none as long as it was not asked."""
-    path = settings.runs_dir / job_id / "completions.json"
-    return Completions.model_validate_json(path.read_bytes()) if path.exists() else Completions(data=())
+    found = _read(settings, Completions, job_id, "completions.json")
+    return Completions(data=()) if found is None else found
 
 
 PROFILE_FILES = ("trace.json", "memory.pickle")
@@ -37,37 +48,78 @@ PROFILE_FILES = ("trace.json", "memory.pickle")
 
 def operators(settings: Settings, job_id: str) -> Operators | None:
     """The operators of the window that was profiled; null: none was, so far."""
-    path = settings.runs_dir / job_id / "profile" / "operators.json"
-    return Operators.model_validate_json(path.read_bytes()) if path.exists() else None
+    return _read(settings, Operators, job_id, "profile", "operators.json")
 
 
-def profile_file(settings: Settings, job_id: str, name: str) -> Path | None:
-    """A file of a profile, if it is one that can be downloaded and is there."""
-    path = settings.runs_dir / job_id / "profile" / name
-    return path if name in PROFILE_FILES and path.is_file() else None
+def profile_files(settings: Settings, job_id: str) -> list[str]:
+    """The names of those that are there."""
+    with suppress(OSError):
+        there = plain_files(settings.runs_dir, job_id, "profile")
+        return [name for name in PROFILE_FILES if name in there]
+    return []
 
 
-def tar_size(folder: Path) -> int:
-    """Bytes of `tar_of(folder)`."""
-    return sum(512 + _padded(file.stat().st_size) for file in _files(folder)) + 2 * 512
+def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:
+    """A file of a profile, opened, if it is one that can be downloaded and is there."""
+    if name not in profile_files(settings, job_id):
+        return None
+    with suppress(OSError):
+        return open_plain(settings.runs_dir, job_id, "profile", name)
+    return None
 
 
-def tar_of(folder: Path, name: str) -> Iterator[bytes]:
-    """The files of a folder as a tar, a block at a time, under `name/`."""
-    for file in _files(folder):
-        stat = file.stat()
-        entry = tarfile.TarInfo(f"{name}/{file.name}")
-        entry.size, entry.mtime, entry.mode = stat.st_size, int(stat.st_mtime), 0o644
-        yield entry.tobuf(tarfile.GNU_FORMAT)
-        with file.open("rb") as content:
-            while block := content.read(_BLOCK):
-                yield block
-        yield b"\0" * (_padded(stat.st_size) - stat.st_size)
-    yield b"\0" * (2 * 512)
+def blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    """What an open file holds, a block at a time; closes it."""
+    with file:
+        while block := file.read(_BLOCK):
+            yield block
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
+def model_files(settings: Settings, job_id: str) -> dict[str, BinaryIO] | None:
+    """The files of a job's model by name, opened, so that they can be read to their end whatever happens to
+    the folder; null: there are none."""
+    with ExitStack() as opened:
+        try:
+            names = plain_files(settings.runs_dir, job_id, "model")
+            files = {
+                name: opened.enter_context(open_plain(settings.runs_dir, job_id, "model", name))
+                for name in names
+            }
+        except OSError:  # deleted at this moment, or not plain
+            return None
+        opened.pop_all()
+        return files
+    return None
+
+
+def tar_size(files: Mapping[str, BinaryIO]) -> int:
+    """Bytes of `tar_of(files)`."""
+    return sum(512 + _padded(os.fstat(file.fileno()).st_size) for file in files.values()) + 2 * 512
+
+
+def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
+    """Open files as a tar, a block at a time, under `folder/`; closes them."""
+    with ExitStack() as opened:
+        for file in files.values():
+            opened.enter_context(file)
+        for name, file in files.items():
+            stat = os.fstat(file.fileno())
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size, entry.mtime, entry.mode = stat.st_size, int(stat.st_mtime), 0o644
+            yield entry.tobuf(tarfile.GNU_FORMAT)
+            yield from blocks_of(file)
+            yield b"\0" * (_padded(stat.st_size) - stat.st_size)
+        yield b"\0" * (2 * 512)
+
+
+def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
+    """What a file of a run holds; null: it is not there, or is not what it should be."""
+    try:
+        content = read_plain(settings.runs_dir, job_id, *parts)
+        return None if content is None else kind.model_validate_json(content)
+    except (OSError, ValidationError) as error:
+        log.warning("a file of a run cannot be read", job=job_id, file=parts[-1], error=type(error).__name__)
+        return None
 
 
 def _padded(size: int) -> int:

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from app.contract.reports import LogLine
 from app.storage.compiled import Prepared
+from app.storage.database import Database
 from app.storage.tables import JobEvent, StepMetric
 
 _NAMES = list(LogLine.model_fields)
@@ -44,12 +45,28 @@ def validation_losses(where: Session | Connection, job_id: str) -> dict[int, flo
 
 def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> Iterator[dict[str, Any]]:
     """Every log line of a job from a step on, a page of rows in memory at a time."""
-    while True:
-        lines = _lines(_FOLLOWING.run(where, {"id": job_id, "step": from_step}))
+    step: int | None = from_step
+    while step is not None:
+        lines, step = page_of_steps(where, job_id, step)
         yield from lines
-        if len(lines) < PAGE:
-            return
-        from_step = lines[-1]["step"] + 1
+
+
+def page_of_steps(
+    where: Session | Connection, job_id: str, from_step: int
+) -> tuple[list[dict[str, Any]], int | None]:
+    """The next log lines from a step on, and the step that the next page starts at; null: there is none."""
+    lines = _lines(_FOLLOWING.run(where, {"id": job_id, "step": from_step}))
+    return lines, None if len(lines) < PAGE else lines[-1]["step"] + 1
+
+
+def pages_of(database: Database, job_id: str, from_step: int = 0) -> Iterator[list[dict[str, Any]]]:
+    """A job's log lines from a step on, a page at a time, without a connection in between: whoever reads may
+    take as long as they like."""
+    step: int | None = from_step
+    while step is not None:
+        with database.reading() as session:
+            lines, step = page_of_steps(session, job_id, step)
+        yield lines
 
 
 def _between(where: Session | Connection, job_id: str, from_step: int) -> tuple[int | None, int | None]:

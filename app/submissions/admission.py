@@ -135,6 +135,9 @@ def store(
                 data = submission.spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
                 submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
             check_quota(session, settings)
+            validation = submission.spec.data.validation
+            if validation is not None and validation.file_id is not None:  # no foreign key holds this one
+                files.hold(session, validation.file_id, "dataset_config.validation_file_id")
             job = lifecycle.submit(session, submission)
             made = answer(session, job)
             fail_point("service.committing")

@@ -21,7 +21,7 @@ from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
-from app.web.content_type import is_multipart
+from app.web.content_type import is_multipart, names_a_charset
 from app.web.latency import LatencyGauge
 from app.web.problem_details import known, problem_response, unexpected
 
@@ -32,8 +32,14 @@ _ALSO_UNDER = "/api/v1"
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
+_BODY_WITHOUT_DATA = 2**18
+"""Bytes of a body where no route takes samples in it: a configuration has a few thousand."""
+_MOST_VALUES = 500_000
+"""In a body with samples in it, as far as commas and brackets tell: each takes time to look at."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
+_WITH_DATA = f"{NATIVE}/training/"
+"""What the routes whose body may hold samples begin with."""
 _PAGES = ("/", "/docs")
 _FOR_ANYBODY = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
@@ -122,7 +128,7 @@ class EveryRequest:
             await response(scope, receive, send)
             return
         is_upload = self._is_upload(scope)
-        await self.app(scope, _limited(receive, self._limit(is_upload), whole=not is_upload), send)
+        await self.app(scope, _limited(receive, self._limit(scope), whole=not is_upload), send)
 
     async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer to a request that does not come in; null: it does."""
@@ -137,7 +143,7 @@ class EveryRequest:
             why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
             if why is not None:
                 return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
-        limit, length = self._limit(self._is_upload(scope)), headers.get("content-length", "0")
+        limit, length = self._limit(scope), headers.get("content-length", "0")
         if length.isdigit() and (len(length) > _LONGEST_LENGTH or int(length) > limit):
             return problem_response(
                 request, TooLarge.status, TooLarge.code, TooLarge.title, _too_large(limit), param="body",
@@ -154,6 +160,11 @@ class EveryRequest:
             response = known(request, error)
             response.headers["Connection"] = "close"
             return response
+        if is_upload and names_a_charset(headers):
+            return problem_response(
+                request, 415, "unsupported_media_type", "Unsupported media type",
+                "Send the form in UTF-8: leave charset out.", headers={"Connection": "close"},
+            )  # fmt: skip
         if is_upload and not is_multipart(headers):
             return problem_response(
                 request, 415, "unsupported_media_type", "Unsupported media type",
@@ -170,9 +181,14 @@ class EveryRequest:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
 
-    def _limit(self, is_upload: bool) -> int:
-        """Bytes of the body: a file's for the route that takes files, a document's for every other."""
-        return self.settings.max_file_bytes + _FORM_OVERHEAD if is_upload else self.settings.max_body_bytes
+    def _limit(self, scope: Scope) -> int:
+        """Bytes of the body: a file's for the route that takes files, a document's for those that take
+        samples, and little for every other."""
+        if self._is_upload(scope):
+            return self.settings.max_file_bytes + _FORM_OVERHEAD
+        most = self.settings.max_body_bytes
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return most if path.startswith(_WITH_DATA) else min(most, _BODY_WITHOUT_DATA)
 
 
 def _by_its_first_name(scope: Scope) -> None:
@@ -204,17 +220,23 @@ def _too_large(limit: int) -> str:
     )
 
 
+_TOO_MANY_VALUES = (
+    "The body holds more values than are looked at here: upload the data with POST /v1/files and name it by "
+    "its file_id."
+)
+
+
 def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
     """Counts what arrives, for bodies that do not say how long they are; and how long that takes.
 
     Args:
         whole: the whole body must be there in time; else each part of it.
     """
-    taken, arrived = 0, False
+    taken, values, arrived = 0, 0, False
     until = time.monotonic() + _BODY_SECONDS
 
     async def receive_limited() -> Message:
-        nonlocal taken, arrived, until
+        nonlocal taken, values, arrived, until
         if arrived:
             message = await receive()
         else:
@@ -225,9 +247,13 @@ def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
                 raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "The body arrives too slowly.") from None
         arrived = not message.get("more_body", False)
         until = until if whole else time.monotonic() + _BODY_SECONDS
-        taken += len(message.get("body", b""))
+        body = message.get("body", b"")
+        taken += len(body)
         if taken > limit:
             raise HTTPException(TooLarge.status, _too_large(limit))
+        values += sum(map(body.count, (b",", b"[", b"{"))) if whole else 0
+        if values > _MOST_VALUES:
+            raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)
         return message
 
     return receive_limited

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
 from app.errors import (
@@ -22,6 +23,7 @@ from app.errors import (
     Unavailable,
 )
 from app.storage.disk import is_full
+from app.web.content_type import is_multipart
 from app.web.validation_errors import FieldProblem, complaints
 
 OPENAI = "OpenAI"
@@ -82,6 +84,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OperationalError, _database_away)
+    app.add_exception_handler(PoolTimeout, _database_away)
     app.add_exception_handler(IntegrityError, _in_use)
     app.add_exception_handler(OSError, _os_error)
 
@@ -143,7 +146,10 @@ def _http(request: Request, error: Exception) -> JSONResponse:
     }.get(error.status_code, str(error.detail))
     if detail == "There was an error parsing the body":
         detail = (
-            "The body is not valid JSON: it must be UTF-8, not too deep, with numbers of sensible length."
+            "The body is not a valid form: send the file as multipart/form-data, in the field file."
+            if is_multipart(request.headers)
+            else "The body is not valid JSON: it must be UTF-8, not too deep, with numbers of sensible "
+            "length."
         )
     code = TooLarge.code if status == TooLarge.status else status.phrase.lower().replace(" ", "_")
     return problem_response(request, status, code, status.phrase, detail, headers=error.headers)

@@ -9,8 +9,9 @@ from pydantic import AliasChoices, BaseModel
 
 from app.contract.base import UNSTORABLE
 
-_MEMBER = re.compile(r"^(int|str|bool|float|[A-Z]\w*|.*[\[-].*)$")
-"""A part of an error's path that is a member of a union, and nothing that the client wrote."""
+_KIND = re.compile(r"int|str|bool|float|[A-Z]\w*")
+_LONGEST_NAME = 100
+"""Characters of a field's name that are looked at and repeated: no schema has half as many."""
 
 _PLAINLY = {"model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json"}
 """What to say instead of pydantic's own words, by its type of error."""
@@ -98,15 +99,25 @@ def complaints(errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | Non
 def _until_a_union(error: Mapping[str, Any]) -> list[str]:
     path = []
     for part in _path(error):
-        if _MEMBER.match(part):
+        if _is_member(part):
             break
         path.append(part)
     return path
 
 
+def _is_member(part: str) -> bool:
+    """Whether a part of an error's path is a member of a union, and nothing that the client wrote."""
+    return "[" in part or "-" in part or _KIND.fullmatch(part) is not None
+
+
 def _path(error: Mapping[str, Any]) -> list[str]:
     own = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
-    return [*own, *error["ctx"]["field"].split(".")] if error["type"] == UNSTORABLE else own
+    told = error["ctx"]["field"].split(".") if error["type"] == UNSTORABLE else []
+    return [_shortened(part) for part in (*own, *told)]
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def _of_a_union(
@@ -130,7 +141,7 @@ def _of_a_union(
 def _of_one(error: Mapping[str, Any], asked: type[BaseModel] | None) -> FieldProblem:
     if error["type"] == "json_invalid":
         return FieldProblem(field="body", message=f"is not valid JSON ({error['ctx']['error']})")
-    path = [part for part in _path(error) if not _MEMBER.match(part)]
+    path = [part for part in _path(error) if not _is_member(part)]
     field = ".".join(path) or "body"
     if error["type"] == "extra_forbidden":
         return FieldProblem(field=field, message=_unknown(field, asked))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import structlog
-from sqlalchemy import select, update
+from sqlalchemy import func, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.errors import ReplacedDatabase
@@ -116,11 +116,21 @@ class Deliverer:
 
     def _taken(self) -> _Taken | None:
         """The first that is due and whose owner and host have not enough of them under way."""
-        due = (
-            select(Delivery.id, Delivery.url, Job.owner)
+        busy = [name for (kind, name), n in self._under_way.items() if kind == "owner" and n >= _OF_ONE_OWNER]
+        turn = func.row_number().over(
+            partition_by=(Job.owner, Delivery.url), order_by=(Delivery.not_before, Delivery.id)
+        )
+        each = (
+            select(Delivery.id, Delivery.url, Delivery.not_before, Job.owner, turn.label("turn"))
             .join(Job, Job.id == Delivery.job_id)
             .where(Delivery.not_before <= database_now())
-            .order_by(Delivery.not_before)
+            .where(or_(Job.owner.is_(None), Job.owner.not_in([name for name in busy if name is not None])))
+            .subquery()
+        )
+        due = (
+            select(each.c.id, each.c.url, each.c.owner)
+            .where(each.c.turn <= _TO_ONE_HOST)  # the rest waits for these anyway
+            .order_by(each.c.not_before)
             .limit(_LOOKED_AT)
         )
         with self._database.reading() as session:  # most looks find nothing, and need no write lock

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.acceptance.conftest import TRAINING, Accrue, running
 from tests.harness.runs import until
+from tests.harness.service import TRAINING, Accrue, running
 
 ROOT = "/gradient-accumulation"
 

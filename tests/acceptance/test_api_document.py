@@ -12,8 +12,8 @@ import pytest
 
 from app.main import create_app
 from app.settings import Settings
-from tests.acceptance.conftest import Accrue, running
 from tests.harness.runs import write_texts
+from tests.harness.service import Accrue, running
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()

@@ -1,15 +1,14 @@
 """Every command: its help, and a run of it against real processes."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from app.cli import app
-from tests.acceptance.conftest import TRAINING, Accrue
+from tests.harness.commands import commands
 from tests.harness.runs import until
+from tests.harness.service import TRAINING, Accrue
 
 ELSEWHERE = {
     "up": "tests/acceptance/test_faults.py",
@@ -19,14 +18,6 @@ ELSEWHERE = {
     "preview": "tests/acceptance/test_profiles.py",
 }
 """Commands that are run by other tests."""
-
-
-def commands() -> Iterator[tuple[str, ...]]:
-    """The words of each command, and of each of its own commands."""
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-        own = getattr(command, "commands", {})
-        yield (name,)
-        yield from ((name, each) for each in own)
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)

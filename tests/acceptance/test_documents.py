@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.conftest import Accrue, running
-from tests.acceptance.test_commands import commands
+from tests.harness.commands import commands
 from tests.harness.runs import until, write_texts
+from tests.harness.service import Accrue, running
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx2 as httpx
 
-from tests.acceptance.conftest import TRAINING, Accrue
-from tests.acceptance.test_faults import submit
+from tests.harness.faults import submit
+from tests.harness.service import TRAINING, Accrue
 
 STREAM = {"Accept": "text/event-stream"}
 

@@ -20,11 +20,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.acceptance.conftest import TRAINING, Accrue, running
-from tests.acceptance.test_faults import STEPS, digest, end_of, is_alive, kill_trainer_at, submit
+from tests.harness.faults import STEPS, digest, end_of, is_alive, kill_trainer_at, submit
 from tests.harness.postgresql import Server
 from tests.harness.proxy import MicroBatchRule, Proxy
 from tests.harness.runs import until
+from tests.harness.service import TRAINING, Accrue, running
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 

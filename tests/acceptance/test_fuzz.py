@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from app.main import create_app
 from app.settings import Settings
-from tests.acceptance.conftest import Accrue, running
+from tests.harness.service import Accrue, running
 
 CASES = int(os.environ.get("ACCRUE_FUZZ_CASES", "0"))
 """For each operation, of each kind, drawn at random: `make test-fuzz`. Otherwise a few, always the same."""

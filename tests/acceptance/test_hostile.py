@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.acceptance.conftest import TRAINING, Accrue, running
+from tests.harness.service import TRAINING, Accrue, running
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 CONFIG = "/gradient-accumulation/config"

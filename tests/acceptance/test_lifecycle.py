@@ -12,8 +12,8 @@ import pytest
 
 from app.settings import Settings
 from app.storage.database import Changes, Database
-from tests.acceptance.conftest import Accrue
 from tests.harness.runs import until
+from tests.harness.service import Accrue
 
 
 def processes_of(data: Path) -> dict[int, str]:

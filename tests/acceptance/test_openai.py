@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.acceptance.conftest import Accrue
 from tests.harness.runs import until, write_texts
+from tests.harness.service import Accrue
 
 MODEL = "accrue/tiny-gpt2"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from tests.acceptance.conftest import TRAINING, Accrue
+from tests.harness.service import TRAINING, Accrue
 
 CANARY = f"canary{secrets.token_hex(8)}"
 ROOT = "/gradient-accumulation"

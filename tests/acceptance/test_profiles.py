@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.conftest import TRAINING, Accrue
 from tests.harness.runs import until
+from tests.harness.service import TRAINING, Accrue
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 PROFILES = "/gradient-accumulation/profiles"

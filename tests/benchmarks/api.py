@@ -27,8 +27,8 @@ import uvloop
 from app.jobs import events
 from app.storage.database import Database
 from app.storage.tables import Job
-from tests.acceptance.conftest import TRAINING, Accrue, running
 from tests.benchmarks.load import Load, ask, get, post
+from tests.harness.service import TRAINING, Accrue, running
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = "/gradient-accumulation"

@@ -18,9 +18,9 @@ from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.acceptance.conftest import running
 from tests.benchmarks.api import Bench, machine
-from tests.browser.conftest import chromium
+from tests.harness.browser import chromium
+from tests.harness.service import running
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 5

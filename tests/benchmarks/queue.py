@@ -26,10 +26,10 @@ from app.jobs import lifecycle
 from app.storage.database import Database
 from app.storage.migrations import migrate
 from app.storage.tables import Job
+from tests.harness.log_lines import line
 from tests.harness.postgresql import Server
 from tests.harness.runs import lay_order
 from tests.harness.submissions import submitted
-from tests.workers.test_ingest import line
 from workers.ingest import Position, ingest
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx2 as httpx
 
-from tests.acceptance.conftest import ENDED, TRAINING, Accrue, running
 from tests.harness.runs import until
+from tests.harness.service import ENDED, TRAINING, Accrue, running
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 6

@@ -10,9 +10,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.acceptance.conftest import Accrue, running
-from tests.browser.conftest import DESKTOP, PHONE, Noticed
+from tests.harness.browser import DESKTOP, PHONE, Noticed
 from tests.harness.runs import until
+from tests.harness.service import Accrue, running
 
 SCREENSHOTS = os.environ.get("ACCRUE_SCREENSHOTS")
 """A folder for pictures of every page: `make test-browser` sets it."""

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from app.contract.memory_profile import Recipe
 from app.contract.spec import LoraSpec
 from app.planning.estimate import ByProfile
-from tests.gpu.test_trainer_on_gpu import keep
+from tests.harness.gpu_results import keep
 from workers.profiling.profile import make_profile
 from workers.training import model as models
 from workers.training.batches import MicroBatch

@@ -3,9 +3,6 @@
 Figures that a run should keep go to $OUT/gpu.json where OUT is set.
 """
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.contract.plan import FixedSize, TokenBudget
+from tests.harness.gpu_results import keep
 from tests.harness.small_models import CONFIGS, make_model, make_window64
 from workers.training import guards
 from workers.training.batches import cut_window
@@ -22,17 +20,6 @@ from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, Window
 
 CUDA = torch.device("cuda")
-
-
-def keep(name: str, figures: dict[str, Any]) -> None:
-    """Adds figures to $OUT/gpu.json, with the device and versions."""
-    print(name, figures)
-    if "OUT" not in os.environ:
-        return
-    path = Path(os.environ["OUT"]) / "gpu.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known["device"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    path.write_text(json.dumps({**known, name: figures}, indent=1))
 
 
 def gradient(model: Any, groups: list[list[int]], dtype: torch.dtype | None, **options: Any) -> torch.Tensor:

@@ -10,13 +10,17 @@ from app.storage.tables import File
 from tests.harness.specs import cpu_plan, make_spec
 
 
-def submitted(database: Database, spec: Spec | None = None, **changes: Any) -> str:
-    """A queued job on the inline file `file-1`; gives its id."""
-    spec = spec or make_spec()
+def submission(spec: Spec, **changes: Any) -> Submission:
+    """A spec as it is submitted."""
     fields: dict[str, Any] = {
         "spec": spec, "plan": cpu_plan(spec, predicted=True), "config": {}, "training_config": {},
         "config_id": None, "user_id": None, "metadata": {}, "priority": 0, "paused": False,
     }  # fmt: skip
+    return Submission(**{**fields, **changes})
+
+
+def submitted(database: Database, spec: Spec | None = None, **changes: Any) -> str:
+    """A queued job on the inline file `file-1`; gives its id."""
     with database.writing() as session:
         if session.get(File, "file-1") is None:
             session.add(
@@ -26,4 +30,4 @@ def submitted(database: Database, spec: Spec | None = None, **changes: Any) -> s
                 )
             )  # fmt: skip
             session.flush()
-        return lifecycle.submit(session, Submission(**{**fields, **changes})).id
+        return lifecycle.submit(session, submission(spec or make_spec(), **changes)).id

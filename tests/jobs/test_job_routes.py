@@ -6,22 +6,7 @@ from fastapi.testclient import TestClient
 
 from app.main import create_app
 from app.settings import Settings
-
-PATH = "/gradient-accumulation/training"
-JOB: dict[str, Any] = {
-    "model_name": "accrue/tiny-gpt2",
-    "dataset_config": {"texts": ["sample text 1", "sample text 2"], "max_length": 512},
-    "training_config": {"epochs": 3, "learning_rate": 5e-5},
-    "user_id": 123,
-    "target_effective_batch_size": 64,
-    "accumulation_steps": 8,
-}
-
-
-def submit(client: TestClient, **changes: Any) -> Any:
-    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
-    assert answer.status_code == 202, answer.text
-    return answer.json()
+from tests.harness.requests import JOB, PATH, submit
 
 
 def test_a_job_answers_in_the_documented_shape(client: TestClient) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
@@ -15,30 +14,16 @@ from app.jobs import lifecycle
 from app.jobs.lifecycle import AGEING_SECONDS, MAX_FAILURES, Fence, LostJob
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
 from app.storage.tables import Attempt, File, Job, JobEvent
+from tests.harness.claims import claimed, expire, on
 from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.submissions import submitted
 
 CRASH = Failure(code="trainer_killed", message="the trainer was ended by SIGKILL", permanent=False)
 
 
-def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
-    with database.writing() as session:
-        return lifecycle.claim(session, worker, lease)
-
-
 def state(database: Database, job_id: str) -> Job:
     with database.reading() as session:
         return lifecycle.get(session, job_id)
-
-
-def on(database: Database, action: Any, *arguments: Any) -> Any:
-    with database.writing() as session:
-        return action(session, *arguments)
-
-
-def expire(database: Database, job_id: str) -> None:
-    with database.writing() as session:
-        session.execute(update(Job).where(Job.id == job_id).values(lease_until=database_now() - 1))
 
 
 def test_a_job_is_claimed_once_with_a_new_attempt(database: Database) -> None:

@@ -14,8 +14,8 @@ from app.planning.devices import GIB, Device
 from app.planning.recipes import recipe_of
 from app.storage.database import Database
 from app.storage.tables import Job, Measurement, StepMetric
+from tests.harness.log_lines import line
 from tests.harness.submissions import submitted
-from tests.workers.test_ingest import line
 
 EACH_A_TENTH_MORE = fmean(0.1 / (2 + n / 10) for n in range(5))
 CPU = Device("cpu", "CPU", 8 * GIB, "cpu")

@@ -8,8 +8,7 @@ from app.jobs.events import tell
 from app.jobs.lifecycle import Fence
 from app.storage.database import Database
 from app.storage.tables import Job
-from tests.jobs.test_job_routes import JOB, PATH
-from tests.security.test_keys import key_for
+from tests.harness.requests import JOB, PATH, key_for
 
 
 def scraped(client: TestClient, **header: str) -> dict[str, dict[tuple[str, ...], float]]:

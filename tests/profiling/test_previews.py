@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from sqlalchemy import select
@@ -95,7 +96,7 @@ def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
 def test_a_template_without_an_end_is_ended(
     database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def endless(order: PreviewOrder, settings: Settings) -> DatasetPreview:
+    def endless(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
         while True:
             pass
 

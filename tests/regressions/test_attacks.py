@@ -30,11 +30,9 @@ from app.storage.ids import new_id
 from app.storage.tables import AuditEntry, File, Job, JobEvent, Key
 from app.storage.waits import MOST_OF_A_KEY, Waits
 from app.web.event_stream import EventStream
+from tests.harness.requests import JOB, PATH, key_for, service, submit
 from tests.harness.runs import until
 from tests.harness.submissions import submitted
-from tests.jobs.test_job_routes import JOB, PATH, submit
-from tests.security.test_keys import key_for
-from tests.web.test_limits import service
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 SUBMIT = f"{PATH}/with-accumulation"

@@ -19,7 +19,7 @@ from app.planning.inputs import Kept
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job, Worker
-from tests.jobs.test_job_routes import JOB, PATH, submit
+from tests.harness.requests import JOB, PATH, submit
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 
@@ -136,7 +136,7 @@ def test_inline_samples_that_are_none(client: TestClient, given: dict[str, Any],
 
 def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestClient) -> None:
     from app.jobs.events import tell_of
-    from tests.workers.test_ingest import line
+    from tests.harness.log_lines import line
     from workers.ingest import _store_metrics
 
     job = submit(client)["id"]

@@ -22,11 +22,9 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.submissions import admission
 from tests.harness.dripping import dripping
+from tests.harness.requests import JOB, PATH, key_for, service, submit
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
-from tests.jobs.test_job_routes import JOB, PATH, submit
-from tests.security.test_keys import key_for
-from tests.web.test_limits import service
 
 ROOT = "/gradient-accumulation"
 TOO_LONG = Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True)

@@ -9,8 +9,8 @@ from app.results.charts import comparison
 from app.results.comparison import compare
 from app.storage.database import Database
 from app.storage.tables import StepMetric
+from tests.harness.log_lines import line
 from tests.harness.submissions import submitted
-from tests.workers.test_ingest import line
 
 
 def with_losses(database: Database, losses: list[float], samples: int) -> str:

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -15,21 +14,13 @@ from app.security import keys
 from app.security.authentication import by_key
 from app.security.keys import is_well_formed, new_key
 from app.security.local import require_keys_off_loopback
-from app.security.scopes import Scope
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Key
-from tests.jobs.test_job_routes import JOB, PATH
+from tests.harness.requests import JOB, PATH, key_for
 
 OPEN = {"/healthz", "/readyz"}
 """Whether the service is up anybody may ask."""
-
-
-def key_for(database: Database, *scopes: Scope, **more: Any) -> dict[str, str]:
-    """The header that shows a new key."""
-    with database.writing() as session:
-        _, key = keys.create(session, "test", scopes or ("read", "write"), more.get("expires_in_seconds"))
-    return {"Authorization": f"Bearer {key}"}
 
 
 @pytest.fixture

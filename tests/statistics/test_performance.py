@@ -16,9 +16,9 @@ from app.results.series import each_step, last_step, series
 from app.statistics import performance, totals
 from app.storage.database import Database
 from app.storage.tables import Attempt, Job, StepMetric
+from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
-from tests.workers.test_ingest import line
 
 CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
 

@@ -7,8 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.settings import Settings
-from tests.jobs.test_job_routes import JOB, PATH
-from tests.security.test_keys import key_for
+from tests.harness.requests import JOB, PATH, key_for
 
 KEY = {"Idempotency-Key": "once"}
 FILE = {"file": ("data.jsonl", b'{"text": "one"}\n')}

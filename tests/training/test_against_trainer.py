@@ -20,7 +20,7 @@ from tests.harness.runs import events_of, lay_order, log_of, small_data, write_t
 from tests.harness.small_models import VOCABULARY, make_model
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.table import compared
-from tests.training.test_fit import interrupted_at, run_to_end, spoil
+from tests.harness.training import interrupted_at, run_to_end, spoil
 from workers.training.balance import balance_of
 from workers.training.batches import Form, MicroBatch, Row, collate
 from workers.training.gradients import Held

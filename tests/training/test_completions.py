@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.contract.spec import LoraSpec, MethodSpec, ValidationSpec
 from tests.harness.runs import events_of, lay_order, log_of, small_data
 from tests.harness.specs import make_spec
-from tests.training.test_fit import run_to_end
+from tests.harness.training import run_to_end
 from workers.run_directory import RunDirectory
 from workers.training import completions
 from workers.training.data import Samples

@@ -1,4 +1,3 @@
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -6,23 +5,13 @@ from typing import Any
 import pytest
 
 from app.contract.spec import DataSpec
+from tests.harness.data import of, spec
 from tests.harness.runs import write_texts
 from workers.training.data import Samples, prepare
 from workers.training.faults import CannotTrain, Interrupted
 from workers.training.tiny_gpt2 import make_tokenizer
 
 EOS = 256
-
-
-def spec(form: str = "text", **changes: Any) -> DataSpec:
-    fields = {"file_id": "file-1", "sha256": "0", "format": form, "examples": 1, "max_length": 1024,
-              "overlength": "truncate", "packing": False, "validation": None}  # fmt: skip
-    return DataSpec.model_validate({**fields, **changes})
-
-
-def of(source: Path, spec: DataSpec) -> DataSpec:
-    """The spec with the source's own content."""
-    return spec.model_copy(update={"sha256": hashlib.sha256(source.read_bytes()).hexdigest()})
 
 
 def rows(tmp_path: Path, spec: DataSpec, *lines: dict[str, Any]) -> list[tuple[str, str]]:

@@ -11,8 +11,7 @@ from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.spec import Spec
 from tests.harness.runs import lay_order, log_of, small_data
 from tests.harness.specs import make_spec
-from tests.training.test_features import of_kind, raw_log
-from tests.training.test_fit import run_to_end
+from tests.harness.training import of_kind, raw_log, run_to_end
 from workers.run_directory import RunDirectory
 from workers.training.tiny_gpt2 import make_tokenizer
 

@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 from app.contract.plan import FixedSize, TokenBudget
 from app.contract.spec import EarlyStopping, LoraSpec, MethodSpec, RampSpec, ValidationSpec
-from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
+from tests.harness.runs import lay_order, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec
-from tests.training.test_fit import interrupted_at, run_to_end, spoil, weights
-from workers.run_directory import RunDirectory
+from tests.harness.training import interrupted_at, of_kind, raw_log, run_to_end, spoil, weights
 from workers.training import memory, start
 from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
@@ -28,14 +27,6 @@ def lora(*, merge: bool = False, targets: tuple[str, ...] | None = None) -> Meth
     return MethodSpec(
         name="lora", lora=LoraSpec(r=4, alpha=8, dropout=0.1, target_modules=targets, merge=merge)
     )
-
-
-def raw_log(run: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
-def of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [event for event in events_of(run) if event["type"] == kind]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,8 +1,6 @@
 """The trainer as a whole, in this process."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from app.contract.reports import Outcome
 from tests.harness.runs import events_of, lay_order, log_of, small_data, write_texts
 from tests.harness.specs import make_schedule, make_spec
-from workers.run_directory import Reporter, RunDirectory
-from workers.training import fit as training
+from tests.harness.training import interrupted_at, run_to_end, spoil, weights
 from workers.training import model as models
 from workers.training.checkpoint import newest_first
-from workers.training.faults import CannotTrain, Interrupted
-from workers.training.loss import Forward
+from workers.training.faults import CannotTrain
 from workers.training.model import recompute_activations
-from workers.training.start import Training
-
-
-def run_to_end(run: RunDirectory) -> Outcome:
-    order = run.order()
-    with Reporter(run, order.attempt) as reporter:
-        return training.fit(run, order, reporter, lambda: False)
-
-
-def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    return dict(load_file(run.model / "model.safetensors"))
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -91,20 +75,6 @@ def test_the_rate_steps_with_updates(tmp_path: Path) -> None:
     assert [line["learning_rate"] for line in log_of(run)] == pytest.approx([0.0, 5e-4, 1e-3, 5e-4])
 
 
-def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
-    """Tells the trainer to stop after so many looks at the stop sign."""
-    looks = 0
-
-    def stop() -> bool:
-        nonlocal looks
-        looks += 1
-        return looks > micro_batches
-
-    order = run.order()
-    with Reporter(run, order.attempt) as reporter, pytest.raises(Interrupted):
-        training.fit(run, order, reporter, stop)
-
-
 @pytest.mark.parametrize("looks", [0, 1, 7, 8, 29])
 def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path: Path, looks: int) -> None:
     spec = make_spec(data=small_data(), max_steps=None, epochs=4, save_every=100)
@@ -153,17 +123,6 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
     lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
-    """Multiplies the loss of each micro-batch by something."""
-    honest = Training.forward
-
-    def spoiled(self: Training, batch: Any) -> Forward:
-        forward = honest(self, batch)
-        return replace(forward, loss_sum=forward.loss_sum * factor(batch))
-
-    monkeypatch.setattr(Training, "forward", spoiled)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, marker: int) -> None:

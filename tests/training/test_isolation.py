@@ -12,8 +12,10 @@ import pytest
 from tests.harness.runs import lay_order
 from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
 
+ROOT = Path(__file__).parents[2]
+
 LOOK = """
-import json, os, sys
+import ctypes, json, os, subprocess, sys
 from pathlib import Path
 from workers.run_directory import RunDirectory
 from workers.training.isolation import isolate
@@ -28,10 +30,23 @@ try:
     changed = True
 except OSError:
     changed = False
+def attempt(work):
+    try:
+        return work()
+    except OSError:
+        return None
+
+libc = ctypes.CDLL(None, use_errno=True)
+parent = f"/proc/{os.getppid()}"
 print(json.dumps({
     "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
     "seen": sorted(str(path.relative_to(hidden)) for path in hidden.rglob("*")),
-    "environment": Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(),
+    "of_others": [attempt(lambda: Path(f"{parent}/{name}/environ").read_bytes().decode())
+                  for name in (".", f"task/{os.getppid()}")],
+    "root_of_others": attempt(lambda: os.listdir(f"{parent}/root{hidden}")),
+    "taken_away": libc.umount2(os.fsencode(hidden), 2) == 0,
+    "by_a_child": subprocess.run(["umount", "-l", str(hidden)], capture_output=True).returncode == 0,
+    "model": attempt(lambda: (Path(order.model_path) / "planted").write_text("for everybody")),
 }))
 """
 
@@ -59,7 +74,7 @@ def laid(folder: Path) -> RunDirectory:
 def look(run: RunDirectory, hidden: str, *words: str) -> dict[str, Any]:
     command = [*words, sys.executable, "-c", LOOK, str(run.path), str(run.path.parent.parent)]
     env = {**os.environ, HIDDEN_VARIABLE: hidden}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -78,7 +93,10 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
             "files", "files/file-1", "runs", "runs/ftjob-1", "runs/ftjob-1/spec.json", "runs/ftjob-1/written"
         ]  # fmt: skip
         assert (seen["changed"], seen["data"]) == (False, '{"text":')
-        assert seen["environment"] == ""
+        assert seen["of_others"] == [None, None]
+        assert seen["root_of_others"] is None
+        assert not seen["taken_away"]
+        assert not seen["by_a_child"]
         assert (run.path / "written").read_text() == "by the trainer"
         (run.path / "written").unlink()
     assert (folder / "accrue.db").read_text() == "everybody's jobs"
@@ -104,5 +122,29 @@ def test_a_model_that_is_made_for_a_job_is_there_for_the_next(folder: Path) -> N
     run.write_order(
         run.order().model_copy(update={"model_path": str(folder / "models" / "accrue" / "tiny-gpt2")})
     )
-    if look(run, str(folder))["isolated"]:
-        assert "models" in look(run, str(folder))["seen"]
+    seen = look(run, str(folder))
+    if not seen["isolated"]:
+        pytest.skip("this machine lets no process change its view")
+    assert "models" in seen["seen"]
+    (folder / "models" / "accrue" / "tiny-gpt2").mkdir(parents=True)
+    assert look(run, str(folder))["model"] is None  # once it is made, nobody writes there
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user can be taken on by root alone")
+def test_another_user_than_root_is_isolated_as_well(folder: Path) -> None:
+    (folder.parent / "scratch").mkdir()
+    run = laid(folder)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, 65534)
+    for path in folder.parents[:-1]:
+        path.chmod(path.stat().st_mode | 0o055)
+    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    if subprocess.run(
+        [*nobody, sys.executable, "-c", "import workers.training.isolation"], cwd=ROOT
+    ).returncode:
+        pytest.skip("another user cannot read this checkout")
+    seen = look(run, str(folder), *nobody)
+    if not seen["isolated"]:
+        pytest.skip("this machine lets no user have a view of its own")
+    assert "accrue.db" not in seen["seen"]
+    assert (seen["changed"], seen["taken_away"], seen["by_a_child"]) == (False, False, False)

@@ -11,7 +11,7 @@ from tests.harness.live_bytes import peak_of
 from tests.harness.runs import lay_order, small_data
 from tests.harness.small_models import Window64, make_model
 from tests.harness.specs import make_spec
-from tests.training.test_fit import run_to_end
+from tests.harness.training import run_to_end
 from workers.training.batches import MicroBatch
 from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, Window

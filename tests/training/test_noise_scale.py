@@ -9,7 +9,7 @@ import torch
 from app.contract.plan import TokenBudget
 from tests.harness.runs import events_of, lay_order, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
-from tests.training.test_fit import run_to_end
+from tests.harness.training import run_to_end
 from workers.training import model as models
 from workers.training.batches import Form, collate
 from workers.training.data import Samples

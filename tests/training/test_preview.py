@@ -8,8 +8,8 @@ import pytest
 
 from app.contract.architecture import BUILT_IN_MODEL, ModelReference
 from app.contract.preview import DatasetPreview, PreviewOrder
+from tests.harness.data import of, spec
 from tests.harness.specs import make_spec
-from tests.training.test_data import of, spec
 from workers.training.data import Samples, prepare
 from workers.training.faults import CannotTrain
 from workers.training.preview import MOST_EXAMPLES, preview

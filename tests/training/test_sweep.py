@@ -15,7 +15,7 @@ from app.contract.reports import Tuning
 from app.contract.spec import Tune
 from tests.harness.runs import events_of, lay_order, log_of, small_data
 from tests.harness.specs import make_spec
-from tests.training.test_fit import run_to_end, spoil, weights
+from tests.harness.training import run_to_end, spoil, weights
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit, sweep
 from workers.training.start import Training, start

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.settings import get_settings
-from tests.jobs.test_job_routes import JOB
+from tests.harness.requests import JOB
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 TRAINING = "/tuning/gradient-accumulation/training"

@@ -1,30 +1,18 @@
 """How much a key may ask for, what is written down of it, and what every answer carries."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from app.errors import BadSetting
-from app.main import create_app
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
+from tests.harness.requests import JOB, PATH, key_for, service
 from tests.harness.runs import until
-from tests.jobs.test_job_routes import JOB, PATH
-from tests.security.test_keys import key_for
 
 AUDIT = "/gradient-accumulation/audit"
-
-
-@contextmanager
-def service(settings: Settings, **changes: Any) -> Iterator[tuple[TestClient, dict[str, str]]]:
-    """A service with other settings, and the header of a key of it."""
-    app = create_app(settings.model_copy(update=changes))
-    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
-        yield client, key_for(app.state.database)
 
 
 def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> None:

@@ -25,10 +25,10 @@ from app.webhooks import deliverer as module
 from app.webhooks.addresses import NotAllowed, check, is_public, resolve
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import secret_bytes
+from tests.harness.claims import claimed
 from tests.harness.dripping import dripping
 from tests.harness.runs import until
 from tests.harness.submissions import submitted
-from tests.jobs.test_lifecycle import claimed
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 

@@ -262,7 +262,7 @@ def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
 ) -> None:
     seen = [SeenGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
     monkeypatch.setattr(gpus, "seen", lambda: seen)
-    monkeypatch.setattr("workers.slots._MISSED_SECONDS", 0.3)
+    monkeypatch.setattr("workers.slots._MISSED_SECONDS", 3600.0)
     supervisor.slots = Slots(on_cpu=False)
     stand_in(supervisor, monkeypatch, "sleep 60")
     job_id = endless(settings, database)
@@ -270,6 +270,7 @@ def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
     seen.clear()
     supervisor.turn()
     assert supervisor.running  # it may only have been looked away
+    monkeypatch.setattr("workers.slots._MISSED_SECONDS", 0.0)
     ended(supervisor)
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
     assert "no longer there" in told(database, job_id)

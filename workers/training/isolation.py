@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -25,34 +25,50 @@ _READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 
 _DETACH = 2
 """Of unshare(2), mount(2) and umount2(2)."""
 
+_NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS = 38, 24
+_ANY_FILE, _MOST_POWERS, _CAPABILITIES_3 = 1, 64, 0x20080522
+"""Of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the one of capabilities(7) that is kept."""
+
 
 def isolate(run: Path, order: Order) -> bool:
-    """Hides the data folder that the supervisor names but for this run, and what the environments of our
-    ancestors hold. Call it before there is a second thread.
+    """Hides the data folder that the supervisor names but for this run. Call it before there is a second
+    thread.
 
     Returns:
         Whether anything is hidden now.
     """
     named = os.environ.get(HIDDEN_VARIABLE)
-    if not named or sys.platform != "linux":
+    if not named:
         return False
-    hidden, run = Path(named).resolve(), run.resolve()
-    needed = sorted({path.resolve() for path in _needed(run, order)})
-    if hidden not in run.parents or hidden in needed:
+    needed = {run.resolve(): True, **dict(_needed(order))}
+    hidden = Path(named).resolve()
+    return hidden in run.resolve().parents and see_only(hidden, needed)
+
+
+def see_only(hidden: Path, needed: Mapping[Path, bool]) -> bool:
+    """Replaces a folder, as this process sees it, by an empty one with what is needed of it; and gives up the
+    powers with which that could be undone, or other processes looked into.
+
+    Args:
+        needed: paths, and whether they are written to. Those elsewhere stay as they are.
+
+    Returns:
+        Whether it is hidden now.
+    """
+    if sys.platform != "linux" or hidden in needed:
         return False
     try:
         _own_view()
-        _hide(hidden, [path for path in needed if hidden in path.parents and path.exists()])
-        for environment in _environments_of_ancestors():
-            with suppress(OSError):
-                _mount("/dev/null", environment, None, _BIND)
+        _hide(hidden, {path: own for path, own in needed.items() if hidden in path.parents and path.exists()})
     except OSError as error:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
         return False
+    finally:
+        _give_up_powers()
     return True
 
 
-def _hide(hidden: Path, needed: list[Path]) -> None:
+def _hide(hidden: Path, needed: Mapping[Path, bool]) -> None:
     """Puts an empty folder in the place of another, with what is needed of that.
 
     Raises:
@@ -60,55 +76,50 @@ def _hide(hidden: Path, needed: list[Path]) -> None:
     """
     with ExitStack() as opened:
         kept: list[tuple[Path, int, bool]] = []
-        for path in needed:  # in our own view: what was opened in another cannot be put into it
+        for path in sorted(needed):  # in our own view: what was opened in another cannot be put into it
             descriptor = os.open(path, os.O_PATH)
             opened.callback(os.close, descriptor)
             kept.append((path, descriptor, path.is_dir()))
         _mount("tmpfs", hidden, "tmpfs", _NO_SUID | _NO_DEV)
         try:
             for path, descriptor, is_folder in kept:
-                _put_back(path, descriptor, is_folder=is_folder)
+                _put_back(path, descriptor, is_folder=is_folder, is_written=needed[path])
         except OSError:
             _libc().umount2(os.fsencode(hidden), _DETACH)
             raise
 
 
-def _needed(run: Path, order: Order) -> Iterator[Path]:
-    yield run
-    yield from (Path(name) for name in (order.data_file, order.validation_file) if name is not None)
+def _needed(order: Order) -> Iterator[tuple[Path, bool]]:
+    for name in (order.data_file, order.validation_file):
+        if name is not None:
+            yield Path(name).resolve(), False
     model = Path(order.model_path)
-    if model.is_absolute():  # else the hub's; the built-in one is made there, for all jobs
-        yield next(each for each in (model, *model.parents) if each.exists())
+    if model.is_absolute():  # else the hub's; the built-in one is made there once, for all jobs
+        there = next(each for each in (model, *model.parents) if each.exists())
+        yield there.resolve(), there != model
+    yield from code_and_caches()
+
+
+def code_and_caches() -> Iterator[tuple[Path, bool]]:
+    """Where Python, its packages and the hub's cache are, should somebody keep them in the data folder."""
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
-            yield Path(os.environ[variable])
-    yield from (Path.home() / ".cache", Path(tempfile.gettempdir()))
-    yield from (FOLDER, Path(sys.prefix), Path(sys.base_prefix))  # should somebody keep the code there
-    yield from (Path(entry) for entry in sys.path if entry)
+            yield Path(os.environ[variable]).resolve(), True
+    yield from ((path.resolve(), True) for path in (Path.home() / ".cache", Path(tempfile.gettempdir())))
+    code = (FOLDER, Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry))
+    yield from ((path.resolve(), False) for path in code)
 
 
-def _put_back(path: Path, descriptor: int, *, is_folder: bool) -> None:
-    """Folders as they are; files, which are data, can be read alone."""
+def _put_back(path: Path, descriptor: int, *, is_folder: bool, is_written: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:
         path.mkdir(exist_ok=True)
     else:
         path.touch()
     _mount(f"/proc/self/fd/{descriptor}", path, None, _BIND | _RECURSIVE)
-    with suppress(OSError):  # a user's own view may not be allowed to change how its parts are mounted
-        if not is_folder:
+    if not is_written:
+        with suppress(OSError):  # a user's own view may not be allowed to change how its parts are mounted
             _mount("none", path, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEV)
-
-
-def _environments_of_ancestors() -> Iterator[Path]:
-    """Secrets that the worker has stay with it."""
-    pid = os.getppid()
-    while pid > 1:
-        yield Path(f"/proc/{pid}/environ")
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            return
 
 
 def _own_view() -> None:
@@ -124,6 +135,26 @@ def _own_view() -> None:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _mount("none", Path("/"), None, _RECURSIVE | _PRIVATE)
+
+
+def _give_up_powers() -> None:
+    """Keeps of root's powers that of reading and writing files of all users.
+
+    Without the others a mount cannot be taken away again, no device be made, no file be opened by its number,
+    and the kernel lets nobody look into a process that has more powers (its root, its environment, its
+    memory; ptrace(2), "Ptrace access mode checking").
+    """
+    libc = _libc()
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    for power in range(_MOST_POWERS):
+        if power != _ANY_FILE:
+            libc.prctl(_DROP_FROM_BOUNDS, power, 0, 0, 0)
+    header, kept = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()
+    current = (ctypes.c_uint32 * 6)()
+    if libc.capget(header, current) == 0:
+        own = current[1] & (1 << _ANY_FILE)
+        kept[0], kept[1] = own, own
+        libc.capset(header, kept)
 
 
 def _mount(source: str, target: Path, kind: str | None, flags: int) -> None:

@@ -1,0 +1,118 @@
+"""Reading and writing below a folder whose content a trainer may have made: plain files alone, and no link.
+
+Code within a trainer could leave a symbolic link, a named pipe or a device where the service expects a file.
+Every part of a path below the folder is opened without following links. Needs the standard library.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+MOST_BYTES = 64 * 2**20
+"""Of a file that is read at once."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class NotPlain(OSError):
+    """What lies there is a link, a pipe or something else that is no file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.ELOOP, "not a plain file", str(path))
+
+
+@contextmanager
+def folder(root: Path, *parts: str) -> Iterator[int]:
+    """A descriptor of a folder below another.
+
+    Raises:
+        NotPlain: a part of the way is a link.
+        OSError: it is not there, or is no folder.
+    """
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            try:
+                within = os.open(part, _FOLDER, dir_fd=descriptor)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise NotPlain(root.joinpath(*parts)) from None
+                raise
+            os.close(descriptor)
+            descriptor = within
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_plain(root: Path, *parts: str) -> BinaryIO:
+    """A file below a folder, for reading.
+
+    Raises:
+        NotPlain: it, or a part of the way, is a link or no file.
+        OSError: it is not there, or cannot be read.
+    """
+    with folder(root, *parts[:-1]) as within:
+        return _opened(within, parts[-1], os.O_RDONLY, root.joinpath(*parts))
+
+
+def read_plain(root: Path, *parts: str) -> bytes | None:
+    """What a file below a folder holds, at most `MOST_BYTES` of it; null: it is not there.
+
+    Raises:
+        NotPlain: it, or a part of the way, is a link or no file.
+    """
+    with suppress(FileNotFoundError), open_plain(root, *parts) as file:
+        return file.read(MOST_BYTES)
+    return None
+
+
+def append_plain(path: Path) -> BinaryIO:
+    """A file to append to, made if it is not there.
+
+    Raises:
+        NotPlain: something else lies there.
+    """
+    with folder(path.parent) as within:
+        return _opened(within, path.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, path)
+
+
+def create_plain(path: Path) -> BinaryIO:
+    """A new file for writing, in the place of whatever lies there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with folder(path.parent) as within:
+        with suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=within)
+        return _opened(within, path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, path)
+
+
+def plain_files(root: Path, *parts: str) -> list[str]:
+    """The names of the files in a folder, sorted; links and all else are left out.
+
+    Raises:
+        NotPlain: a part of the way is a link.
+        OSError: the folder is not there.
+    """
+    with folder(root, *parts) as within, os.scandir(within) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+
+
+def _opened(within: int, name: str, flags: int, path: Path) -> BinaryIO:
+    try:
+        descriptor = os.open(name, flags | _FILE, 0o644, dir_fd=within)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotPlain(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotPlain(path)
+    return os.fdopen(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "wb")

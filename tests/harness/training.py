@@ -1,0 +1,61 @@
+"""Runs of the trainer in this process: to their end, interrupted, or spoilt."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.contract.reports import Outcome
+from tests.harness.runs import events_of
+from workers.run_directory import Reporter, RunDirectory
+from workers.training import fit as training
+from workers.training.faults import Interrupted
+from workers.training.loss import Forward
+from workers.training.start import Training
+
+
+def run_to_end(run: RunDirectory) -> Outcome:
+    order = run.order()
+    with Reporter(run, order.attempt) as reporter:
+        return training.fit(run, order, reporter, lambda: False)
+
+
+def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    return dict(load_file(run.model / "model.safetensors"))
+
+
+def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
+    """Tells the trainer to stop after so many looks at the stop sign."""
+    looks = 0
+
+    def stop() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > micro_batches
+
+    order = run.order()
+    with Reporter(run, order.attempt) as reporter, pytest.raises(Interrupted):
+        training.fit(run, order, reporter, stop)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
+    """Multiplies the loss of each micro-batch by something."""
+    honest = Training.forward
+
+    def spoiled(self: Training, batch: Any) -> Forward:
+        forward = honest(self, batch)
+        return replace(forward, loss_sum=forward.loss_sum * factor(batch))
+
+    monkeypatch.setattr(Training, "forward", spoiled)
+
+
+def raw_log(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [event for event in events_of(run) if event["type"] == kind]

@@ -1,0 +1,260 @@
+"""What a third attack found, and what is answered now."""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import insert, select
+
+from app.contract.plain_files import NotPlain, create_plain, open_plain, read_plain
+from app.contract.spec import ValidationSpec
+from app.datasets import files, previews
+from app.errors import Conflict, InvalidRequest, NotFound
+from app.jobs import lifecycle
+from app.logs import _printable
+from app.main import create_app
+from app.maintenance.backup import restore, take
+from app.models import base_models
+from app.results import run_files
+from app.results.routes import _log_lines
+from app.results.series import PAGE
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import File, Job, PreviewRequest, StepMetric
+from tests.harness.log_lines import line
+from tests.harness.specs import make_spec
+from tests.harness.submissions import submission, submitted
+from workers.run_directory import RunDirectory
+
+NATIVE = "/gradient-accumulation"
+
+
+def stored(file_id: str, **fields: Any) -> File:
+    """The row of an uploaded file."""
+    return File(id=file_id, created_at=1.0, filename="a", purpose="fine-tune", bytes=1, sha256="0",
+                format="text", examples=1, inline=False, **fields)  # fmt: skip
+
+
+def quickly(work: Any, seconds: float = 3.0) -> Any:
+    """Far more than it takes, and far less than it took."""
+    began = time.monotonic()
+    done = work()
+    assert time.monotonic() - began < seconds
+    return done
+
+
+def test_a_long_field_name_is_looked_at_in_no_time_and_not_repeated(client: TestClient) -> None:
+    for name in ("[" * 40_000 + "\nx", "-" * 40_000, "a" * 200_000):
+        body = json.dumps({name: 1, "model_name": "gpt2"})
+        answer = quickly(lambda body=body: client.post(f"{NATIVE}/calculate-batch-size", content=body))
+        assert answer.status_code == 422
+        assert len(answer.content) < 5000
+
+
+@pytest.mark.parametrize("charset", ["idna", "punycode", "utf-7", '"idna"'])
+def test_a_form_chooses_no_codec(client: TestClient, charset: str) -> None:
+    body = (
+        b"--x\r\nContent-Disposition: form-data; name=purpose\r\n\r\nxn--" + b"a" * 500_000 + b"\r\n--x--\r\n"
+    )
+    kind = {"Content-Type": f"multipart/form-data; boundary=x; charset={charset}"}
+    answer = quickly(lambda: client.post("/v1/files", content=body, headers=kind))
+    assert answer.status_code == 415
+    plain = {"Content-Type": "multipart/form-data; boundary=x; charset=UTF-8"}
+    assert client.post("/v1/files", content=b"--x--\r\n", headers=plain).status_code == 400
+
+
+def test_a_broken_form_is_not_called_json(client: TestClient) -> None:
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    answer = client.post("/v1/files", content=b"no form", headers=kind)
+    assert "JSON" not in answer.text
+
+
+def test_bodies_without_samples_are_small(client: TestClient) -> None:
+    many = json.dumps({"model_name": "gpt2", "gpus": [[]] * 1_000_000})
+    answer = quickly(lambda: client.post(f"{NATIVE}/calculate-batch-size", content=many))
+    assert answer.status_code == 413
+
+
+def test_bodies_with_samples_hold_no_millions_of_values(client: TestClient) -> None:
+    many = json.dumps({"model_name": "gpt2", "dataset_config": {"texts": [[[[]]]] * 400_000}})
+    answer = quickly(lambda: client.post(f"{NATIVE}/training/with-accumulation", content=many))
+    assert answer.status_code == 413
+    assert "POST /v1/files" in answer.json()["detail"]
+
+
+def test_unread_logs_hold_no_connection(database: Database) -> None:
+    job_id = submitted(database, make_spec())
+    rows = [{**vars(line(step)), "job_id": job_id} for step in range(1, 2 * PAGE + 2)]
+    with database.writing() as session:
+        session.execute(insert(StepMetric), rows)
+    streams = [_log_lines(database, job_id, 0) for _ in range(40)]
+    begun = [next(stream) for stream in streams]
+    assert all(page.count("\n") == PAGE for page in begun)
+    with database.reading() as session:
+        assert quickly(lambda: session.scalar(select(Job.id))) == job_id
+    assert sum(page.count("\n") for page in streams[0]) == PAGE + 1
+
+
+def test_what_lies_in_a_run_folder_is_read_only_if_it_is_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("everybody's jobs")
+    run = tmp_path / "runs" / "job"
+    (run / "profile").mkdir(parents=True)
+    (run / "profile" / "trace.json").symlink_to(secret)
+    os.mkfifo(run / "pipe")
+    (run / "linked").symlink_to(tmp_path)
+    for parts in (("profile", "trace.json"), ("pipe",), ("linked", "secret"), ("profile",)):
+        with pytest.raises(NotPlain):
+            quickly(lambda parts=parts: open_plain(tmp_path / "runs", "job", *parts))
+    assert read_plain(tmp_path / "runs", "job", "missing") is None
+    (run / ".spec.json.partial").symlink_to(secret)
+    with create_plain(run / ".spec.json.partial") as file:
+        file.write(b"{}")
+    assert secret.read_text() == "everybody's jobs"
+
+
+def test_links_and_pipes_in_a_run_folder_are_not_handed_out(
+    client: TestClient, settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    job_id = submitted(database, make_spec())
+    secret = tmp_path / "secret"
+    secret.write_text('{"data": []}')
+    run = settings.runs_dir / job_id
+    for folder in ("profile", "model"):
+        (run / folder).mkdir(parents=True)
+    (run / "profile" / "operators.json").write_text('{"data": []}')
+    (run / "profile" / "trace.json").symlink_to(secret)
+    (run / "model" / "model.safetensors").symlink_to(secret)
+    (run / "model" / "config.json").write_text("{}")
+    os.mkfifo(run / "completions.json")
+    path = f"{NATIVE}/training/{job_id}"
+    assert client.get(f"{path}/profile").json()["files"] == []
+    assert client.get(f"{path}/profile/trace.json").status_code == 404
+    assert quickly(lambda: client.get(f"{path}/completions")).json()["data"] == []
+    opened = run_files.model_files(settings, job_id)
+    assert opened is not None
+    assert list(opened) == ["config.json"]
+    for file in opened.values():
+        file.close()
+    (run / "profile" / "operators.json").write_text("no JSON")
+    assert client.get(f"{path}/profile").status_code == 404
+    directory = RunDirectory(run)
+    (run / "outcome.json").symlink_to(secret)
+    assert directory.outcome() is None
+
+
+def test_a_validation_file_is_kept_once_a_job_names_it(settings: Settings, database: Database) -> None:
+    with database.writing() as session:
+        session.add(stored("file-2"))
+    with database.writing() as session:
+        files.hold(session, "file-2", "validation_file_id")
+    with database.writing() as session:
+        files.remove(session, "file-2")
+    with database.writing() as session, pytest.raises(NotFound, match="deleted meanwhile"):
+        files.hold(session, "file-2", "validation_file_id")
+
+
+@pytest.mark.postgresql
+def test_deleting_a_file_waits_for_a_job_that_names_it(database: Database) -> None:
+    submitted(database)
+    with database.writing() as session:
+        session.add(stored("file-9"))
+    ended: list[str] = []
+
+    def delete() -> None:
+        try:
+            with database.writing() as session:
+                files.remove(session, "file-9")
+        except Conflict as error:
+            ended.append(error.message)
+
+    other = threading.Thread(target=delete)
+    spec = make_spec()
+    validation = ValidationSpec(file_id="file-9", sha256="0", format="text", share=None)
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"validation": validation})})
+    with database.writing() as session:
+        files.hold(session, "file-9", "validation_file_id")
+        other.start()
+        job_id = lifecycle.submit(session, submission(spec)).id
+        other.join(0.5)
+        assert other.is_alive()
+    other.join(10)
+    assert job_id in ended[0]
+
+
+def test_owners_take_turns_at_previews(database: Database) -> None:
+    with database.writing() as session:
+        for owner in ("a", "b"):
+            session.add(stored(f"file-{owner}", owner=owner))
+        session.flush()
+        for number, owner in enumerate("aaab"):
+            session.add(
+                PreviewRequest(id=f"preview-{number}", created_at=1.0, file_id=f"file-{owner}", order={})
+            )
+    served: dict[str | None, float] = {}
+    order = []
+    for _ in range(4):
+        with database.writing() as session:
+            claimed = previews.claim(session, served)
+            assert claimed is not None
+            order.append(claimed.file_id[-1])
+    assert order == ["a", "b", "a", "a"]
+
+
+def test_look_ups_on_the_hub_leave_threads_for_others(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+    taken = [base_models._looking_up.acquire(blocking=False) for _ in range(8)]
+    try:
+        with TestClient(create_app(settings.model_copy(update={"offline": False}))) as client:
+            client.headers["Host"] = "127.0.0.1"
+            body = {"model_name": "someone/some-model"}
+            answer = quickly(lambda: client.post(f"{NATIVE}/calculate-batch-size", json=body))
+            assert answer.status_code == 429
+    finally:
+        for _ in filter(None, taken):
+            base_models._looking_up.release()
+        hub.close()
+
+
+@pytest.mark.sqlite
+def test_a_backup_with_strange_names_or_links_is_refused(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    with database.writing() as session:
+        session.add(stored("../planted"))
+    (settings.data_dir / "planted").write_text("stays")
+    take(settings, tmp_path / "strange", runs=False)
+    fresh = settings.model_copy(update={"data_dir": tmp_path / "fresh", "database_url": None})
+    with pytest.raises(InvalidRequest, match="as no service does"):
+        restore(fresh, tmp_path / "strange")
+    assert (settings.data_dir / "planted").read_text() == "stays"
+    with database.writing() as session:
+        session.delete(session.get_one(File, "../planted"))
+    take(settings, tmp_path / "linked", runs=False)
+    (tmp_path / "linked" / "files" / "file-1").symlink_to("/etc/hostname")
+    with pytest.raises(InvalidRequest, match="a link"):
+        restore(fresh, tmp_path / "linked")
+
+
+def test_a_file_whose_content_is_gone_is_not_found(
+    client: TestClient, settings: Settings, database: Database
+) -> None:
+    uploaded = client.post(
+        "/v1/files", files={"file": ("a.jsonl", b'{"text": "a"}\n')}, data={"purpose": "fine-tune"}
+    ).json()
+    (settings.files_dir / uploaded["id"]).unlink()
+    assert client.get(f"/v1/files/{uploaded['id']}/content").status_code == 404
+
+
+def test_a_log_line_does_not_steer_the_terminal() -> None:
+    shown = _printable(None, "info", {"path": "/\x1b]0;pwned\x07", "status": 404})
+    assert shown == {"path": "/\\x1b]0;pwned\\x07", "status": 404}
