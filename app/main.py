@@ -48,7 +48,7 @@ from app.web.problem_details import Problem
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
-from app.webhooks.signature import secret_bytes
+from app.webhooks.signature import signer
 
 _COMPRESSED_FROM = 2**14
 """Bytes of an answer, for those who take it so."""
@@ -139,8 +139,8 @@ def _webhooks(settings: Settings, database: Database) -> Deliverer:
             addresses.check(settings.webhook_url, private=settings.webhook_private_addresses)
         except NotAllowed as error:
             raise BadSetting(f"ACCRUE_WEBHOOK_URL: {error.message}.") from None
-    key = secret_bytes(secret.get_secret_value()) if secret is not None else None
-    return Deliverer(database, key, private_addresses=settings.webhook_private_addresses)
+    signing = signer(secret.get_secret_value()) if secret is not None else None
+    return Deliverer(database, signing, private_addresses=settings.webhook_private_addresses)
 
 
 def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | None) -> None:

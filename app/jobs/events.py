@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 from sqlalchemy import bindparam, func, insert, select
 from sqlalchemy.orm import Session
@@ -55,7 +56,7 @@ def tell(
         session.add(
             Delivery(
                 id=new_id("evt"), job_id=job.id, created_at=now, type=announced, url=job.webhook_url,
-                attempts=0, not_before=now,
+                host=urlsplit(job.webhook_url).hostname, attempts=0, not_before=now,
             )
         )  # fmt: skip
     tell_of(session, job.id, job.attempt, kind, message, level=level, data=data)

@@ -299,6 +299,8 @@ class Delivery(Base):
     created_at: Mapped[float]
     type: Mapped[str]
     url: Mapped[str]
+    host: Mapped[str | None]
+    """Of the URL; null: it has none, and is not delivered."""
     attempts: Mapped[int]
     not_before: Mapped[float | None] = mapped_column(index=True)
     """When it is due; null: it was delivered, or given up."""

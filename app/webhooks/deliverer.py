@@ -10,11 +10,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import structlog
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
+from standardwebhooks import Webhook
 
 from app.errors import ReplacedDatabase
 from app.storage.database import Database, database_now
@@ -61,13 +61,13 @@ class _Taken:
 class Deliverer:
     """From `start()` to `close()`."""
 
-    def __init__(self, database: Database, key: bytes | None, *, private_addresses: bool) -> None:
+    def __init__(self, database: Database, signing: Webhook | None, *, private_addresses: bool) -> None:
         """
         Args:
-            key: that deliveries are signed with; null: none was set, and nothing is delivered.
+            signing: signs deliveries; null: no secret is set, and nothing is delivered.
         """
         self._database = database
-        self._key = key
+        self._signing = signing
         self._private = private_addresses
         self._ended = threading.Event()
         self._choosing = threading.Lock()
@@ -79,7 +79,7 @@ class Deliverer:
         ]
 
     def start(self) -> None:
-        if self._key is not None:
+        if self._signing is not None:
             for thread in self._threads:
                 thread.start()
 
@@ -118,25 +118,24 @@ class Deliverer:
         """The first that is due and whose owner and host have not enough of them under way."""
         busy = [name for (kind, name), n in self._under_way.items() if kind == "owner" and n >= _OF_ONE_OWNER]
         turn = func.row_number().over(
-            partition_by=(Job.owner, Delivery.url), order_by=(Delivery.not_before, Delivery.id)
+            partition_by=(Job.owner, Delivery.host), order_by=(Delivery.not_before, Delivery.id)
         )
         each = (
-            select(Delivery.id, Delivery.url, Delivery.not_before, Job.owner, turn.label("turn"))
+            select(Delivery.id, Delivery.host, Delivery.not_before, Job.owner, turn.label("turn"))
             .join(Job, Job.id == Delivery.job_id)
             .where(Delivery.not_before <= database_now())
             .where(or_(Job.owner.is_(None), Job.owner.not_in([name for name in busy if name is not None])))
             .subquery()
         )
         due = (
-            select(each.c.id, each.c.url, each.c.owner)
+            select(each.c.id, each.c.host, each.c.owner)
             .where(each.c.turn <= _TO_ONE_HOST)  # the rest waits for these anyway
             .order_by(each.c.not_before)
             .limit(_LOOKED_AT)
         )
         with self._database.reading() as session:  # most looks find nothing, and need no write lock
             found = session.execute(due).all()
-        for delivery_id, url, owner in found:
-            host = _host(url)
+        for delivery_id, host, owner in found:
             if self._has_place(owner, host):
                 return self._claimed(delivery_id, owner, host)
         return None
@@ -162,7 +161,7 @@ class Deliverer:
         """Null: it arrived; otherwise why not."""
         import httpx2 as httpx  # a service starts sooner without
 
-        assert self._key is not None
+        assert self._signing is not None
         until = time.monotonic() + _PATIENCE_SECONDS
         body = json.dumps(
             {
@@ -181,7 +180,7 @@ class Deliverer:
                 url.copy_with(host=address),
                 content=body,
                 headers={
-                    **headers(self._key, taken.id, int(time.time()), body),
+                    **headers(self._signing, taken.id, body),
                     "Host": url.netloc.decode(),
                 },
                 extensions={"sni_hostname": url.host},
@@ -212,13 +211,6 @@ class Deliverer:
                     outcome="delivered" if failure is None else failure,
                 )
             )
-
-
-def _host(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
 
 
 def _counted(owner: str | None, host: str | None) -> list[tuple[str, str | None]]:

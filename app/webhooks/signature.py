@@ -1,20 +1,19 @@
-"""The signature of Standard Webhooks: HMAC-SHA256 over id, time and body.
-
-Source: https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
-"""
+"""Signatures of Standard Webhooks (standardwebhooks.com)."""
 
 import base64
 import binascii
-import hashlib
-import hmac
+from datetime import UTC, datetime
+
+from standardwebhooks import Webhook
 
 from app.errors import BadSetting
 
 _PREFIX = "whsec_"
+_LEAST_BYTES = 24
 
 
-def secret_bytes(secret: str) -> bytes:
-    """The key that a `whsec_…` stands for.
+def signer(secret: str) -> Webhook:
+    """What signs with a `whsec_…`.
 
     Raises:
         BadSetting: it is none, or shorter than 24 bytes.
@@ -23,22 +22,21 @@ def secret_bytes(secret: str) -> bytes:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
     except binascii.Error:
         key = b""
-    if not secret.startswith(_PREFIX) or len(key) < 24:
+    if not secret.startswith(_PREFIX) or len(key) < _LEAST_BYTES:
         raise BadSetting(
             "ACCRUE_WEBHOOK_SECRET: whsec_ and the Base64 of at least 24 random bytes, as printed by "
             "echo whsec_$(head -c 32 /dev/urandom | base64)"
         )
-    return key
+    return Webhook(key)
 
 
-def headers(key: bytes, identifier: str, at: int, body: bytes) -> dict[str, str]:
+def headers(signing: Webhook, identifier: str, body: bytes) -> dict[str, str]:
     """What a delivery carries."""
-    signed = f"{identifier}.{at}.".encode() + body
-    digest = base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
+    now = datetime.now(UTC)
     return {
         "webhook-id": identifier,
-        "webhook-timestamp": str(at),
-        "webhook-signature": f"v1,{digest}",
+        "webhook-timestamp": str(int(now.timestamp())),
+        "webhook-signature": signing.sign(identifier, now, body.decode()),
         "Content-Type": "application/json",
         "User-Agent": "accrue",
     }

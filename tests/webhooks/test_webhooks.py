@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import select, update
+from standardwebhooks import Webhook, WebhookVerificationError
 from starlette.testclient import TestClient
 
 from app.errors import BadSetting
@@ -24,7 +26,7 @@ from app.storage.tables import Delivery, Job
 from app.webhooks import deliverer as module
 from app.webhooks.addresses import NotAllowed, check, is_public, resolve
 from app.webhooks.deliverer import Deliverer
-from app.webhooks.signature import secret_bytes
+from app.webhooks.signature import signer
 from tests.harness.claims import claimed
 from tests.harness.dripping import dripping
 from tests.harness.runs import until
@@ -74,7 +76,7 @@ def receiver() -> Iterator[Receiver]:
 def delivering(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deliverer]:
     monkeypatch.setattr(module, "_LOOK_EVERY_SECONDS", 0.05)
     monkeypatch.setattr(module, "RETRY_AFTER_SECONDS", (0.1, 0.1))
-    started = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    started = Deliverer(database, signer(SECRET), private_addresses=True)
     started.start()
     yield started
     started.close()
@@ -177,7 +179,7 @@ def test_a_name_that_points_inwards_is_refused_when_it_is_to_be_told(
     database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_AFTER_SECONDS", ())
-    started = Deliverer(database, secret_bytes(SECRET), private_addresses=False)
+    started = Deliverer(database, signer(SECRET), private_addresses=False)
     started.start()
     cancelled(database, receiver.url)
     until(lambda: outcomes(database)[0][2] is not None, 10)
@@ -189,7 +191,7 @@ def test_a_name_that_points_inwards_is_refused_when_it_is_to_be_told(
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "none", "whsec_!!!", SECRET[6:]])
 def test_a_secret_that_is_none_is_named(secret: str) -> None:
     with pytest.raises(BadSetting, match="ACCRUE_WEBHOOK_SECRET"):
-        secret_bytes(secret)
+        signer(secret)
 
 
 def test_a_body_holds_no_more_than_it_must(
@@ -264,7 +266,7 @@ def test_a_receiver_that_drips_is_given_up_in_time(
 ) -> None:
     """A byte now and then renews every timeout but the whole delivery's."""
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.0)
-    slow = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    slow = Deliverer(database, signer(SECRET), private_addresses=True)
     with dripping() as url:
         began = time.monotonic()
         failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1"))
@@ -286,7 +288,7 @@ def test_addresses_that_only_look_public_are_not(address: str) -> None:
 
 
 def test_receivers_that_never_answer_delay_their_owner_s_alone(database: Database) -> None:
-    deliverer = Deliverer(database, secret_bytes(SECRET), private_addresses=True)
+    deliverer = Deliverer(database, signer(SECRET), private_addresses=True)
     for host in ("slow.example", "slow.example"):
         assert deliverer._has_place("alice", host)
         deliverer._under_way.update(module._counted("alice", host))
@@ -296,3 +298,33 @@ def test_receivers_that_never_answer_delay_their_owner_s_alone(database: Databas
     assert not deliverer._has_place("alice", "good.example")
     assert deliverer._has_place("bob", "good.example")
     assert deliverer._has_place(None, "good.example")
+
+
+def test_the_library_of_the_standard_accepts_a_delivery(
+    database: Database, receiver: Receiver, delivering: Deliverer
+) -> None:
+    cancelled(database, receiver.url)
+    until(lambda: bool(receiver.got), 10)
+    headers, body = receiver.got[0]
+    assert Webhook(SECRET).verify(body, headers) == json.loads(body)
+    with pytest.raises(WebhookVerificationError):
+        Webhook("whsec_" + base64.b64encode(bytes(32)).decode()).verify(body, headers)
+
+
+def test_any_number_of_one_owner_s_deliveries_leaves_the_next_owner_s_turn(database: Database) -> None:
+    owned = {owner: submitted(database) for owner in ("alice", "bob")}
+    with database.writing() as session:
+        for owner, job_id in owned.items():
+            session.execute(update(Job).where(Job.id == job_id).values(owner=owner))
+        for number in range(1000):
+            session.add(due(f"evt-a{number}", owned["alice"], f"http://slow.example/{number}", float(number)))
+        session.add(due("evt-b", owned["bob"], "http://good.example/", 2000.0))
+    deliverer = Deliverer(database, signer(SECRET), private_addresses=True)
+    chosen = [deliverer._take() for _ in range(3)]
+    assert [taken.id for taken in chosen if taken is not None] == ["evt-a0", "evt-a1", "evt-b"]
+
+
+def due(delivery_id: str, job_id: str, url: str, not_before: float) -> Delivery:
+    return Delivery(id=delivery_id, job_id=job_id, created_at=1.0, type="t", url=url,
+        host=urlsplit(url).hostname, attempts=0,
+                    not_before=not_before, outcome=None)  # fmt: skip
