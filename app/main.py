@@ -16,7 +16,7 @@ from app.errors import BadSetting
 from app.jobs import configuration_routes, openai_routes
 from app.jobs import routes as job_routes
 from app.jobs.etags import Documents
-from app.jobs.reads import Glances
+from app.jobs.reads import ImmediateReads
 from app.maintenance.data_folder import DataFolder
 from app.maintenance.retention import Retention
 from app.memory_profiles import routes as profile_routes
@@ -25,7 +25,7 @@ from app.observability import routes as health_routes
 from app.observability.prometheus import Exposition
 from app.planning import catalogue_routes, recommendation_routes
 from app.planning import routes as calculator_routes
-from app.planning.inputs import Kept
+from app.planning.inputs import ShortCache
 from app.results import routes as result_routes
 from app.security import audit_routes
 from app.security.audit import AuditLog
@@ -102,7 +102,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         webhooks.close()
         app.state.group_commit.close()
         audit.close()
-        app.state.glances.close()
+        app.state.immediate_reads.close()
         app.state.database.close()
         data_folder.release()
 
@@ -148,9 +148,9 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state = app.state
     state.settings = settings
     state.database = Database(settings.url)
-    state.glances = Glances(state.database)
+    state.immediate_reads = ImmediateReads(state.database)
     state.documents = Documents()
-    state.kept = Kept()
+    state.kept = ShortCache()
     state.waits = Waits()
     state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))

@@ -37,8 +37,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"accrue {__version__}")
         raise typer.Exit
 

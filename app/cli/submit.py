@@ -129,9 +129,9 @@ def preview(
     """
     from app.cli.tables import show_preview
 
-    asked = given({"model_name": model, "max_length": max_length, "limit": limit})
+    requested = given({"model_name": model, "max_length": max_length, "limit": limit})
     with Client(url) as client, _uploaded(client, data) as file_id:
-        seen = client.get(f"/gradient-accumulation/datasets/{file_id}/preview", params=asked)
+        seen = client.get(f"/gradient-accumulation/datasets/{file_id}/preview", params=requested)
     if as_json:
         typer.echo(json.dumps(seen, indent=2, ensure_ascii=False))
     else:

@@ -210,7 +210,7 @@ def get(session: Session, file_id: str, field: str | None = None) -> File:
     return file
 
 
-def glance(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
+def read_row(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
     """A file's id, digest, format and number of examples.
 
     Args:

@@ -33,8 +33,8 @@ async def preview(
     """A worker reads it with the model's tokenizer; of a large file, a thousand examples spread evenly."""
 
     def checked() -> PreviewOrder:
-        with database.glancing() as connection:
-            known_as, digest, form, examples = files.glance(
+        with database.connecting() as connection:
+            known_as, digest, form, examples = files.read_row(
                 connection, database.owner, file_id, field="file_id"
             )
         model, _ = base_models.find_for_training(model_name, settings)

@@ -16,7 +16,7 @@ from app.jobs.schemas import (
     Progress,
     ResultAnswer,
 )
-from app.jobs.waiting import Outlook
+from app.jobs.waiting import WaitingReasons
 from app.planning.plan import samples_of
 from app.statistics.performance import Speed
 from app.storage.tables import Job
@@ -24,7 +24,7 @@ from app.storage.tables import Job
 PREFIX = "/gradient-accumulation"
 
 
-def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
+def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
     """Everything about a job, in API.md's shape."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
@@ -52,7 +52,7 @@ def job_answer(outlook: Outlook, job: Job) -> JobAnswer:
         progress=progress,
         result=_result(job),
         error=ErrorAnswer.model_validate(job.error) if job.error else None,
-        waiting=outlook.of(job),
+        waiting=waiting_reasons.of(job),
         tune=spec.tune,
         links=_links(job, spec),
         learning_rate=spec.optimizer.learning_rate,

@@ -25,31 +25,35 @@ ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or 
 
 @router.post("/config", status_code=201, summary="Store a configuration", response_model=ConfigurationAnswer)
 def create(
-    database: CurrentDatabase, asked: ConfigurationRequest, once: CurrentOnce
+    database: CurrentDatabase, requested: ConfigurationRequest, once: CurrentOnce
 ) -> ConfigurationAnswer | Response:
     """Checks the numbers against each other and keeps what was given under an id."""
-    return once.make(database, lambda session: _create(session, asked), 201)
+    return once.make(database, lambda session: _create(session, requested), 201)
 
 
-def _create(session: Session, asked: ConfigurationRequest) -> ConfigurationAnswer:
-    given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
+def _create(session: Session, requested: ConfigurationRequest) -> ConfigurationAnswer:
+    given = requested.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
     row = Configuration(
         id=new_id("accumulation"),
         created_at=session.scalar(select(database_now())),
         given=given,
-        num_gpus=asked.num_gpus,
-        effective_batch_size=_effective(asked),
+        num_gpus=requested.num_gpus,
+        effective_batch_size=_effective(requested),
     )
     session.add(row)
     session.flush()
     return answer(row)
 
 
-def _effective(asked: ConfigurationRequest) -> int | None:
-    numbers = (asked.target_effective_batch_size, asked.accumulation_steps, asked.micro_batch_size)
+def _effective(requested: ConfigurationRequest) -> int | None:
+    numbers = (
+        requested.target_effective_batch_size,
+        requested.accumulation_steps,
+        requested.micro_batch_size,
+    )
     if not any(numbers):
         return None
-    return resolve_batch(asked, asked.num_gpus, recommended=1).effective_batch_size
+    return resolve_batch(requested, requested.num_gpus, recommended=1).effective_batch_size
 
 
 @router.get("/config", summary="List configurations")
@@ -67,19 +71,19 @@ def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
 
 
 @router.put("/config/{config_id}", summary="Replace a configuration")
-def replace(session: Writing, config_id: ConfigId, asked: ConfigurationRequest) -> ConfigurationAnswer:
+def replace(session: Writing, config_id: ConfigId, requested: ConfigurationRequest) -> ConfigurationAnswer:
     """Jobs made with it keep what they were made with."""
-    return _change(session, config_id, asked)
+    return _change(session, config_id, requested)
 
 
 @router.patch("/config/{config_id}", summary="Change some fields of a configuration")
-def change(session: Writing, config_id: ConfigId, asked: dict[str, Any]) -> ConfigurationAnswer:
+def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> ConfigurationAnswer:
     """Fields that are not given stay as they are."""
     row = configurations.find(session, config_id, lock=True)
     merged = {
         **row.given,
         "num_gpus": row.num_gpus,
-        **{_NAMES.get(name, name): asked[name] for name in asked},
+        **{_NAMES.get(name, name): requested[name] for name in requested},
     }
     try:
         whole = ConfigurationRequest.model_validate(merged)
@@ -97,10 +101,10 @@ _NAMES = {
 """A field's own name by each of its others."""
 
 
-def _change(session: Session, config_id: str, asked: ConfigurationRequest) -> ConfigurationAnswer:
+def _change(session: Session, config_id: str, requested: ConfigurationRequest) -> ConfigurationAnswer:
     row = configurations.find(session, config_id, lock=True)
-    row.given = asked.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
-    row.num_gpus, row.effective_batch_size = asked.num_gpus, _effective(asked)
+    row.given = requested.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
+    row.num_gpus, row.effective_batch_size = requested.num_gpus, _effective(requested)
     session.flush()
     return answer(row)
 

@@ -47,7 +47,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.ids import new_id
 from app.storage.ownership import OF_EVERYONE
-from app.storage.tables import Attempt, File, Job, JobRow
+from app.storage.tables import Attempt, DetachedJob, File, Job
 
 MAX_FAILURES = 3
 """A job ends as failed with this many crashes since its last new checkpoint."""
@@ -138,7 +138,7 @@ def submit(session: Session, submission: Submission) -> Job:
     }
     in_json = {name: _as_json(values[name]) for name in _IN_JSON if values[name] is not None}
     _INSERT.run(session, values | in_json)
-    job = JobRow(**values)
+    job = DetachedJob(**values)
     tell(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
          f"{submission.spec.effective_batch_size}.")  # fmt: skip
     return job

@@ -40,7 +40,7 @@ from app.web.dependencies import (
     Limit,
     Reading,
     Writing,
-    foresight_of,
+    planning_inputs_of,
 )
 from app.web.pagination import page, page_of
 
@@ -50,13 +50,13 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 
 @router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
-async def create(request: Request, asked: FineTuningRequest, once: CurrentOnce) -> Response:
+async def create(request: Request, requested: FineTuningRequest, once: CurrentOnce) -> Response:
     """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
-    foresight, settings = foresight_of(request), request.app.state.settings
-    check = partial(openai_requests.check, asked, foresight, settings)
-    alone = admission.takes_a_while(asked.model, None, settings)
+    inputs, settings = planning_inputs_of(request), request.app.state.settings
+    check = partial(openai_requests.check, requested, inputs, settings)
+    alone = admission.takes_a_while(requested.model, None, settings)
     return await submitted(
-        request, foresight.database, once, check, lambda session, job: answer(job), alone=alone
+        request, inputs.database, once, check, lambda session, job: answer(job), alone=alone
     )
 
 
@@ -66,7 +66,7 @@ def list_jobs(
 ) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
     documents: Documents = request.app.state.documents
-    with database.glancing() as connection:
+    with database.connecting() as connection:
         rows = reads.page(connection, with_metadata(reads.JOBS, request), database.owner, limit, after)
         return documents.page("openai", rows, limit, answer)
 
@@ -85,7 +85,7 @@ async def get(request: Request, fine_tuning_job_id: JobId) -> Response:
     def read(connection: Connection) -> Document:
         return documents.of("openai", reads.row(connection, fine_tuning_job_id, owner), answer)
 
-    return tagged(request, await request.app.state.glances.at(read))
+    return tagged(request, await request.app.state.immediate_reads.at(read))
 
 
 @router.post("/{fine_tuning_job_id}/cancel", summary="Cancel a fine-tuning job")

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from app.errors import NotFound
 from app.storage.compiled import Prepared
 from app.storage.database import Database
-from app.storage.tables import Job, JobRow
+from app.storage.tables import DetachedJob, Job
 
 _COLUMNS = list(Job.__table__.columns)
 
@@ -52,10 +52,10 @@ class Row:
         for place in _IN_JSON:
             if self.json_is_text and isinstance(values[place], str):  # a number is kept as one
                 values[place] = json.loads(values[place])
-        return JobRow(*values)
+        return DetachedJob(*values)
 
 
-class Glances:
+class ImmediateReads:
     """Reads of a moment each; on SQLite they are done right where they are asked for."""
 
     def __init__(self, database: Database) -> None:
@@ -78,7 +78,7 @@ class Glances:
         return self._connection
 
     def _in_a_thread(self, read: Callable[[Connection], Found]) -> Found:
-        with self._database.glancing() as connection:
+        with self._database.connecting() as connection:
             return read(connection)
 
     def close(self) -> None:

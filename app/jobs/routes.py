@@ -21,7 +21,7 @@ from app.jobs.answers import dry_run_answer, job_answer
 from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
 from app.jobs.filters import Filters, with_metadata
 from app.jobs.schemas import DryRunAnswer, EventAnswer, JobAnswer, TrainingRequest
-from app.jobs.waiting import Outlook
+from app.jobs.waiting import WaitingReasons
 from app.maintenance.retention import delete_job
 from app.memory_profiles import profiles
 from app.security.authentication import Authenticate
@@ -39,7 +39,7 @@ from app.web.dependencies import (
     Limit,
     Reading,
     Writing,
-    foresight_of,
+    planning_inputs_of,
 )
 from app.web.event_stream import EventStream
 from app.web.pagination import page
@@ -61,9 +61,9 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     summary="Train, with steps as given",
     response_model=JobAnswer | DryRunAnswer,
 )
-async def with_accumulation(request: Request, asked: TrainingRequest, once: CurrentOnce) -> Response:
+async def with_accumulation(request: Request, requested: TrainingRequest, once: CurrentOnce) -> Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
-    return await _submitted(request, asked, once)
+    return await _submitted(request, requested, once)
 
 
 @router.post(
@@ -73,9 +73,9 @@ async def with_accumulation(request: Request, asked: TrainingRequest, once: Curr
     summary="Train a large batch, steps planned",
     response_model=JobAnswer | DryRunAnswer,
 )
-async def large_batch(request: Request, asked: TrainingRequest, once: CurrentOnce) -> Response:
+async def large_batch(request: Request, requested: TrainingRequest, once: CurrentOnce) -> Response:
     """Queues a job whose accumulation steps are planned from memory."""
-    return await _submitted(request, asked, once, planned=True)
+    return await _submitted(request, requested, once, planned=True)
 
 
 @router.get("", summary="List jobs", response_model=Page[JobAnswer])
@@ -89,10 +89,10 @@ def list_jobs(
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
     query = with_metadata(reads.JOBS, request).where(*filters)
     documents: Documents = request.app.state.documents
-    with database.glancing() as connection:
-        outlook = Outlook(connection)
+    with database.connecting() as connection:
+        waiting_reasons = WaitingReasons(connection)
         rows = reads.page(connection, query, database.owner, limit, after)
-        return documents.page("native", rows, limit, lambda job: job_answer(outlook, job))
+        return documents.page("native", rows, limit, lambda job: job_answer(waiting_reasons, job))
 
 
 @router.get("/{training_id}", summary="A job", response_model=JobAnswer, responses=NOT_MODIFIED)
@@ -102,11 +102,11 @@ async def get(request: Request, training_id: JobId) -> Response:
     documents: Documents = request.app.state.documents
 
     def read(connection: Connection) -> Document:
-        outlook = Outlook(connection)
+        waiting_reasons = WaitingReasons(connection)
         row = reads.row(connection, training_id, owner)
-        return documents.of("native", row, lambda job: job_answer(outlook, job))
+        return documents.of("native", row, lambda job: job_answer(waiting_reasons, job))
 
-    return tagged(request, await request.app.state.glances.at(read))
+    return tagged(request, await request.app.state.immediate_reads.at(read))
 
 
 @router.post("/{training_id}/cancel", summary="Cancel a job")
@@ -220,11 +220,11 @@ async def _as_sent_events(
 
 
 async def _submitted(
-    request: Request, asked: TrainingRequest, once: Once, *, planned: bool = False
+    request: Request, requested: TrainingRequest, once: Once, *, planned: bool = False
 ) -> Response:
-    foresight, settings = foresight_of(request), request.app.state.settings
-    check = partial(admission.check, asked, foresight, settings, planned=planned)
-    if asked.dry_run:
+    inputs, settings = planning_inputs_of(request), request.app.state.settings
+    check = partial(admission.check, requested, inputs, settings, planned=planned)
+    if requested.dry_run:
         checked = await to_thread.run_sync(check)
         if checked.submission.plan.source == "formula":
             waits: Waits = request.app.state.waits
@@ -233,16 +233,16 @@ async def _submitted(
                 return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
             with waits.place(key_id):
                 await profiles.wait_for(
-                    foresight.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
+                    inputs.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
                 )
             checked = await to_thread.run_sync(check)
         return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
-    alone = admission.takes_a_while(asked.model_name, asked.dataset_config, settings)
-    return await submitted(request, foresight.database, once, check, _answer, alone=alone, status=202)
+    alone = admission.takes_a_while(requested.model_name, requested.dataset_config, settings)
+    return await submitted(request, inputs.database, once, check, _answer, alone=alone, status=202)
 
 
 def _answer(session: Session, job: Job) -> JobAnswer:
-    return job_answer(Outlook.within(session), job)
+    return job_answer(WaitingReasons.within(session), job)
 
 
 def _event(row: JobEvent) -> EventAnswer:

@@ -247,11 +247,11 @@ class JobOptions(AccumulationConfig):
 
     @model_validator(mode="after")
     def _rate_can_be_scaled(self) -> "JobOptions":
-        asked = {"gradient_scaling", "lr_scaling"} & self.model_fields_set
+        requested = {"gradient_scaling", "lr_scaling"} & self.model_fields_set
         scales = self.gradient_scaling and self.lr_scaling != "none"
-        if asked and scales and self.base_batch_size is None and self.config_id is None:
+        if requested and scales and self.base_batch_size is None and self.config_id is None:
             raise ValueError(
-                f"{min(asked)} scales the learning rate from the batch that it was chosen for: say that "
+                f"{min(requested)} scales the learning rate from the batch that it was chosen for: say that "
                 "batch "
                 "(base_batch_size), or leave it out"
             )

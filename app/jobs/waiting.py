@@ -29,7 +29,7 @@ class _Mark(NamedTuple):
     ahead: int
 
 
-class Outlook:
+class WaitingReasons:
     """How waiting jobs stand at one moment; nothing is looked up where none waits."""
 
     def __init__(self, where: Session | Connection) -> None:
@@ -37,13 +37,15 @@ class Outlook:
         self._mark: _Mark | None = None
 
     @classmethod
-    def within(cls, session: Session) -> "Outlook":
+    def within(cls, session: Session) -> "WaitingReasons":
         """That of the transaction that a session is part of, for all of its jobs."""
         transaction: Transaction | None = session.info.get("transaction")
         if transaction is None:
             return cls(session)
-        outlook: Outlook = transaction.known.setdefault("outlook", cls(transaction.connection))
-        return outlook
+        waiting_reasons: WaitingReasons = transaction.known.setdefault(
+            "waiting_reasons", cls(transaction.connection)
+        )
+        return waiting_reasons
 
     @cached_property
     def _workers(self) -> _Workers:

@@ -15,7 +15,7 @@ from app.devices import gpus
 from app.devices.gpus import SeenGpu
 from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.schemas import Reason
-from app.jobs.waiting import Outlook
+from app.jobs.waiting import WaitingReasons
 from app.statistics import counters
 from app.storage.database import Database, database_now
 from app.storage.tables import Job, Measurement, Worker
@@ -81,7 +81,7 @@ def _jobs(session: Session) -> Metric:
 
 def _waiting(session: Session) -> Metric:
     family = GaugeMetricFamily("accrue_queue_jobs", "Queued jobs by what they wait for", labels=["reason"])
-    counted = Outlook(session).by_reason()
+    counted = WaitingReasons(session).by_reason()
     for reason in _REASONS:
         family.add_metric([reason], counted.get(reason, 0))
     return family

@@ -37,16 +37,18 @@ _ADVICE_CHECKED = 4
 
 
 async def calculated(
-    request: Request, asked: BatchSizeRequest, settings: Settings, database: Database
+    request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeAnswer:
     """In threads, but for the waits in between."""
-    if asked.model_name is None:
-        return _from_figures(asked, memory_limits(asked.max_memory_usage, asked.memory_safety_margin))
+    if requested.model_name is None:
+        return _from_figures(
+            requested, memory_limits(requested.max_memory_usage, requested.memory_safety_margin)
+        )
     waits: Waits = request.app.state.waits
     key_id = request.state.caller.key_id
-    seconds = asked.wait_seconds if waits.has_place(key_id) else 0.0
+    seconds = requested.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds
-    looked_up = await to_thread.run_sync(_look_up, asked, settings, database)
+    looked_up = await to_thread.run_sync(_look_up, requested, settings, database)
 
     async def profiled(recipe: Recipe, sequence: int) -> list[str]:
         base = looked_up.base
@@ -75,25 +77,25 @@ class _LookedUp:
     warnings: list[str]
 
 
-def _look_up(asked: BatchSizeRequest, settings: Settings, database: Database) -> _LookedUp:
-    assert asked.model_name is not None
-    base = base_models.find_for_planning(asked.model_name, settings)
-    devices, warnings = devices_of(asked, settings, database)
-    recipe, sequence = _recipe(asked, devices[0]), _sequence(asked, base.architecture)
-    warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=asked.optimizer)
+def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database) -> _LookedUp:
+    assert requested.model_name is not None
+    base = base_models.find_for_planning(requested.model_name, settings)
+    devices, warnings = devices_of(requested, settings, database)
+    recipe, sequence = _recipe(requested, devices[0]), _sequence(requested, base.architecture)
+    warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=requested.optimizer)
     with database.reading() as session:
         margin = measurements.margin(session, recipe.device)
     question = Question(
         recipe=recipe,
         sequence=sequence,
         devices=devices,
-        limits=memory_limits(asked.max_memory_usage, asked.memory_safety_margin, margin),
-        effective_batch=asked.target_effective_batch_size,
+        limits=memory_limits(requested.max_memory_usage, requested.memory_safety_margin, margin),
+        effective_batch=requested.target_effective_batch_size,
         split=RequestedSplit(
-            accumulation_steps=None, micro_batch_size=asked.micro_batch_size, devices=len(devices)
+            accumulation_steps=None, micro_batch_size=requested.micro_batch_size, devices=len(devices)
         ),
     )
-    return _LookedUp(asked.model_name, base, question, warnings)
+    return _LookedUp(requested.model_name, base, question, warnings)
 
 
 def _answered(looked_up: _LookedUp, told: list[str], database: Database) -> BatchSizeAnswer:
@@ -104,62 +106,63 @@ def _answered(looked_up: _LookedUp, told: list[str], database: Database) -> Batc
         return answer(question, known, looked_up.model_name, base.architecture.parameters, warnings)
 
 
-def _recipe(asked: BatchSizeRequest, device: Device) -> Recipe:
+def _recipe(requested: BatchSizeRequest, device: Device) -> Recipe:
     precision: Literal["auto"] | Precision
-    if isinstance(asked.mixed_precision, bool):
-        precision = "auto" if asked.mixed_precision else "no"
+    if isinstance(requested.mixed_precision, bool):
+        precision = "auto" if requested.mixed_precision else "no"
     else:
-        precision = asked.mixed_precision
+        precision = requested.mixed_precision
     return make_recipe(
         device,
         precision,
-        asked.optimizer,
-        method_spec(asked.method),
-        gradient_checkpointing=asked.gradient_checkpointing,
+        requested.optimizer,
+        method_spec(requested.method),
+        gradient_checkpointing=requested.gradient_checkpointing,
     )
 
 
-def _sequence(asked: BatchSizeRequest, architecture: Architecture) -> int:
-    sequence = asked.max_length or min(architecture.positions, DEFAULT_MAX_LENGTH)
+def _sequence(requested: BatchSizeRequest, architecture: Architecture) -> int:
+    sequence = requested.max_length or min(architecture.positions, DEFAULT_MAX_LENGTH)
     if sequence > architecture.positions:
         raise Unprocessable(
-            f"max_length {sequence} is longer than {asked.model_name}'s {architecture.positions} positions: "
+            f"max_length {sequence} is longer than {requested.model_name}'s {architecture.positions} "
+            "positions: "
             "lower it, or choose a model with a longer context.",
             field="max_length",
         )
     return sequence
 
 
-def _from_figures(asked: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:
-    weights_gb, sample_mb, available_gb = asked.raw_figures
+def _from_figures(requested: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:
+    weights_gb, sample_mb, available_gb = requested.raw_figures
     return answer_raw(
         RawQuestion(
             weights_bytes=int(weights_gb * GIB),
             sample_bytes=max(1, int(sample_mb * MIB)),
             available_bytes=int(available_gb * GIB),
             limits=limits,
-            optimizer_states=OPTIMIZER_STATES[asked.optimizer],
-            devices=asked.num_gpus or len(asked.gpu_ids or asked.gpus or [0]),
-            target=asked.target_effective_batch_size,
+            optimizer_states=OPTIMIZER_STATES[requested.optimizer],
+            devices=requested.num_gpus or len(requested.gpu_ids or requested.gpus or [0]),
+            target=requested.target_effective_batch_size,
         )
     )
 
 
 def devices_of(
-    asked: BatchSizeRequest, settings: Settings, database: Database
+    requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> tuple[list[Device], list[str]]:
     """The devices that were named, or as many as were asked for of those there are, or all of them; with the
     warning that this deserves."""
-    if asked.gpus is not None:
+    if requested.gpus is not None:
         try:
-            return parse_declared(asked.gpus), []
+            return parse_declared(requested.gpus), []
         except ValueError as error:
             raise Unprocessable(f"gpus: {error}.", field="gpus") from None
     with database.reading() as session:
         there = gpus.for_planning(settings.declared_devices, live_workers.gpus(session))
-    if asked.gpu_ids is not None:
-        return select_devices(asked.gpu_ids, there), []
-    wanted = first_devices(asked.num_gpus, there) if asked.num_gpus else there
+    if requested.gpu_ids is not None:
+        return select_devices(requested.gpu_ids, there), []
+    wanted = first_devices(requested.num_gpus, there) if requested.num_gpus else there
     warnings = []
     if there[0].kind == "cpu":
         warnings.append(

@@ -114,7 +114,7 @@ def _newest(session: Session, model_name: str) -> list[Job]:
 def situation(
     session: Session,
     architecture: Architecture,
-    asked: Choices,
+    requested: Choices,
     devices: list[Device],
     model_name: str | None,
     job: Job | None,
@@ -122,42 +122,42 @@ def situation(
     earlier = [job] if job is not None else _newest(session, model_name) if model_name is not None else []
     noise = next((noise for each in earlier if (noise := noise_of(each)) is not None), None)
     learned = next((rate for each in earlier if (rate := _rate_of(each)) is not None), None)
-    method = method_spec(asked.method or "full")
-    recipe = make_recipe(devices[0], "auto", asked.optimizer or "adamw", method)
+    method = method_spec(requested.method or "full")
+    recipe = make_recipe(devices[0], "auto", requested.optimizer or "adamw", method)
     for why in unsupported(recipe.device, quantised=recipe.quantised, optimizer=recipe.optimizer):
         raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
     sequence = usual if job is None else int(job.spec["data"]["max_length"])
-    batch = asked.target or recommended_batch(asked.samples)
+    batch = requested.target or recommended_batch(requested.samples)
     known = profiles.known(session, architecture, common_name(devices))
     solution = solve(Question(recipe, sequence, devices, limits, batch), known)
     return Situation(
         architecture=architecture,
-        target=asked.target,
+        target=requested.target,
         micro_batch=min(rank.capacity.largest for rank in solution.ranks),
         devices=len(devices),
         device_kind=devices[0].kind,
         source=solution.estimate.source,
         precision=recipe.precision,
-        optimizer=asked.optimizer,
+        optimizer=requested.optimizer,
         adapters=method.lora is not None,
-        samples=asked.samples,
-        clip_mode=asked.clip_mode or "after_accumulation",
+        samples=requested.samples,
+        clip_mode=requested.clip_mode or "after_accumulation",
         learned=learned,
         noise=noise,
         useful=min(rank.capacity.useful for rank in solution.ranks),
         swept=solution.throughput is not None and solution.throughput.saw_the_end,
-        kind=asked.kind,
-        steps_total=_steps_total(job, asked, batch),
+        kind=requested.kind,
+        steps_total=_steps_total(job, requested, batch),
     )
 
 
-def _steps_total(job: Job | None, asked: Choices, batch: int) -> int | None:
+def _steps_total(job: Job | None, requested: Choices, batch: int) -> int | None:
     """Of the job, or of as many epochs as a job has by default."""
     if job is not None and (total := job.plan["steps_total"] or job.progress.get("steps_total")):
         return int(total)
-    return None if asked.samples is None else DEFAULT_EPOCHS * -(-asked.samples // batch)
+    return None if requested.samples is None else DEFAULT_EPOCHS * -(-requested.samples // batch)
 
 
 _UNITS = {"m": 10**6, "b": 10**9}

@@ -27,7 +27,7 @@ _MOST_KEPT = 1000
 Value = TypeVar("Value")
 
 
-class Kept:
+class ShortCache:
     """Values that hold for a moment; threads may share them."""
 
     def __init__(self, seconds: float = KEPT_SECONDS) -> None:
@@ -47,7 +47,7 @@ class Kept:
         return found
 
 
-class Foresight:
+class PlanningInputs:
     """What one caller may know of jobs to come.
 
     Args:
@@ -55,13 +55,13 @@ class Foresight:
         kept: shared by all callers.
     """
 
-    def __init__(self, database: Database, kept: Kept) -> None:
+    def __init__(self, database: Database, kept: ShortCache) -> None:
         self.database = database
         self._kept = kept
 
-    def fresh(self) -> "Foresight":
+    def fresh(self) -> "PlanningInputs":
         """The same, of this very moment."""
-        return Foresight(self.database, Kept())
+        return PlanningInputs(self.database, ShortCache())
 
     def gpus(self) -> list[Device]:
         """As `workers_seen.gpus`."""

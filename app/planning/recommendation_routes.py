@@ -73,16 +73,16 @@ def recommendations(
         architecture = base_models.find_for_planning(model_name, settings).architecture
     else:
         architecture = architecture_of_size(model_size or "small")
-    asked = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
-    asked = asked if job is None else asked.with_those_of(job)
+    requested = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
+    requested = requested if job is None else requested.with_those_of(job)
     devices = _devices(session, settings, declared, num_gpus)
-    recommended = recommend(situation(session, architecture, asked, devices, model_name, job))
+    recommended = recommend(situation(session, architecture, requested, devices, model_name, job))
     return Recommendations(
         model_name=model_name,
         model_size=model_size,
         parameters=architecture.parameters,
         **recommended,
-        submission=submission(recommended, asked.method or "full"),
+        submission=submission(recommended, requested.method or "full"),
         advice=advice_for(session, job) if job is not None else [],
     )
 

@@ -32,10 +32,10 @@ Gpus = Annotated[int, Query(ge=1, le=1024)]
 
 @router.post("/calculate-batch-size", summary="The micro-batch that fits, and the steps to a target")
 async def calculate_batch_size(
-    request: Request, asked: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
+    request: Request, requested: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
 ) -> BatchSizeAnswer:
     """From a model by name, or from raw figures in GiB and MiB."""
-    return await calculated(request, asked, settings, database)
+    return await calculated(request, requested, settings, database)
 
 
 @router.get("/calculate-batch-size", summary="The same, asked by query")
@@ -81,12 +81,12 @@ async def get_batch_size(
         "wait_seconds": wait_seconds,
     }
     try:
-        asked = BatchSizeRequest.model_validate(given)
+        requested = BatchSizeRequest.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "query"
         raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
-    return await calculated(request, asked, settings, database)
+    return await calculated(request, requested, settings, database)
 
 
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")

@@ -19,7 +19,7 @@ class ConflictingBatch(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedBatch:
     """What a person gave of the three numbers, and on how many devices."""
 
     target: int | None
@@ -29,7 +29,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedBatch:
     """The effective batch, in samples, and what is fixed of the micro-batches (null: planned)."""
 
     effective_batch_size: int
@@ -37,7 +37,7 @@ class Resolved:
     micro_batch: int | None
 
 
-def resolve(asked: Asked, recommended: int) -> Resolved:
+def resolve(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
     """The table of API.md: which effective batch, and which split, three optional numbers mean.
 
     Args:
@@ -46,44 +46,44 @@ def resolve(asked: Asked, recommended: int) -> Resolved:
     Raises:
         ConflictingBatch: all three were given and do not agree, or make more than anybody means.
     """
-    target, steps, micro = asked.target, asked.steps, asked.micro_batch
+    target, steps, micro = requested.target, requested.steps, requested.micro_batch
     if target and steps and micro:
-        needed = ceil(target / (micro * asked.devices))
+        needed = ceil(target / (micro * requested.devices))
         if steps != needed:
             raise ConflictingBatch(
                 "accumulation_steps",
-                f"target_effective_batch_size {target} with micro_batch_size {micro} on {asked.devices} "
-                f"device{'s' * (asked.devices > 1)} takes {needed} accumulation steps, not {steps}: "
+                f"target_effective_batch_size {target} with micro_batch_size {micro} on {requested.devices} "
+                f"device{'s' * (requested.devices > 1)} takes {needed} accumulation steps, not {steps}: "
                 "leave one of the three out, or make them agree",
             )
     if target:
-        return Resolved(target, steps, micro)
+        return ResolvedBatch(target, steps, micro)
     if steps or micro:
-        samples = (steps or 1) * (micro or DEFAULT_MICRO_BATCH) * asked.devices
+        samples = (steps or 1) * (micro or DEFAULT_MICRO_BATCH) * requested.devices
         if samples > MAX_EFFECTIVE_BATCH:
             raise ConflictingBatch(
                 "accumulation_steps" if steps else "micro_batch_size",
                 f"this makes an effective batch of {samples} samples, more than {MAX_EFFECTIVE_BATCH}",
             )
-        return Resolved(samples, steps or 1, micro)
-    return Resolved(recommended, None, None)
+        return ResolvedBatch(samples, steps or 1, micro)
+    return ResolvedBatch(recommended, None, None)
 
 
-def without_accumulation(asked: Asked, recommended: int) -> Resolved:
+def without_accumulation(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
     """The same where accumulation is switched off: one micro-batch a device is the whole step.
 
     Raises:
         ConflictingBatch: more than one accumulation step is asked for, or follows from the others.
     """
-    resolved = resolve(asked, asked.micro_batch or recommended)
-    per_device = ceil(resolved.effective_batch_size / asked.devices)
-    if (asked.steps or 1) > 1 or (asked.micro_batch or per_device) < per_device:
+    resolved = resolve(requested, requested.micro_batch or recommended)
+    per_device = ceil(resolved.effective_batch_size / requested.devices)
+    if (requested.steps or 1) > 1 or (requested.micro_batch or per_device) < per_device:
         raise ConflictingBatch(
             "use_gradient_accumulation",
             "use_gradient_accumulation is false, but the numbers given need several micro-batches a step: "
             f"set it to true, or leave {per_device} samples to one micro-batch",
         )
-    return Resolved(resolved.effective_batch_size, 1, per_device)
+    return ResolvedBatch(resolved.effective_batch_size, 1, per_device)
 
 
 def even(samples: int, parts: int) -> list[int]:

@@ -33,7 +33,7 @@ def metrics(
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:
     """A point per step, or fewer, evenly spread with the first and the last; and every evaluation."""
-    with database.glancing() as connection:
+    with database.connecting() as connection:
         reads.row(connection, training_id, database.owner)
         lines = None if points is None else series(connection, training_id, from_step, points)
         steps = last_step(connection, training_id)

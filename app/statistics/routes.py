@@ -20,7 +20,7 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 @router.get("", summary="Totals of this service")
 def everything(database: CurrentDatabase, filters: Filters) -> Totals:
     """Of all jobs, or of those with a `status`, `user_id`, `model`, or submitted `since` and `until` then."""
-    with database.glancing() as connection:
+    with database.connecting() as connection:
         return totals.count(connection, database.owner, filters)
 
 

@@ -68,20 +68,20 @@ def count(connection: Connection, owner: str | None, filters: Filters = ()) -> T
     Args:
         filters: jobs are counted that fulfil all of them; configurations and files are not filtered.
     """
-    asked = _queries(filters) if filters else _OF_EVERYTHING
+    requested = _queries(filters) if filters else _OF_EVERYTHING
     seen = {"owner": owner}
     ended, began, running = (
-        query.run(connection, seen)[0] for query in (asked.all, asked.began, asked.running)
+        query.run(connection, seen)[0] for query in (requested.all, requested.began, requested.running)
     )
     steps, samples, tokens, skipped, seconds, device_seconds = (
         float(kept - before + now) for kept, before, now in zip(ended, began, running, strict=True)
     )  # of what runs the steps themselves are counted
     by_model: Counter[str] = Counter()
     by_user: Counter[str] = Counter()
-    for _, model, user, jobs in asked.labels.run(connection, seen):
+    for _, model, user, jobs in requested.labels.run(connection, seen):
         by_model[model] += jobs
         by_user[_label(connection, user)] += jobs
-    by_status: dict[str, int] = dict(asked.states.run(connection, seen))
+    by_status: dict[str, int] = dict(requested.states.run(connection, seen))
     return Totals(
         jobs=sum(by_status.values()),
         by_status=by_status,
@@ -89,13 +89,13 @@ def count(connection: Connection, owner: str | None, filters: Filters = ()) -> T
         by_user=by_user,
         by_day={
             date.fromordinal(_EPOCH + int(day)).isoformat(): jobs
-            for day, jobs in sorted(asked.days.run(connection, seen))
+            for day, jobs in sorted(requested.days.run(connection, seen))
         },
         steps=int(steps),
         samples=int(samples),
         tokens=int(tokens),
         skipped=int(skipped),
-        final_loss=asked.loss.run(connection, seen)[0][0],
+        final_loss=requested.loss.run(connection, seen)[0][0],
         tokens_per_second=tokens / seconds if seconds else None,
         samples_per_second=samples / seconds if seconds else None,
         device_hours=device_seconds / 3600,

@@ -112,7 +112,7 @@ class Database:
             yield session
 
     @contextmanager
-    def glancing(self) -> Iterator[Connection]:
+    def connecting(self) -> Iterator[Connection]:
         """A connection for `Prepared` queries that are a moment each: no transaction is begun for them."""
         with self.engine.connect() as connection:
             if self.is_sqlite:

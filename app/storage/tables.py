@@ -124,9 +124,9 @@ class Job(Owned, Base):
 
 
 if TYPE_CHECKING:
-    JobRow = Job
+    DetachedJob = Job
 else:
-    JobRow = namedtuple("JobRow", [column.name for column in Job.__table__.columns])
+    DetachedJob = namedtuple("DetachedJob", [column.name for column in Job.__table__.columns])
 """A job's columns for looking at: as an object of the table's own it takes ten times as long to make."""
 
 

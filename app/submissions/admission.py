@@ -23,7 +23,7 @@ from app.memory_profiles.profiles import Wanted
 from app.models import base_models
 from app.models.base_models import BaseModel
 from app.planning.devices import Device
-from app.planning.inputs import Foresight
+from app.planning.inputs import PlanningInputs
 from app.planning.plan import make_plan
 from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
@@ -56,8 +56,8 @@ def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Sett
 
 
 def check(
-    asked: TrainingRequest,
-    foresight: Foresight,
+    requested: TrainingRequest,
+    inputs: PlanningInputs,
     settings: Settings,
     *,
     planned: bool = False,
@@ -72,44 +72,46 @@ def check(
     Raises:
         Unprocessable, NotFound: what is asked for cannot be trained; the message names the field.
     """
-    model, base = base_models.find_for_training(asked.model_name, settings)
-    if asked.dry_run:
-        foresight = foresight.fresh()
-    config, num_gpus = _config(foresight.database, asked)
-    data = _uploaded(foresight.database, asked.dataset_config.file_id, "file_id")
-    validation = _uploaded(foresight.database, asked.dataset_config.validation_file_id, "validation_file_id")
-    devices = _devices(foresight, asked.gpu_ids, num_gpus, settings)
+    model, base = base_models.find_for_training(requested.model_name, settings)
+    if requested.dry_run:
+        inputs = inputs.fresh()
+    config, num_gpus = _config(inputs.database, requested)
+    data = _uploaded(inputs.database, requested.dataset_config.file_id, "file_id")
+    validation = _uploaded(inputs.database, requested.dataset_config.validation_file_id, "validation_file_id")
+    devices = _devices(inputs, requested.gpu_ids, num_gpus, settings)
     if planned:
         _check_that_steps_are_left_to_us(config)
-    brought, brought_data = _brought(asked, settings)
+    brought, brought_data = _brought(requested, settings)
     spec = freeze(
         model,
         data or brought_data,
         validation,
-        asked.dataset_config,
+        requested.dataset_config,
         config,
-        asked.training_config,
+        requested.training_config,
         len(devices),
-        profile=asked.profile,
-        tune=asked.tune,
-        measured_margin=foresight.margin(devices[0].kind),
+        profile=requested.profile,
+        tune=requested.tune,
+        measured_margin=inputs.margin(devices[0].kind),
     )
-    _check_that_workers_can(spec, foresight)
+    _check_that_workers_can(spec, inputs)
     wanted = _wanted(spec, base, devices[0])
-    plan, speed = _plan(spec, wanted, devices[0], foresight)
+    plan, speed = _plan(spec, wanted, devices[0], inputs)
     submission = Submission(
         spec=spec,
         plan=plan,
         config=config.model_dump(mode="json"),
-        training_config=asked.training_config.model_dump(mode="json"),
-        config_id=asked.config_id,
-        user_id=asked.user_id,
-        metadata=asked.metadata,
-        priority=asked.priority,
-        paused=not asked.auto_start,
+        training_config=requested.training_config.model_dump(mode="json"),
+        config_id=requested.config_id,
+        user_id=requested.user_id,
+        metadata=requested.metadata,
+        priority=requested.priority,
+        paused=not requested.auto_start,
         suffix=suffix,
-        webhook_url=_webhook(asked, settings),
-        gpu_id=asked.gpu_ids[0] if asked.gpu_ids is not None and len(asked.gpu_ids) == 1 else None,
+        webhook_url=_webhook(requested, settings),
+        gpu_id=requested.gpu_ids[0]
+        if requested.gpu_ids is not None and len(requested.gpu_ids) == 1
+        else None,
     )
     return Checked(submission, brought, speed, wanted)
 
@@ -149,9 +151,11 @@ def store(
     return made
 
 
-def _brought(asked: TrainingRequest, settings: Settings) -> tuple[Path | list[dict[str, Any]] | None, Data]:
+def _brought(
+    requested: TrainingRequest, settings: Settings
+) -> tuple[Path | list[dict[str, Any]] | None, Data]:
     """The samples that a request brings itself, and what they are."""
-    inline, name = asked.dataset_config.inline(), asked.dataset_config.dataset
+    inline, name = requested.dataset_config.inline(), requested.dataset_config.dataset
     if inline is not None:
         form, lines = inline
         return lines, Data(file_id="file-0", sha256="", format=form, examples=len(lines))
@@ -174,13 +178,13 @@ def _store_brought(checked: Checked, path: Path, settings: Settings) -> files.Ch
     return stored
 
 
-def _webhook(asked: TrainingRequest, settings: Settings) -> str | None:
+def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
     """Who is told of the job's end.
 
     Raises:
         Unprocessable: nobody can be told, or not there.
     """
-    url = asked.webhook_url or settings.webhook_url
+    url = requested.webhook_url or settings.webhook_url
     if url is None:
         return None
     if settings.webhook_secret is None:
@@ -245,36 +249,38 @@ def _wanted(spec: Spec, base: BaseModel, device: Device) -> Wanted:
     return Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
 
 
-def _plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
+def _plan(spec: Spec, wanted: Wanted, device: Device, inputs: PlanningInputs) -> tuple[Plan, Speed | None]:
     """The plan by the best estimate there is, and what its duration is from.
 
     Where there is no simulation one is wanted for the next time.
     """
     but_for_its_seed = spec.model_copy(update={"seed": 0})
-    return foresight.plan(but_for_its_seed, device, lambda: _new_plan(spec, wanted, device, foresight))
+    return inputs.plan(but_for_its_seed, device, lambda: _new_plan(spec, wanted, device, inputs))
 
 
-def _new_plan(spec: Spec, wanted: Wanted, device: Device, foresight: Foresight) -> tuple[Plan, Speed | None]:
-    foresight.want(wanted)
-    speed = foresight.speed(spec, device)
+def _new_plan(
+    spec: Spec, wanted: Wanted, device: Device, inputs: PlanningInputs
+) -> tuple[Plan, Speed | None]:
+    inputs.want(wanted)
+    speed = inputs.speed(spec, device)
     plan = make_plan(
         spec,
         [device],
-        foresight.known(wanted.architecture, device.name),
+        inputs.known(wanted.architecture, device.name),
         predicted=True,
         samples_per_second=speed.samples_per_second if speed is not None else None,
     )
     return plan, speed
 
 
-def _config(database: Database, asked: TrainingRequest) -> tuple[AccumulationConfig, int]:
+def _config(database: Database, requested: TrainingRequest) -> tuple[AccumulationConfig, int]:
     """The configuration and the number of devices: of the stored one, with the request's before its own."""
-    given = asked.accumulation().model_dump(mode="json", exclude_unset=True)
-    if asked.config_id is None:
-        return AccumulationConfig.model_validate(given), asked.num_gpus or 1
+    given = requested.accumulation().model_dump(mode="json", exclude_unset=True)
+    if requested.config_id is None:
+        return AccumulationConfig.model_validate(given), requested.num_gpus or 1
     with database.reading() as session:
-        stored = configurations.find(session, asked.config_id, field="config_id")
-    return AccumulationConfig.model_validate({**stored.given, **given}), asked.num_gpus or stored.num_gpus
+        stored = configurations.find(session, requested.config_id, field="config_id")
+    return AccumulationConfig.model_validate({**stored.given, **given}), requested.num_gpus or stored.num_gpus
 
 
 def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
@@ -293,11 +299,13 @@ def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
 def _uploaded(database: Database, file_id: str | None, field: str) -> Data | None:
     if file_id is None:
         return None
-    with database.glancing() as connection:
-        return Data(*files.glance(connection, database.owner, file_id, field=f"dataset_config.{field}"))
+    with database.connecting() as connection:
+        return Data(*files.read_row(connection, database.owner, file_id, field=f"dataset_config.{field}"))
 
 
-def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settings: Settings) -> list[Device]:
+def _devices(
+    inputs: PlanningInputs, gpu_ids: list[int] | None, count: int, settings: Settings
+) -> list[Device]:
     """The devices that the job is planned for: those named, else the first of those that workers have.
 
     Declared devices are for those who ask beforehand: while no worker lives, nobody knows any better.
@@ -305,13 +313,13 @@ def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settin
     Raises:
         Unprocessable: a GPU was named that no worker has, or that is not one alone.
     """
-    of_workers = foresight.devices()
+    of_workers = inputs.devices()
     if gpu_ids is None and of_workers:
         return first_devices(count, of_workers)
-    there = gpus.for_planning(settings.declared_devices, foresight.gpus())
+    there = gpus.for_planning(settings.declared_devices, inputs.gpus())
     if gpu_ids is None:
         return first_devices(count, there)
-    machines = foresight.machines_with_gpus()
+    machines = inputs.machines_with_gpus()
     if of_workers and not machines:
         raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
     if machines > 1:
@@ -319,14 +327,14 @@ def _devices(foresight: Foresight, gpu_ids: list[int] | None, count: int, settin
             f"gpu_ids: GPUs are numbered by machine, and workers run on {machines}: leave gpu_ids out.",
             field="gpu_ids",
         )
-    return select_devices(gpu_ids, foresight.gpus() if of_workers else there)
+    return select_devices(gpu_ids, inputs.gpus() if of_workers else there)
 
 
-def _check_that_workers_can(spec: Spec, foresight: Foresight) -> None:
+def _check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
     """Raises:
     Unprocessable: there are workers, and what was asked for is for devices that none of them has.
     """
-    of_workers = foresight.devices()
+    of_workers = inputs.devices()
     kinds = {device.kind for device in of_workers}
     why = [] if "cuda" in kinds else unsupported(
         "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name

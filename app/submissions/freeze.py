@@ -25,7 +25,14 @@ from app.jobs.schemas import DatasetConfig, TrainingConfig
 from app.planning import learning_rate
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.recommendations import recommended_batch
-from app.planning.split import Asked, ConflictingBatch, Resolved, check_steps, resolve, without_accumulation
+from app.planning.split import (
+    ConflictingBatch,
+    RequestedBatch,
+    ResolvedBatch,
+    check_steps,
+    resolve,
+    without_accumulation,
+)
 
 DEFAULT_SAVE_EVERY = 50
 DEFAULT_RAMP = 8
@@ -42,20 +49,20 @@ class Data:
     examples: int
 
 
-def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) -> Resolved:
+def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) -> ResolvedBatch:
     """The effective batch that a configuration means.
 
     Raises:
         Unprocessable: its numbers exclude each other.
     """
-    asked = Asked(
+    requested = RequestedBatch(
         config.target_effective_batch_size, config.accumulation_steps, config.micro_batch_size, devices
     )
     try:
         resolved = (
-            resolve(asked, recommended)
+            resolve(requested, recommended)
             if config.use_gradient_accumulation
-            else without_accumulation(asked, recommended)
+            else without_accumulation(requested, recommended)
         )
         if resolved.micro_batch:
             check_steps(
@@ -66,20 +73,23 @@ def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) ->
     return resolved
 
 
-def max_length_for(asked: int | None, model: ModelReference, field: str = "dataset_config.max_length") -> int:
+def max_length_for(
+    requested: int | None, model: ModelReference, field: str = "dataset_config.max_length"
+) -> int:
     """The longest sequence, in tokens.
 
     Raises:
         Unprocessable: longer than the model's positions.
     """
     positions = model.architecture.positions
-    if asked is not None and asked > positions:
+    if requested is not None and requested > positions:
         raise Unprocessable(
-            f"max_length {asked} is longer than {model.name}'s {positions} positions: lower it, or choose a "
+            f"max_length {requested} is longer than {model.name}'s {positions} positions: lower it, or "
+            "choose a "
             "model with a longer context.",
             field=field,
         )
-    return asked or min(positions, DEFAULT_MAX_LENGTH)
+    return requested or min(positions, DEFAULT_MAX_LENGTH)
 
 
 def freeze(
@@ -176,7 +186,7 @@ def _check_options(training: TrainingConfig, data: DataSpec) -> None:
         )
 
 
-def _check_tunable(batch: Resolved, training: TrainingConfig) -> None:
+def _check_tunable(batch: ResolvedBatch, training: TrainingConfig) -> None:
     if batch.steps is not None or batch.micro_batch is not None:
         raise Unprocessable(
             "tune chooses the micro-batch: leave accumulation_steps and micro_batch_size out.", field="tune"

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from app.errors import AccrueError, Unprocessable
 from app.jobs.openai_schemas import FineTuningRequest, Hyperparameters
 from app.jobs.schemas import TrainingRequest
-from app.planning.inputs import Foresight
+from app.planning.inputs import PlanningInputs
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE
 from app.planning.recommendations import recommended_rate
 from app.settings import Settings
@@ -24,20 +24,20 @@ _THEIR_FIELDS = {
 }
 
 
-def check(asked: FineTuningRequest, foresight: Foresight, settings: Settings) -> Checked:
+def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> Checked:
     """As `intake.check`, with the recommendation for what is `"auto"`; errors name OpenAI's fields.
 
     Raises:
         Unprocessable, NotFound: what is asked for cannot be trained.
     """
     with _fields_in_their_words():
-        return _check(asked, foresight, settings)
+        return _check(requested, inputs, settings)
 
 
-def _check(asked: FineTuningRequest, foresight: Foresight, settings: Settings) -> Checked:
-    native = _in_our_words(asked)
-    checked = admission.check(native, foresight, settings, suffix=asked.suffix)
-    if _rate_is_ours(asked):
+def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> Checked:
+    native = _in_our_words(requested)
+    checked = admission.check(native, inputs, settings, suffix=requested.suffix)
+    if _rate_is_ours(requested):
         spec = checked.submission.spec
         rate = recommended_rate(
             spec.model.architecture.parameters,
@@ -47,7 +47,7 @@ def _check(asked: FineTuningRequest, foresight: Foresight, settings: Settings) -
         )
         training = native.training_config.model_copy(update={"learning_rate": rate.value})
         native = native.model_copy(update={"training_config": training})
-        checked = admission.check(native, foresight, settings, suffix=asked.suffix)
+        checked = admission.check(native, inputs, settings, suffix=requested.suffix)
     return checked
 
 
@@ -61,27 +61,27 @@ def _fields_in_their_words() -> Iterator[None]:
         raise
 
 
-def _in_our_words(asked: FineTuningRequest) -> TrainingRequest:
+def _in_our_words(requested: FineTuningRequest) -> TrainingRequest:
     """The same request on the native surface.
 
     Raises:
         Unprocessable: its parts exclude each other.
     """
-    chosen = _hyperparameters(asked)
-    given = asked.accumulation.model_dump(exclude_unset=True)
+    chosen = _hyperparameters(requested)
+    given = requested.accumulation.model_dump(exclude_unset=True)
     if chosen.batch_size != "auto":
         given["target_effective_batch_size"] = chosen.batch_size
     try:
         return TrainingRequest.model_validate(
             {
                 **given,
-                "model_name": asked.model,
-                "metadata": asked.metadata or {},
-                "training_config": _training(asked, chosen),
+                "model_name": requested.model,
+                "metadata": requested.metadata or {},
+                "training_config": _training(requested, chosen),
                 "dataset_config": {
-                    **asked.dataset_config.model_dump(exclude_unset=True),
-                    "file_id": asked.training_file,
-                    "validation_file_id": asked.validation_file,
+                    **requested.dataset_config.model_dump(exclude_unset=True),
+                    "file_id": requested.training_file,
+                    "validation_file_id": requested.validation_file,
                 },
             }
         )
@@ -91,22 +91,22 @@ def _in_our_words(asked: FineTuningRequest) -> TrainingRequest:
         raise Unprocessable(f"{message}.", field=".".join(map(str, first["loc"])) or None) from None
 
 
-def _hyperparameters(asked: FineTuningRequest) -> Hyperparameters:
-    if asked.method is not None:
-        return asked.method.supervised.hyperparameters
-    return asked.hyperparameters or Hyperparameters()
+def _hyperparameters(requested: FineTuningRequest) -> Hyperparameters:
+    if requested.method is not None:
+        return requested.method.supervised.hyperparameters
+    return requested.hyperparameters or Hyperparameters()
 
 
-def _rate_is_ours(asked: FineTuningRequest) -> bool:
-    chosen = _hyperparameters(asked).learning_rate_multiplier
-    return chosen == "auto" and "learning_rate" not in asked.training_config.model_fields_set
+def _rate_is_ours(requested: FineTuningRequest) -> bool:
+    chosen = _hyperparameters(requested).learning_rate_multiplier
+    return chosen == "auto" and "learning_rate" not in requested.training_config.model_fields_set
 
 
-def _training(asked: FineTuningRequest, chosen: Hyperparameters) -> dict[str, Any]:
-    given = asked.training_config.model_dump(exclude_unset=True)
+def _training(requested: FineTuningRequest, chosen: Hyperparameters) -> dict[str, Any]:
+    given = requested.training_config.model_dump(exclude_unset=True)
     if chosen.n_epochs != "auto":
         given["epochs"] = chosen.n_epochs
     if chosen.learning_rate_multiplier != "auto":
         base = given.get("learning_rate", DEFAULT_LEARNING_RATE)
         given["learning_rate"] = base * chosen.learning_rate_multiplier
-    return given if asked.seed is None else {**given, "seed": asked.seed}
+    return given if requested.seed is None else {**given, "seed": requested.seed}

@@ -12,7 +12,7 @@ from fastapi import Depends, Header, Path, Query, Request
 from sqlalchemy.orm import Session
 
 from app.errors import Forbidden
-from app.planning.inputs import Foresight
+from app.planning.inputs import PlanningInputs
 from app.security.authentication import admit
 from app.security.keys import Caller
 from app.security.scopes import Scope
@@ -61,9 +61,9 @@ async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)
     return _as_seen(request, caller)
 
 
-def foresight_of(request: Request) -> Foresight:
+def planning_inputs_of(request: Request) -> PlanningInputs:
     """What the caller of an authorised request may know of jobs to come."""
-    return Foresight(_as_seen(request, request.state.caller), request.app.state.kept)
+    return PlanningInputs(_as_seen(request, request.state.caller), request.app.state.kept)
 
 
 def _as_seen(request: Request, caller: Caller) -> Database:

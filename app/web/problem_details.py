@@ -24,7 +24,7 @@ from app.errors import (
 )
 from app.storage.disk import is_full
 from app.web.content_type import is_multipart
-from app.web.validation_errors import FieldProblem, complaints
+from app.web.validation_errors import FieldProblem, field_problems
 
 OPENAI = "OpenAI"
 """How the tags of the OpenAI-compatible routes begin."""
@@ -111,7 +111,7 @@ def known(request: Request, error: Exception) -> JSONResponse:
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    fields = complaints(error.errors(), _body_of(request))
+    fields = field_problems(error.errors(), _body_of(request))
     detail = "; ".join(f"{problem.field}: {problem.message}" for problem in fields[:5])
     detail += "; and more" if len(fields) > 5 else ""
     detail = detail if detail.endswith("?") else f"{detail}."

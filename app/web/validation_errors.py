@@ -79,7 +79,9 @@ class FieldProblem(BaseModel):
     message: str
 
 
-def complaints(errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | None) -> list[FieldProblem]:
+def field_problems(
+    errors: Sequence[Mapping[str, Any]], requested: type[BaseModel] | None
+) -> list[FieldProblem]:
     """One for each field.
 
     Args:
@@ -91,7 +93,7 @@ def complaints(errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | Non
         by_field.setdefault(".".join(_until_a_union(error)) or "body", []).append(error)
     found: dict[str, FieldProblem] = {}
     for field, own in by_field.items():
-        problem = _of_one(own[0], asked) if len(own) == 1 else _of_a_union(field, own, asked)
+        problem = _of_one(own[0], requested) if len(own) == 1 else _of_a_union(field, own, requested)
         found.setdefault(problem.field, problem)
     return list(found.values())[:MOST_TOLD]
 
@@ -121,16 +123,16 @@ def _shortened(name: str) -> str:
 
 
 def _of_a_union(
-    field: str, errors: Sequence[Mapping[str, Any]], asked: type[BaseModel] | None
+    field: str, errors: Sequence[Mapping[str, Any]], requested: type[BaseModel] | None
 ) -> FieldProblem:
     """Of a value that is none of several kinds: what is wrong within the kind that it comes nearest to, else
     what it may be."""
     bounds = [error for error in errors if not error["type"].endswith(_OTHER_KINDS)]
     if bounds:  # it is of that kind, and beyond its bounds
-        return _of_one(bounds[0], asked)
+        return _of_one(bounds[0], requested)
     deepest = max(errors, key=lambda error: len(_path(error)))
     if len(_path(deepest)) > field.count(".") + 3:  # its own name, the kind's, and the kind's only field
-        return _of_one(deepest, asked)
+        return _of_one(deepest, requested)
     simple = [error for error in errors if error["type"].endswith(("_type", "_parsing", "literal_error"))]
     told = [_plainly(error) for error in simple if error["type"] != "model_type"] or [_plainly(errors[0])]
     start = "input should be "
@@ -138,13 +140,13 @@ def _of_a_union(
     return FieldProblem(field=field, message=start + " or ".join(rest) if rest else told[0])
 
 
-def _of_one(error: Mapping[str, Any], asked: type[BaseModel] | None) -> FieldProblem:
+def _of_one(error: Mapping[str, Any], requested: type[BaseModel] | None) -> FieldProblem:
     if error["type"] == "json_invalid":
         return FieldProblem(field="body", message=f"is not valid JSON ({error['ctx']['error']})")
     path = [part for part in _path(error) if not _is_member(part)]
     field = ".".join(path) or "body"
     if error["type"] == "extra_forbidden":
-        return FieldProblem(field=field, message=_unknown(field, asked))
+        return FieldProblem(field=field, message=_unknown(field, requested))
     return FieldProblem(field=field, message=_plainly(error))
 
 
@@ -155,15 +157,15 @@ def _plainly(error: Mapping[str, Any]) -> str:
     return _PLAINLY.get(error["type"], message[:1].lower() + message[1:])
 
 
-def _unknown(field: str, asked: type[BaseModel] | None) -> str:
+def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     """That there is no such field, and which was probably meant."""
     told = "is no field of this request"
-    there = dict(_fields(asked)) if asked is not None else {}
+    there = dict(_fields(requested)) if requested is not None else {}
     group, _, name = field.rpartition(".")
     first = next((path for path, others in there.items() if field in others), None)
     if first is not None:
         return f"is another name of {first}, which is given, too: leave one out"
-    if name in _SAID_BY and asked is not None:
+    if name in _SAID_BY and requested is not None:
         return f"{told}: say {_SAID_BY[name]}"
     meant = _KNOWN_ELSEWHERE_AS.get(name, name)
     beside = [each for each in there if each.rpartition(".")[0] == group]

@@ -29,8 +29,8 @@ def test_the_service_answers_within_two_seconds_of_its_start(tmp_path: Path) -> 
 
 
 def test_the_documented_calls(shared: Accrue, tmp_path: Path) -> None:
-    asked = {"accumulation_steps": 4, "target_effective_batch_size": 32}
-    config = shared.post(f"{ROOT}/config", {**asked, "mixed_precision": True, "gradient_clipping": 1.0})
+    requested = {"accumulation_steps": 4, "target_effective_batch_size": 32}
+    config = shared.post(f"{ROOT}/config", {**requested, "mixed_precision": True, "gradient_clipping": 1.0})
     assert config["effective_batch_size"] == 32
     data = {"texts": ["sample text 1", "sample text 2"], "max_length": 512}
     common = {
@@ -200,8 +200,8 @@ def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, t
     data.write_text(
         "".join(json.dumps({"text": "All work and no play. " * (1 + n % 9)}) + "\n" for n in range(60))
     )
-    asked = (str(data), "--batch", "24", "--max-length", "96")
-    measured = shared.command("tune", *asked)
+    requested = (str(data), "--batch", "24", "--max-length", "96")
+    measured = shared.command("tune", *requested)
     assert measured.returncode == 0, measured.stdout + measured.stderr
     assert "Chosen is the leanest of the fastest" in measured.stdout
     (job,) = shared.get(f"{TRAINING}?limit=1")["data"]
@@ -211,7 +211,7 @@ def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, t
     assert tuning["token_budget"] in {tried["token_budget"] for tried in tuning["tried"]}
     assert shared.http.get(f"{TRAINING}/{job['id']}/model").status_code in (404, 409)
 
-    trained = json.loads(shared.command("submit", *asked, "--max-steps", "4", "--tune", "--json").stdout)
+    trained = json.loads(shared.command("submit", *requested, "--max-steps", "4", "--tune", "--json").stdout)
     ended = shared.ended(trained["id"])
     assert (ended["status"], ended["plan"]["source"]) == ("succeeded", "measured")
     assert ended["plan"]["ranks"][0]["micro_batch_rule"]["tokens"] <= max(96, tuning["token_budget"])

@@ -35,9 +35,9 @@ def test_each_has_a_help_that_says_what_it_does(
 def test_each_is_run() -> None:
     here = Path(__file__)
     for words in commands():
-        asked = ", ".join(f'"{word}"' for word in words)
+        requested = ", ".join(f'"{word}"' for word in words)
         where = here.parents[2] / ELSEWHERE.get(words[0], here)
-        assert asked in where.read_text(), f"accrue {' '.join(words)} is never run"
+        assert requested in where.read_text(), f"accrue {' '.join(words)} is never run"
 
 
 def run(shared: Accrue, *words: str, status: int = 0) -> str:
@@ -61,11 +61,11 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     assert shared.command("plan", "gpt2-xl", "--gpu", "8GB").returncode == 2
     text = tmp_path / "book.txt"
     text.write_text("All work and no play. " * 40)
-    asked = ("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
-    dry = run(shared, *asked, "--dry-run", "--json", "--set", "training_config.method=lora")
+    requested = ("submit", str(text), "--batch", "4", "--max-length", "64", "--max-steps", "3")
+    dry = run(shared, *requested, "--dry-run", "--json", "--set", "training_config.method=lora")
     assert json.loads(dry)["training_config"]["method"] == "lora"
-    assert "FIELD=VALUE" in shared.command(*asked, "--set", "nothing").stderr
-    job_id = run(shared, *asked).split()[0]
+    assert "FIELD=VALUE" in shared.command(*requested, "--set", "nothing").stderr
+    job_id = run(shared, *requested).split()[0]
     assert "succeeded: loss" in run(shared, "watch", job_id)
     assert shared.job(job_id)["progress"]["samples_seen"] == 12
     assert job_id in run(shared, "jobs")
@@ -93,8 +93,8 @@ def test_what_is_refused_leaves_no_file(shared: Accrue, data: Path) -> None:
 
 
 def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None:
-    asked = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
-    job_id = run(shared, *asked, "--validation-split", "0.2").split()[0]
+    requested = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
+    job_id = run(shared, *requested, "--validation-split", "0.2").split()[0]
     told = [json.loads(line) for line in run(shared, "logs", job_id, "--follow", "--json").splitlines()]
     (completed, *_) = json.loads(run(shared, "sample", job_id, "--json"))["data"]
     assert "All work" in completed["prompt"] + completed["expected"]
@@ -108,17 +108,17 @@ def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None
 def test_a_file_is_uploaded_once(shared: Accrue, tmp_path: Path) -> None:
     mine = tmp_path / "mine.jsonl"
     mine.write_text(json.dumps({"text": "Only once."}) + "\n")
-    asked = ("submit", str(mine), "--max-steps", "1", "--max-length", "16", "--set", "auto_start=false")
-    jobs = [shared.job(run(shared, *asked).split()[0]) for _ in range(2)]
+    requested = ("submit", str(mine), "--max-steps", "1", "--max-length", "16", "--set", "auto_start=false")
+    jobs = [shared.job(run(shared, *requested).split()[0]) for _ in range(2)]
     (file_id,) = {job["dataset"]["file_id"] for job in jobs}
     run(shared, "submit", str(mine), "--dry-run")
     assert file_id in run(shared, "files")
     mine.write_text(json.dumps({"text": "Another."}) + "\n")
-    assert shared.job(run(shared, *asked).split()[0])["dataset"]["file_id"] != file_id
+    assert shared.job(run(shared, *requested).split()[0])["dataset"]["file_id"] != file_id
 
 
 def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
-    asked = (
+    requested = (
         "submit",
         str(data),
         "--max-steps",
@@ -129,7 +129,7 @@ def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
         "lora",
         "--checkpointing",
     )
-    told = run(shared, *asked, "--watch")
+    told = run(shared, *requested, "--watch")
     assert "learning rate 0.0002" in told  # lora's own default
     assert told.count("cut to max_length 8") == 1
     assert "tokens learned from" in told
@@ -139,11 +139,11 @@ def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
 
 
 def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data: Path) -> None:
-    asked = ("submit", str(data), "--max-steps", "3", "--max-length", "32", "--set", "auto_start=false")
-    job_id = run(shared, *asked).split()[0]
+    requested = ("submit", str(data), "--max-steps", "3", "--max-length", "32", "--set", "auto_start=false")
+    job_id = run(shared, *requested).split()[0]
     assert "is queued" in run(shared, "resume", job_id) or shared.job(job_id)["status"] != "paused"
     shared.ended(job_id)
-    job_id = run(shared, *asked, "--set", "priority=-5").split()[0]
+    job_id = run(shared, *requested, "--set", "priority=-5").split()[0]
     assert "is cancelled" in run(shared, "cancel", job_id)
     assert "cancelled" in run(shared, "pause", job_id, status=1)
     again = json.loads(run(shared, "retry", job_id, "--json"))["id"]
@@ -177,8 +177,8 @@ def test_a_job_is_stopped_and_its_model_kept(shared: Accrue, data: Path) -> None
 
 
 def test_jobs_are_compared(shared: Accrue, data: Path, tmp_path: Path) -> None:
-    asked = ("submit", str(data), "--max-length", "32", "--epochs", "4")
-    ids = [run(shared, *asked, "--batch", batch).split()[0] for batch in ("2", "4")]
+    requested = ("submit", str(data), "--max-length", "32", "--epochs", "4")
+    ids = [run(shared, *requested, "--batch", batch).split()[0] for batch in ("2", "4")]
     for job_id in ids:
         shared.ended(job_id)
     chart = tmp_path / "losses.png"

@@ -68,9 +68,9 @@ def test_from_file_to_model(client: openai.OpenAI, training_file: str) -> None:
 
 def test_pause_resume_cancel_and_lists(client: openai.OpenAI, training_file: str) -> None:
     long = {"training_config": {"max_steps": 4000}, "dataset_config": {"max_length": 64}}
-    asked = {"model": MODEL, "training_file": training_file, "extra_body": long}
-    first = client.fine_tuning.jobs.create(**asked, metadata={"run": "a"})  # type: ignore[arg-type]
-    second = client.fine_tuning.jobs.create(**asked, metadata={"run": "b"})  # type: ignore[arg-type]
+    requested = {"model": MODEL, "training_file": training_file, "extra_body": long}
+    first = client.fine_tuning.jobs.create(**requested, metadata={"run": "a"})  # type: ignore[arg-type]
+    second = client.fine_tuning.jobs.create(**requested, metadata={"run": "b"})  # type: ignore[arg-type]
     until(lambda: client.fine_tuning.jobs.retrieve(first.id).status == "running")
     client.fine_tuning.jobs.pause(first.id)
     until(lambda: str(client.fine_tuning.jobs.retrieve(first.id).status) == "paused")

@@ -14,9 +14,9 @@ PROFILES = "/gradient-accumulation/profiles"
 
 def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue, tmp_path: Path) -> None:
     accrue.serve()
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text('{"prompt": "Whose wörk?", "completion": " Mine."}\n' * 5)
-    assert "No worker is here" in run(accrue, "preview", str(asked), status=1)
+    requested = tmp_path / "asked.jsonl"
+    requested.write_text('{"prompt": "Whose wörk?", "completion": " Mine."}\n' * 5)
+    assert "No worker is here" in run(accrue, "preview", str(requested), status=1)
     llama = {"model_name": "meta-llama/Llama-3.1-8B", "gpus": ["24GB"], "wait_seconds": 30}
     by_formula = accrue.post(CALCULATE, llama)
     assert by_formula["source"] == "formula"
@@ -51,7 +51,7 @@ def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue,
     assert accrue.ended(job)["status"] == "succeeded"
     again = accrue.post(f"{TRAINING}/with-accumulation", {**body, "gpu_ids": None})
     assert again["plan"]["source"] == "measured"  # by that job, on the worker's device, which jobs are for
-    look_at(accrue, asked)
+    look_at(accrue, requested)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(30) == 0
 
@@ -74,19 +74,19 @@ def run(accrue: Accrue, *words: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def look_at(accrue: Accrue, asked: Path) -> None:
+def look_at(accrue: Accrue, requested: Path) -> None:
     """`accrue preview`, on files of one's own and on uploaded ones."""
     files = run(accrue, "files", "--json")
-    seen = json.loads(run(accrue, "preview", str(asked), "--limit", "2", "--json"))
+    seen = json.loads(run(accrue, "preview", str(requested), "--limit", "2", "--json"))
     assert [sample["line"] for sample in seen["samples"]] == [1, 2]
     (sample, _) = seen["samples"]
     counted = zip(sample["tokens"], sample["counts"], strict=True)
     assert "".join(text for text, counts in counted if counts) == " Mine.<|endoftext|>"
     assert run(accrue, "files", "--json") == files  # nothing of it stays
-    told = run(accrue, "preview", str(asked), "--max-length", "8")
+    told = run(accrue, "preview", str(requested), "--max-length", "8")
     assert "Whose w" in told
     assert "5 without a token that counts" in told
     assert "there is no file nowhere.jsonl" in run(accrue, "preview", "nowhere.jsonl", status=2)
-    stays = run(accrue, "files", "add", str(asked)).strip()
+    stays = run(accrue, "files", "add", str(requested)).strip()
     assert "Whose wörk? Mine." in run(accrue, "preview", stays)
     assert "Put its folder" in run(accrue, "preview", stays, "--model", "nobody/nothing", status=1)

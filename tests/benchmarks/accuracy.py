@@ -120,13 +120,13 @@ CASES = [
 ]
 
 
-def predicted_bytes(case: Case, asked: dict[str, Any]) -> int:
+def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
     """By a simulation, as the service would ask for it."""
     from app.contract.memory_profile import Recipe
     from app.planning.estimate import ByProfile
     from workers.profiling.profile import make_profile
 
-    recipe = Recipe.model_validate(asked["recipe"])
+    recipe = Recipe.model_validate(requested["recipe"])
     profile = make_profile(case.config, recipe, case.sequence)
     memory = ByProfile(profile.curve, recipe, "simulated").memory(
         case.rows, accumulating=case.micro_batches > 1
@@ -136,9 +136,9 @@ def predicted_bytes(case: Case, asked: dict[str, Any]) -> int:
 
 def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
     """By the trainer itself, in a process of its own; with the recipe that it was run by."""
-    asked = {"config": case.config, "rows": case.rows, "sequence": case.sequence,
+    requested = {"config": case.config, "rows": case.rows, "sequence": case.sequence,
              "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder)}  # fmt: skip
-    command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(asked)]
+    command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(requested)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if "RESULT " not in done.stdout:
         raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -151,15 +151,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose family or options contain this")
     parser.add_argument("--draw", type=int, default=0, help="so many combinations at random instead")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; without it, a new one")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     cases = CASES
-    if asked.draw:
+    if requested.draw:
         from tests.benchmarks.draws import draw
 
-        seed = asked.seed if asked.seed is not None else randrange(2**31)
+        seed = requested.seed if requested.seed is not None else randrange(2**31)
         print(f"seed {seed}")
-        cases = draw(asked.draw, seed)
-    chosen = [case for case in cases if asked.only in f"{case.family} {case.told}"]
+        cases = draw(requested.draw, seed)
+    chosen = [case for case in cases if requested.only in f"{case.family} {case.told}"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(chosen):
@@ -168,7 +168,7 @@ def main() -> None:
                 rows.append(row)
     summary = summarise(rows)
     print(summary)
-    if not asked.only and not asked.draw:
+    if not requested.only and not requested.draw:
         write(rows, summary)
 
 

@@ -221,18 +221,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=1_000, help="of each job")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    asked = parser.parse_args()
-    assert asked.jobs >= 20 * FOLLOWERS, "followers need jobs that wait"
+    requested = parser.parse_args()
+    assert requested.jobs >= 20 * FOLLOWERS, "followers need jobs that wait"
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as accrue:
         accrue.serve(ACCRUE_MAX_QUEUED_JOBS="1000000")
-        bench = Bench(accrue, asked.jobs, asked.steps, asked.seconds)
+        bench = Bench(accrue, requested.jobs, requested.steps, requested.seconds)
         began = time.perf_counter()
         bench.fill()
         print(f"  filled in {time.perf_counter() - began:.0f} s", flush=True)
         bench.read()
         bench.follow()
         bench.submit()
-    told = {"machine": machine(), "jobs": asked.jobs, "steps": asked.jobs * asked.steps, **bench.figures}
+    told = {
+        "machine": machine(),
+        "jobs": requested.jobs,
+        "steps": requested.jobs * requested.steps,
+        **bench.figures,
+    }
     (RESULTS / "api.json").write_text(json.dumps(told, indent=2) + "\n")
 
 

@@ -32,7 +32,7 @@ def forget_peak() -> int:
     return resident("VmRSS")
 
 
-def accrue(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """This project's trainer, as a job runs it."""
     from workers.run_directory import Reporter
     from workers.training import certificate
@@ -41,9 +41,14 @@ def accrue(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     from workers.training.start import start
     from workers.training.trackers import Trackers
 
-    cut = FixedSize(samples=asked["rows"]) if "rows" in asked else None
+    cut = FixedSize(samples=requested["rows"]) if "rows" in requested else None
     run = lay_run(
-        folder, Path(asked["model"]), Path(asked["data"]), cut, asked["windows"], asked["max_length"]
+        folder,
+        Path(requested["model"]),
+        Path(requested["data"]),
+        cut,
+        requested["windows"],
+        requested["max_length"],
     )
     order = run.order()
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
@@ -67,7 +72,7 @@ def accrue(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """transformers' Trainer, with the settings that its documentation gives for accumulation."""
     from transformers import (
         AutoModelForCausalLM,
@@ -80,11 +85,11 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
-    model = AutoModelForCausalLM.from_pretrained(asked["model"], attn_implementation="sdpa")
-    texts = [json.loads(line)["text"] for line in Path(asked["data"]).read_text().splitlines()]
-    count = asked["windows"] * EFFECTIVE_BATCH
-    ids = [[*tokenizer(texts[i]).input_ids, tokenizer.eos_token_id][: asked["max_length"]]
+    tokenizer = AutoTokenizer.from_pretrained(requested["model"])
+    model = AutoModelForCausalLM.from_pretrained(requested["model"], attn_implementation="sdpa")
+    texts = [json.loads(line)["text"] for line in Path(requested["data"]).read_text().splitlines()]
+    count = requested["windows"] * EFFECTIVE_BATCH
+    ids = [[*tokenizer(texts[i]).input_ids, tokenizer.eos_token_id][: requested["max_length"]]
            for i in order_of_samples(len(texts))[:count]]  # fmt: skip
     rows = [{"input_ids": row, "length": len(row)} for row in ids]
 
@@ -109,7 +114,7 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         """The same samples in the same windows, which Trainer has no setting for."""
 
         def _get_train_sampler(self, *arguments: Any) -> Any:
-            if asked["grouped"]:
+            if requested["grouped"]:
                 return super()._get_train_sampler(*arguments)
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -117,11 +122,11 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer = Sequential(
         model=model,
         args=TrainingArguments(
-            output_dir=str(folder), per_device_train_batch_size=asked["rows"],
-            gradient_accumulation_steps=EFFECTIVE_BATCH // asked["rows"], num_train_epochs=1,
+            output_dir=str(folder), per_device_train_batch_size=requested["rows"],
+            gradient_accumulation_steps=EFFECTIVE_BATCH // requested["rows"], num_train_epochs=1,
             learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, seed=SEED,
-            train_sampling_strategy="group_by_length" if asked["grouped"] else "random",
+            train_sampling_strategy="group_by_length" if requested["grouped"] else "random",
             dataloader_pin_memory=False,
         ),
         train_dataset=rows,
@@ -133,7 +138,7 @@ def hugging_face(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "losses": times.losses,
         "seconds": times.times[-1] - times.times[0],
-        "samples": EFFECTIVE_BATCH * asked["windows"],
+        "samples": EFFECTIVE_BATCH * requested["windows"],
         "padding": None,
         "peak_bytes": resident("VmHWM") - before,
     }
@@ -175,7 +180,7 @@ class BareBeside:
         return before
 
 
-def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A window of 16 equal micro-batches, less its optimizer, over 16 bare forwards and backwards."""
     from workers.run_directory import Reporter
     from workers.training import accumulate
@@ -183,7 +188,12 @@ def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     from workers.training.trackers import Trackers
 
     run = lay_run(
-        folder, Path(asked["model"]), Path(asked["data"]), FixedSize(samples=4), 1, asked["max_length"]
+        folder,
+        Path(requested["model"]),
+        Path(requested["data"]),
+        FixedSize(samples=4),
+        1,
+        requested["max_length"],
     )
     order = run.order()
     ratios = []
@@ -193,7 +203,7 @@ def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         window = training.next_window()
         denominator = training.samples.denominator(window)
         batches = [training.fetch(window[g].tolist()) for g in accumulate.cut(training, window, training.cut)]
-        for number in range(asked["windows"] + 1):
+        for number in range(requested["windows"] + 1):
             training.stop = bare = BareBeside(training, batches, denominator)
             began = time.perf_counter()
             trained = accumulate.train_window(training, window, denominator)
@@ -205,10 +215,10 @@ def overhead(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    requested = json.loads(sys.argv[1])
     torch.set_num_threads(2)
-    run = {"accrue": accrue, "overhead": overhead, "hugging_face": hugging_face}[asked["who"]]
-    sys.stdout.write("\nRESULT " + json.dumps(run(asked, Path(asked["folder"]))) + "\n")
+    run = {"accrue": accrue, "overhead": overhead, "hugging_face": hugging_face}[requested["who"]]
+    sys.stdout.write("\nRESULT " + json.dumps(run(requested, Path(requested["folder"]))) + "\n")
 
 
 if __name__ == "__main__":

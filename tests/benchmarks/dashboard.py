@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=1_000, help="of each job")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the live page")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     path = chromium()
     assert path is not None, "no Chromium here: make test-browser installs one"
     figures: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def main() -> None:
         sync_playwright() as playwright,
     ):
         accrue.serve()
-        bench = Bench(accrue, asked.jobs, asked.steps, asked.seconds)
+        bench = Bench(accrue, requested.jobs, requested.steps, requested.seconds)
         bench.fill()
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         pages = {
@@ -157,11 +157,11 @@ def main() -> None:
             figures[name] = first_use(browser, accrue.url, address, shown)
             print(f"  {name}: {figures[name]}", flush=True)
         job = LiveJob(bench.path, bench.job_id(20))
-        figures["live"] = live(browser, accrue.url, job, asked.seconds)
+        figures["live"] = live(browser, accrue.url, job, requested.seconds)
         print(f"  live: {figures['live']}", flush=True)
-        told = {"machine": {**machine(), "browser": browser.version}, "jobs": asked.jobs, **figures}
+        told = {"machine": {**machine(), "browser": browser.version}, "jobs": requested.jobs, **figures}
         browser.close()
-    told["steps"] = asked.jobs * asked.steps
+    told["steps"] = requested.jobs * requested.steps
     (RESULTS / "dashboard.json").write_text(json.dumps(told, indent=2) + "\n")
 
 

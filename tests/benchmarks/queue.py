@@ -108,19 +108,19 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--postgresql", action="store_true", help="on a server of its own, for comparison")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     claims, lines = [], []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        server = Server(Path(folder) / "server") if asked.postgresql else None
+        server = Server(Path(folder) / "server") if requested.postgresql else None
         if server:
             stack.callback(server.stop)
-        for number in range(asked.rounds):
+        for number in range(requested.rounds):
             own = Path(folder) / str(number)
             own.mkdir()
             url = server.new_database() if server else f"sqlite:///{own / 'bench.db'}"
             migrate(url)
-            claims.append(round(claims_per_second(url, asked.jobs)))
-            lines.append(round(lines_per_second(url, own, asked.lines)))
+            claims.append(round(claims_per_second(url, requested.jobs)))
+            lines.append(round(lines_per_second(url, own, requested.lines)))
     result: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",

@@ -62,18 +62,20 @@ CASES = [
 ]
 
 
-def train_capped(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Plans for a device with room for a few rows, trains, and counts."""
     folder.mkdir()
     random = np.random.default_rng(0)
-    lengths = random.integers(8, 3 * asked["sequence"] // 2, EXAMPLES)
+    lengths = random.integers(8, 3 * requested["sequence"] // 2, EXAMPLES)
     letters = np.array(list("abcdefghij klmnop"))
     data = write_lines(folder / "data.jsonl", ["".join(random.choice(letters, n)) for n in lengths])
-    spec = spec_of(asked, data, EXAMPLES).model_copy(
+    spec = spec_of(requested, data, EXAMPLES).model_copy(
         update={"effective_batch_size": EFFECTIVE_BATCH, "max_steps": WINDOWS}
     )
     recipe = recipe_of(spec, CPU)
-    profile = ByProfile(make_profile(asked["config"], recipe, asked["sequence"]).curve, recipe, "simulated")
+    profile = ByProfile(
+        make_profile(requested["config"], recipe, requested["sequence"]).curve, recipe, "simulated"
+    )
     share = spec.memory.budget(10**9) / 10**9
     device = Device("cpu", "CPU", int(profile.memory(ROOM_FOR).peak_process_bytes / share), "cpu")
 
@@ -85,8 +87,8 @@ def train_capped(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     rule = plan.ranks[0].micro_batch_rule
     assert isinstance(rule, TokenBudget)
-    rows = rule.tokens / asked["sequence"]
-    run = lay_run(folder, spec, plan, data, make_model(asked["config"], folder / "model"))
+    rows = rule.tokens / requested["sequence"]
+    run = lay_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
     with Reporter(run, 1) as reporter, Trackers((), run.order(), run.path) as trackers:
         training, _ = start(run, run.order(), reporter, trackers, lambda: False)
         training.loader = Inline()  # type: ignore[assignment]
@@ -104,9 +106,9 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES):
-            asked = {"config": FAMILIES[case.family], "sequence": case.sequence, "rows": 1,
+            requested = {"config": FAMILIES[case.family], "sequence": case.sequence, "rows": 1,
                      "micro_batches": 1, "options": case.options, "folder": f"{folder}/{number}"}  # fmt: skip
-            command = [sys.executable, "-m", "tests.benchmarks.recommended", json.dumps(asked)]
+            command = [sys.executable, "-m", "tests.benchmarks.recommended", json.dumps(requested)]
             done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
             if "RESULT " not in done.stdout:
                 raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

@@ -180,13 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=7)
-    asked = parser.parse_args()
-    random.seed(asked.seed)
+    requested = parser.parse_args()
+    random.seed(requested.seed)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as accrue:
         own = Soak(accrue)
-        used = soak(own, 60 * asked.minutes)
+        used = soak(own, 60 * requested.minutes)
         result: dict[str, Any] = {
-            "date": datetime.now(UTC).date().isoformat(), "minutes": asked.minutes,
+            "date": datetime.now(UTC).date().isoformat(), "minutes": requested.minutes,
             "faults": dict(own.done), **judge(own), "used": used,
         }  # fmt: skip
     growth = {

@@ -26,8 +26,8 @@ RESULTS = Path(__file__).parent / "results"
 OURS = "Accrue, as planned"
 FIXED_LENGTH = 256
 
-Asked = dict[str, Any]
-CONTESTANTS: dict[str, Asked] = {
+RequestedBatch = dict[str, Any]
+CONTESTANTS: dict[str, RequestedBatch] = {
     OURS: {"who": "accrue"},
     **{
         f"Trainer, batch {rows}": {"who": "hugging_face", "rows": rows, "grouped": False}
@@ -38,20 +38,20 @@ CONTESTANTS: dict[str, Asked] = {
         for rows in (4, 8, 16)
     },
 }
-FIXED: dict[str, Asked] = {
+FIXED: dict[str, RequestedBatch] = {
     "Accrue, batch 8, fixed length": {"who": "accrue", "rows": 8},
     "Trainer, batch 8, fixed length": {"who": "hugging_face", "rows": 8, "grouped": False},
 }
 
 
-def run(asked: Asked, folder: Path) -> dict[str, Any]:
+def run(requested: RequestedBatch, folder: Path) -> dict[str, Any]:
     """One contestant in a process of its own."""
     shutil.rmtree(folder, ignore_errors=True)
-    asked = {**asked, "folder": str(folder)}
-    command = [sys.executable, "-m", "tests.benchmarks.contestants", json.dumps(asked)]
+    requested = {**requested, "folder": str(folder)}
+    command = [sys.executable, "-m", "tests.benchmarks.contestants", json.dumps(requested)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if "RESULT " not in done.stdout:
-        raise SystemExit(f"{asked} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(f"{requested} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     result: dict[str, Any] = json.loads(done.stdout.split("RESULT ")[1])
     return result
 
@@ -66,13 +66,13 @@ def measure(size: Size, base: Path, rounds: int) -> dict[str, Any]:
     common = {"model": str(model), "windows": size.windows, "data": str(variable), "max_length": MAX_LENGTH}
     held = {"model": str(model), "windows": 3, "data": str(fixed), "max_length": FIXED_LENGTH}
     contestants = {
-        **{name: {**common, **asked} for name, asked in CONTESTANTS.items()},
-        **{name: {**held, **asked} for name, asked in FIXED.items()},
+        **{name: {**common, **requested} for name, requested in CONTESTANTS.items()},
+        **{name: {**held, **requested} for name, requested in FIXED.items()},
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     for number in range(rounds):
-        for name, asked in contestants.items():
-            result = run(asked, base / "run")
+        for name, requested in contestants.items():
+            result = run(requested, base / "run")
             found[name].append(result)
             rate = result["samples"] / result["seconds"]
             print(f"round {number + 1}: {name:32} {rate:7.1f} samples/s, "
@@ -98,7 +98,7 @@ def promises(measured: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """What is promised: its name, the bound, what was measured, and whether it holds."""
     own = measured["contestants"]
     ours = own[OURS]
-    theirs = {name: asked["grouped"] for name, asked in CONTESTANTS.items() if "grouped" in asked}
+    theirs = {name: requested["grouped"] for name, requested in CONTESTANTS.items() if "grouped" in requested}
     best_plain, best_grouped = (
         max((own[name] for name, g in theirs.items() if g == grouped), key=lambda r: r["samples_per_second"])
         for grouped in (False, True)

@@ -44,15 +44,15 @@ class Inline(Executor):
         return future
 
 
-def lay(asked: dict[str, Any], folder: Path) -> RunDirectory:
+def lay(requested: dict[str, Any], folder: Path) -> RunDirectory:
     """A model made from its config, data of full length, and a run directory for two windows."""
     folder.mkdir()
-    examples = 2 * asked["rows"] * asked["micro_batches"]
-    text = "".join(chr(97 + i % 26) for i in range(2 * asked["sequence"]))
+    examples = 2 * requested["rows"] * requested["micro_batches"]
+    text = "".join(chr(97 + i % 26) for i in range(2 * requested["sequence"]))
     data = write_lines(folder / "data.jsonl", [text] * examples)
-    spec = spec_of(asked, data, examples)
-    plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=asked["rows"]))
-    return lay_run(folder, spec, plan, data, make_model(asked["config"], folder / "model"))
+    spec = spec_of(requested, data, examples)
+    plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=requested["rows"]))
+    return lay_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -84,9 +84,9 @@ def make_model(told: dict[str, Any], model: Path) -> Path:
     return model
 
 
-def spec_of(asked: dict[str, Any], data: Path, examples: int) -> Spec:
+def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
     """The job that a combination stands for."""
-    options = dict(asked["options"])
+    options = dict(requested["options"])
     optimizer = make_optimizer(options.pop("optimizer", "adamw"))
     if optimizer.name == "sgd":
         optimizer = optimizer.model_copy(update={"momentum": 0.9})
@@ -95,8 +95,8 @@ def spec_of(asked: dict[str, Any], data: Path, examples: int) -> Spec:
     method = MethodSpec(name="lora", lora=lora) if options.pop("method", None) == "lora" else None
     freeze = options.pop("freeze", None)
     spec = make_spec(
-        model=ModelReference(name="case", source="local", architecture=from_config(asked["config"])),
-        effective_batch_size=asked["rows"] * asked["micro_batches"],
+        model=ModelReference(name="case", source="local", architecture=from_config(requested["config"])),
+        effective_batch_size=requested["rows"] * requested["micro_batches"],
         max_steps=2,
         optimizer=optimizer,
         method=method or MethodSpec(name="full", lora=None),
@@ -112,7 +112,7 @@ def spec_of(asked: dict[str, Any], data: Path, examples: int) -> Spec:
         update={
             "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
             "examples": examples,
-            "max_length": asked["sequence"],
+            "max_length": requested["sequence"],
             "packing": options.pop("packing", False),
         }
     )

@@ -198,11 +198,11 @@ def test_what_was_ticked_is_so_after_going_back(page: Page, noticed: Noticed, tr
 
 def test_what_a_term_means_stands_beside_it(page: Page, noticed: Noticed) -> None:
     page.goto("./")
-    asked = page.get_by_role("button", name="What is this?").nth(2)
-    asked.click()
+    requested = page.get_by_role("button", name="What is this?").nth(2)
+    requested.click()
     shown = page.locator(".meaning:popover-open")
     expect(shown).to_be_visible()
-    button, meaning = asked.bounding_box(), shown.bounding_box()
+    button, meaning = requested.bounding_box(), shown.bounding_box()
     assert button is not None
     assert meaning is not None
     assert 0 <= meaning["y"] - (button["y"] + button["height"]) < 30

@@ -18,7 +18,7 @@ def test_the_keys_tell_the_format(line: dict[str, object], form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "complaint"),
+    ("raw", "problem"),
     [
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not UTF-8"),
@@ -33,8 +33,8 @@ def test_the_keys_tell_the_format(line: dict[str, object], form: str) -> None:
         (b"[" * 100_000, "not valid JSON"),
     ],
 )
-def test_a_bad_line_is_told_what_is_wrong(raw: bytes, complaint: str) -> None:
-    with pytest.raises(BadLine, match=complaint):
+def test_a_bad_line_is_told_what_is_wrong(raw: bytes, problem: str) -> None:
+    with pytest.raises(BadLine, match=problem):
         parse_line(raw)
 
 

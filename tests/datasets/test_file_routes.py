@@ -25,7 +25,7 @@ def test_a_file_is_stored_described_and_given_back(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "problem"),
     [
         (b"", "The file has no example"),
         (b"\n\n", "The file has no example"),
@@ -38,11 +38,11 @@ def test_a_file_is_stored_described_and_given_back(client: TestClient) -> None:
     ],
 )
 def test_a_bad_file_is_refused_with_the_line_and_leaves_nothing(
-    client: TestClient, settings: Settings, content: bytes, complaint: str
+    client: TestClient, settings: Settings, content: bytes, problem: str
 ) -> None:
     answer = upload(client, content)
     assert answer.status_code == 400
-    assert complaint in answer.json()["detail"]
+    assert problem in answer.json()["detail"]
     assert answer.json()["error"]["param"] == "file"
     assert list(settings.files_dir.iterdir()) == []
     assert client.get("/v1/files").json()["data"] == []

@@ -77,9 +77,11 @@ def the_way_out() -> dict[str, str]:
     """Variables by which pip finds its packages as it does on this machine."""
     found = {}
     for option in PIP_OPTIONS:
-        asked = subprocess.run(["pip", "config", "get", f"global.{option}"], capture_output=True, text=True)
-        if asked.returncode == 0:
-            found[f"PIP_{option.upper().replace('-', '_')}"] = asked.stdout.strip()
+        requested = subprocess.run(
+            ["pip", "config", "get", f"global.{option}"], capture_output=True, text=True
+        )
+        if requested.returncode == 0:
+            found[f"PIP_{option.upper().replace('-', '_')}"] = requested.stdout.strip()
     if Path(CERTIFICATES).exists():
         found |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), COPY_OF_CERTIFICATES)
     return found

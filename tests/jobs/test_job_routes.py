@@ -155,8 +155,8 @@ def test_a_stored_configuration_is_used_and_the_request_goes_before_it(client: T
 
 
 def test_a_configuration_s_devices_count_for_its_jobs(client: TestClient) -> None:
-    asked = {"accumulation_steps": 4, "micro_batch_size": 8, "num_gpus": 4}
-    config = client.post("/gradient-accumulation/config", json=asked).json()
+    requested = {"accumulation_steps": 4, "micro_batch_size": 8, "num_gpus": 4}
+    config = client.post("/gradient-accumulation/config", json=requested).json()
     body = {"model_name": "accrue/tiny-gpt2", "dataset_config": JOB["dataset_config"]}
     body["config_id"] = config["config_id"]
     job = client.post(f"{PATH}/with-accumulation", json=body).json()

@@ -1,14 +1,14 @@
 import random
 
 from app.jobs import lifecycle
-from app.jobs.waiting import Outlook
+from app.jobs.waiting import WaitingReasons
 from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.submissions import submitted
 
 
-def positions(outlooks: list[Outlook], waiting: list[Job]) -> list[int]:
-    told = [outlook.of(job) for outlook, job in zip(outlooks, waiting, strict=True)]
+def positions(reasons_of: list[WaitingReasons], waiting: list[Job]) -> list[int]:
+    told = [waiting_reasons.of(job) for waiting_reasons, job in zip(reasons_of, waiting, strict=True)]
     return [each.queue_position for each in told if each is not None]
 
 
@@ -19,9 +19,9 @@ def test_a_place_counted_from_another_is_the_same_as_one_counted_from_the_front(
         session.get_one(Job, ids[7]).place = session.get_one(Job, ids[3]).place  # the ids decide
     with database.reading() as session:
         waiting = [lifecycle.get(session, job_id) for job_id in chance.sample(ids, 30) + ids[:5]]
-        one = Outlook(session)
+        one = WaitingReasons(session)
         counted = positions([one] * len(waiting), waiting)
-        assert counted == positions([Outlook(session) for _ in waiting], waiting)
+        assert counted == positions([WaitingReasons(session) for _ in waiting], waiting)
         assert sorted(counted[:30]) == list(range(1, 31))
 
 
@@ -33,8 +33,8 @@ def test_jobs_of_one_transaction_share_an_outlook(database: Database) -> None:
         for _ in range(3):
             job_id = submitted(within)
             with within.writing() as session:
-                waiting = Outlook.within(session).of(lifecycle.get(session, job_id))
+                waiting = WaitingReasons.within(session).of(lifecycle.get(session, job_id))
                 assert waiting is not None
                 found.append(waiting.queue_position)
         assert found == [2, 3, 4]
-        assert list(transaction.known) == ["outlook"]
+        assert list(transaction.known) == ["waiting_reasons"]

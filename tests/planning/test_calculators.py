@@ -75,14 +75,14 @@ def test_batch_size_by_model_on_declared_devices(client: TestClient) -> None:
 
 
 def test_as_many_of_the_devices_there_are_as_are_asked_for(client: TestClient) -> None:
-    def asked(**more: object) -> Any:
+    def requested(**more: object) -> Any:
         return client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "gpt2", **more}).json()
 
-    assert [device["gpu_id"] for device in asked(num_gpus=2)["devices"]] == [0, 1]
-    six = asked(num_gpus=6, target_effective_batch_size=48)
+    assert [device["gpu_id"] for device in requested(num_gpus=2)["devices"]] == [0, 1]
+    six = requested(num_gpus=6, target_effective_batch_size=48)
     assert sum(device["samples"] for device in six["devices"]) == 48
     assert "there are 4 devices, not 6" in six["warnings"][0]
-    assert "num_gpus is 3, but 2 are named" in asked(num_gpus=3, gpu_ids=[0, 1])["detail"]
+    assert "num_gpus is 3, but 2 are named" in requested(num_gpus=3, gpu_ids=[0, 1])["detail"]
 
 
 def test_a_form_s_content_type_is_read_as_json(client: TestClient) -> None:

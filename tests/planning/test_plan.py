@@ -14,7 +14,7 @@ A100 = Device(0, "NVIDIA A100", 40 * GIB, "cuda")
 SMALL = Device(1, "small", GIB, "cuda")
 
 
-def asked(steps: int | None, micro: int | None, devices: int = 1) -> RequestedSplit:
+def requested(steps: int | None, micro: int | None, devices: int = 1) -> RequestedSplit:
     return RequestedSplit(accumulation_steps=steps, micro_batch_size=micro, devices=devices)
 
 
@@ -44,21 +44,27 @@ def test_what_a_processor_cannot_do_is_said(device: Device) -> None:
 
 
 def test_given_steps_are_exactly_that_many_over_all_devices_asked_for() -> None:
-    plan = plan_by_formula(make_spec(effective_batch_size=30, split=asked(4, None)), [CPU], predicted=False)
+    plan = plan_by_formula(
+        make_spec(effective_batch_size=30, split=requested(4, None)), [CPU], predicted=False
+    )
     assert plan.ranks[0].micro_batch_rule == FixedCount(micro_batches=4)
     assert (plan.micro_batches, plan.actual_batch_size_per_gpu) == (4, 8)
-    two = plan_by_formula(make_spec(effective_batch_size=30, split=asked(4, None, 2)), [CPU], predicted=False)
+    two = plan_by_formula(
+        make_spec(effective_batch_size=30, split=requested(4, None, 2)), [CPU], predicted=False
+    )
     assert two.ranks[0].micro_batch_rule == FixedCount(micro_batches=8)
 
 
 def test_a_given_micro_batch_is_an_upper_bound() -> None:
-    plan = plan_by_formula(make_spec(effective_batch_size=30, split=asked(None, 8)), [A100], predicted=True)
+    plan = plan_by_formula(
+        make_spec(effective_batch_size=30, split=requested(None, 8)), [A100], predicted=True
+    )
     assert plan.ranks[0].micro_batch_rule == FixedSize(samples=8)
     assert plan.accumulation_steps == 4
 
 
 def test_a_micro_batch_that_does_not_fit_is_made_smaller_and_the_batch_stays() -> None:
-    spec = make_spec(effective_batch_size=20_000, split=asked(1, 20_000))
+    spec = make_spec(effective_batch_size=20_000, split=requested(1, 20_000))
     plan = plan_by_formula(spec, [SMALL], predicted=True)
     rule = plan.ranks[0].micro_batch_rule
     assert isinstance(rule, FixedSize)

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.planning.split import (
-    Asked,
     ConflictingBatch,
-    Resolved,
+    RequestedBatch,
+    ResolvedBatch,
     even,
     resolve,
     split_over,
@@ -16,32 +16,32 @@ from app.planning.split import (
 @pytest.mark.parametrize(
     ("asked", "resolved"),
     [
-        (Asked(64, None, None), Resolved(64, None, None)),
-        (Asked(64, 8, None), Resolved(64, 8, None)),
-        (Asked(64, None, 8, 2), Resolved(64, None, 8)),
-        (Asked(None, 4, 8, 2), Resolved(64, 4, 8)),
-        (Asked(None, 4, None, 2), Resolved(64, 4, None)),
-        (Asked(None, None, 8, 2), Resolved(16, 1, 8)),
-        (Asked(None, None, None), Resolved(32, None, None)),
-        (Asked(30, 4, 8), Resolved(30, 4, 8)),
+        (RequestedBatch(64, None, None), ResolvedBatch(64, None, None)),
+        (RequestedBatch(64, 8, None), ResolvedBatch(64, 8, None)),
+        (RequestedBatch(64, None, 8, 2), ResolvedBatch(64, None, 8)),
+        (RequestedBatch(None, 4, 8, 2), ResolvedBatch(64, 4, 8)),
+        (RequestedBatch(None, 4, None, 2), ResolvedBatch(64, 4, None)),
+        (RequestedBatch(None, None, 8, 2), ResolvedBatch(16, 1, 8)),
+        (RequestedBatch(None, None, None), ResolvedBatch(32, None, None)),
+        (RequestedBatch(30, 4, 8), ResolvedBatch(30, 4, 8)),
     ],
 )
-def test_the_three_numbers_resolve_as_documented(asked: Asked, resolved: Resolved) -> None:
-    assert resolve(asked, recommended=32) == resolved
+def test_the_three_numbers_resolve_as_documented(requested: RequestedBatch, resolved: ResolvedBatch) -> None:
+    assert resolve(requested, recommended=32) == resolved
 
 
 def test_three_numbers_that_disagree_are_refused_with_the_right_one() -> None:
     with pytest.raises(ConflictingBatch, match="takes 4 accumulation steps, not 3"):
-        resolve(Asked(30, 3, 8), recommended=32)
+        resolve(RequestedBatch(30, 3, 8), recommended=32)
 
 
 def test_without_accumulation_one_micro_batch_is_the_step() -> None:
-    assert without_accumulation(Asked(None, None, 8, 2), 32) == Resolved(16, 1, 8)
-    assert without_accumulation(Asked(None, None, None), 32) == Resolved(32, 1, 32)
+    assert without_accumulation(RequestedBatch(None, None, 8, 2), 32) == ResolvedBatch(16, 1, 8)
+    assert without_accumulation(RequestedBatch(None, None, None), 32) == ResolvedBatch(32, 1, 32)
     with pytest.raises(ConflictingBatch, match="use_gradient_accumulation is false"):
-        without_accumulation(Asked(64, None, 8), 32)
+        without_accumulation(RequestedBatch(64, None, 8), 32)
     with pytest.raises(ConflictingBatch, match="use_gradient_accumulation is false"):
-        without_accumulation(Asked(64, 8, None), 32)
+        without_accumulation(RequestedBatch(64, 8, None), 32)
 
 
 def test_known_splits() -> None:

@@ -45,7 +45,7 @@ def worker(database: Database) -> None:
         )
 
 
-def asked(database: Database, settings: Settings, order: PreviewOrder) -> DatasetPreview:
+def requested(database: Database, settings: Settings, order: PreviewOrder) -> DatasetPreview:
     """What the service hears, which waits in a thread while this one is the profiler."""
     with ThreadPoolExecutor(1) as service:
         heard = service.submit(asyncio.run, previews.ask(database, order, 30.0))
@@ -58,7 +58,7 @@ def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
 ) -> None:
     worker(database)
     assert not profiler.answer_one(database, settings)
-    seen = asked(database, settings, order)
+    seen = requested(database, settings, order)
     assert "".join(seen.samples[0].tokens) == "a secret<|endoftext|>"
     assert seen.lengths.examples == 1
     with database.reading() as session:
@@ -86,10 +86,10 @@ def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
     worker(database)
     chat = order.model_copy(update={"data": order.data.model_copy(update={"format": "messages"})})
     with pytest.raises(Unprocessable, match="line 1 of the data"):
-        asked(database, settings, chat)
+        requested(database, settings, chat)
     local = ModelReference(name="none", source="local", architecture=order.model.architecture)
     with pytest.raises(Unprocessable, match="tokenizer of none could not be loaded") as refused:
-        asked(database, settings, order.model_copy(update={"model": local}))
+        requested(database, settings, order.model_copy(update={"model": local}))
     assert "secret" not in str(refused.value)
 
 
@@ -104,7 +104,7 @@ def test_a_template_without_an_end_is_ended(
     monkeypatch.setattr(profiler, "_preview", endless)
     monkeypatch.setattr(profiler, "_SECONDS", 0.2)
     with pytest.raises(Unprocessable, match="took longer"):
-        asked(database, settings, order)
+        requested(database, settings, order)
 
 
 def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: PreviewOrder) -> None:

@@ -15,7 +15,7 @@ from app.jobs.events import tell
 from app.jobs.lifecycle import Fence
 from app.main import create_app
 from app.planning.devices import GIB
-from app.planning.inputs import Kept
+from app.planning.inputs import ShortCache
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job, Worker
@@ -28,8 +28,8 @@ CALCULATE = "/gradient-accumulation/calculate-batch-size"
 def test_what_unequal_devices_take_is_held_against_their_own_memory(
     client: TestClient, gpus: list[str]
 ) -> None:
-    asked = {"model_name": "gpt2", "gpus": gpus, "target_effective_batch_size": 512, "wait_seconds": 0}
-    answer = client.post(CALCULATE, json=asked).json()
+    requested = {"model_name": "gpt2", "gpus": gpus, "target_effective_batch_size": 512, "wait_seconds": 0}
+    answer = client.post(CALCULATE, json=requested).json()
     assert answer["fits"] is True
     taken, may = (
         float(part.split()[-1]) for part in answer["explanation"].split(" GiB")[0].split(" of the ")
@@ -211,20 +211,20 @@ def test_what_is_recommended_can_be_submitted(client: TestClient, query: str) ->
 def test_jobs_are_for_devices_that_workers_have(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
 
-    def asked(changes: dict[str, Any]) -> str:
-        client.app.state.kept = Kept()  # type: ignore[attr-defined]  # what was found is taken for a second
+    def requested(changes: dict[str, Any]) -> str:
+        client.app.state.kept = ShortCache()  # type: ignore[attr-defined]  # what was found is taken for a second
         answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
         return "" if answer.status_code == 202 else str(answer.json()["detail"])
 
-    assert asked({"training_config": {"method": "qlora"}}) == ""  # nobody knows of any worker
+    assert requested({"training_config": {"method": "qlora"}}) == ""  # nobody knows of any worker
     beat(database, "worker-1", "here", [CPU])
-    assert "qlora needs an NVIDIA GPU" in asked({"training_config": {"method": "qlora"}})
-    assert "no worker has a GPU" in asked({"gpu_ids": [0]})
+    assert "qlora needs an NVIDIA GPU" in requested({"training_config": {"method": "qlora"}})
+    assert "no worker has a GPU" in requested({"gpu_ids": [0]})
     beat(database, "worker-2", "there", [GPU])
-    assert asked({"gpu_ids": [2]}) == ""
-    assert "There are: 2" in asked({"gpu_ids": [0]})
+    assert requested({"gpu_ids": [2]}) == ""
+    assert "There are: 2" in requested({"gpu_ids": [0]})
     beat(database, "worker-3", "elsewhere", [GPU])
-    assert "numbered by machine" in asked({"gpu_ids": [2]})
+    assert "numbered by machine" in requested({"gpu_ids": [2]})
 
 
 CPU = {"id": "cpu", "name": "CPU", "memory_bytes": 2**34, "kind": "cpu"}

@@ -85,7 +85,7 @@ def test_a_series_has_as_many_points_as_asked_for_with_the_first_and_the_last(da
     told = {"micro_losses": [1.0, 2.5], "gradient_norms": {"layer": 0.5}}
     with database.writing() as session:
         session.execute(update(StepMetric).where(StepMetric.step == 10).values(**told))
-    for opened in (database.reading, database.glancing):
+    for opened in (database.reading, database.connecting):
         with opened() as where:
             chosen = series(where, job_id, 0, 4)
             assert [each["step"] for each in chosen] == [1, 4, 7, 10]

@@ -55,8 +55,8 @@ def all_at_once(database: Database, *writes: Callable[[None, Database], str]) ->
     return run(ask())
 
 
-def run(asked: Coroutine[Any, Any, list[str | BaseException]]) -> list[str | BaseException]:
-    return asyncio.run(asked)
+def run(requested: Coroutine[Any, Any, list[str | BaseException]]) -> list[str | BaseException]:
+    return asyncio.run(requested)
 
 
 def there(database: Database) -> set[str]:
@@ -89,8 +89,8 @@ def test_what_cannot_be_prepared_is_not_written(database: Database) -> None:
     async def ask() -> list[str | BaseException]:
         group = GroupCommit(database)
         group.start()
-        asked = [group.write(database, prepare, kept("it")) for prepare in (unsound, nothing)]
-        heard = await asyncio.gather(*asked, return_exceptions=True)
+        requested = [group.write(database, prepare, kept("it")) for prepare in (unsound, nothing)]
+        heard = await asyncio.gather(*requested, return_exceptions=True)
         await asyncio.to_thread(group.close)
         return heard
 
@@ -143,10 +143,12 @@ def test_closing_writes_what_was_asked_for(database: Database) -> None:
     async def ask() -> list[str | BaseException]:
         group = GroupCommit(database)
         group.start()
-        asked = [asyncio.ensure_future(group.write(database, nothing, kept(f"c-{n}"))) for n in range(120)]
+        requested = [
+            asyncio.ensure_future(group.write(database, nothing, kept(f"c-{n}"))) for n in range(120)
+        ]
         await asyncio.sleep(0)
         await asyncio.to_thread(group.close)
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*requested))
 
     assert run(ask()) == [f"c-{n}" for n in range(120)]
     assert len(there(database)) == 120

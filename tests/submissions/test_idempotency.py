@@ -32,8 +32,8 @@ def test_the_same_request_again_is_answered_again_and_done_once(client: TestClie
 
 def test_an_openai_job_is_made_once(client: TestClient) -> None:
     file_id = client.post("/v1/files", **REQUESTS["/v1/files"]).json()["id"]
-    asked = {"model": "accrue/tiny-gpt2", "training_file": file_id}
-    answers = [client.post("/v1/fine_tuning/jobs", json=asked, headers=KEY).json() for _ in range(2)]
+    requested = {"model": "accrue/tiny-gpt2", "training_file": file_id}
+    answers = [client.post("/v1/fine_tuning/jobs", json=requested, headers=KEY).json() for _ in range(2)]
     assert answers[0] == answers[1]
     assert len(client.get(PATH).json()["data"]) == 1
 

@@ -42,11 +42,11 @@ def test_before_and_after_are_what_the_models_say(tmp_path: Path) -> None:
 
 
 def test_the_training_is_what_it_would_be_without(tmp_path: Path) -> None:
-    plain, asked = (trained(tmp_path / f"run{count}", count) for count in (0, 3))
+    plain, requested = (trained(tmp_path / f"run{count}", count) for count in (0, 3))
     assert plain.completions() is None
-    assert log_of(plain) == log_of(asked)
+    assert log_of(plain) == log_of(requested)
     assert (plain.model / "model.safetensors").read_bytes() == (
-        asked.model / "model.safetensors"
+        requested.model / "model.safetensors"
     ).read_bytes()
 
 

@@ -110,10 +110,10 @@ def test_a_second_attempt_reads_what_the_first_prepared(tmp_path: Path) -> None:
 def test_data_that_is_no_longer_what_was_uploaded_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_text(json.dumps({"text": "a"}))
-    asked = of(source, spec())
+    requested = of(source, spec())
     source.write_text(json.dumps({"text": "b"}))
     with pytest.raises(CannotTrain, match="no longer what was uploaded"):
-        prepare(asked, source, make_tokenizer(), tmp_path / "prepared")
+        prepare(requested, source, make_tokenizer(), tmp_path / "prepared")
 
 
 def test_tokenising_ends_between_chunks_when_told_to_stop(
@@ -121,8 +121,8 @@ def test_tokenising_ends_between_chunks_when_told_to_stop(
 ) -> None:
     monkeypatch.setattr("workers.training.data._CHUNK", 10)
     source = write_texts(tmp_path / "data.jsonl", count=40)
-    asked = of(source, spec("text"))
+    requested = of(source, spec("text"))
     looks = iter([False, False, True])
     with pytest.raises(Interrupted):
-        prepare(asked, source, make_tokenizer(), tmp_path / "prepared", stop=lambda: next(looks))
-    assert prepare(asked, source, make_tokenizer(), tmp_path / "prepared").samples == 40
+        prepare(requested, source, make_tokenizer(), tmp_path / "prepared", stop=lambda: next(looks))
+    assert prepare(requested, source, make_tokenizer(), tmp_path / "prepared").samples == 40

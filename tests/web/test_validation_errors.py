@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from app.jobs.schemas import TrainingRequest
-from app.web.validation_errors import complaints
+from app.web.validation_errors import field_problems
 
 REQUEST: dict[str, Any] = {"model_name": "gpt2", "dataset_config": {"texts": ["a"]}}
 
@@ -14,7 +14,7 @@ REQUEST: dict[str, Any] = {"model_name": "gpt2", "dataset_config": {"texts": ["a
 def told(**fields: Any) -> dict[str, str]:
     with pytest.raises(ValidationError) as refused:
         TrainingRequest.model_validate(REQUEST | fields)
-    return {each.field: each.message for each in complaints(refused.value.errors(), TrainingRequest)}
+    return {each.field: each.message for each in field_problems(refused.value.errors(), TrainingRequest)}
 
 
 METHODS = "input should be 'full', 'lora' or 'qlora'"

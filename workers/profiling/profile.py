@@ -102,11 +102,11 @@ def _ways(simulation: Simulation, sequence: int, together: Together) -> list[tup
     second, third = (chunk + 1) / positions, (2 * chunk + 1) / positions
     """Rows from which on there is a second chunk, and a third."""
 
-    def traced(*asked: tuple[int, Chunks | None]) -> list[_Way]:
-        tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in asked])
+    def traced(*requested: tuple[int, Chunks | None]) -> list[_Way]:
+        tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in requested])
         found = [
             Sample(tape, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
-            for tape, (rows, chunks) in zip(tapes, asked, strict=True)
+            for tape, (rows, chunks) in zip(tapes, requested, strict=True)
         ]
         return [_Way(simulation, one, other) for one, other in zip(found[::2], found[1::2], strict=True)]
 

@@ -47,16 +47,16 @@ class Chunks:
 class _FewChunks(Head):
     """A chunk's memory is the same for all: the first two are worked on, or two of the sizes asked for."""
 
-    asked: Chunks | None = None
+    requested: Chunks | None = None
 
     @property
     def rows(self) -> int:
-        return self.asked.first if self.asked else super().rows
+        return self.requested.first if self.requested else super().rows
 
     def starts(self, positions: int) -> Sequence[int]:
-        if self.asked is None:
+        if self.requested is None:
             return range(0, positions, self.rows)[:2]
-        return (0, positions - self.asked.second) if self.asked.second else (0,)
+        return (0, positions - self.requested.second) if self.requested.second else (0,)
 
 
 @dataclass
@@ -125,19 +125,19 @@ class Simulation:
         head = head_of(self._model)
         if head is None:
             return False
-        asked = []
+        requested = []
 
         class Watched(_FewChunks):
             def starts(self, positions: int) -> Sequence[int]:
-                asked.append(positions)
+                requested.append(positions)
                 return super().starts(positions)
 
         with self._mode, _quiet(), torch.no_grad(), models.autocast(self.recipe.precision, "cpu"):
             dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
             hidden = torch.zeros(3, head.weight.shape[1], dtype=dtype)
             batch = _batch(1, 4, packed=False, routed=False)
-            self._loss(routed=False)._of_hidden(hidden, batch, Watched(**vars(head), asked=Chunks(2)))
-        return not asked
+            self._loss(routed=False)._of_hidden(hidden, batch, Watched(**vars(head), requested=Chunks(2)))
+        return not requested
 
     @property
     def chunk(self) -> int:
@@ -210,7 +210,7 @@ class Simulation:
         balance = balance_of(model, recipe.aux_scope)
         loss = self._loss(routed=balance is not None)
         if loss.head is not None:
-            loss.head = _FewChunks(**vars(loss.head), asked=chunks)
+            loss.head = _FewChunks(**vars(loss.head), requested=chunks)
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:

@@ -98,10 +98,10 @@ def accumulate(
         if training.stop():
             training.window.abandon()
             raise StopRequested
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         with record_function("accrue.data"):
             batch = next(batches)
-        data_seconds += time.perf_counter() - asked
+        data_seconds += time.perf_counter() - requested
         padded_tokens += batch.input_ids.numel()
         add(training, batch)
         training.note_progress(number + 1)

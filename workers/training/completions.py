@@ -63,16 +63,16 @@ def _note(training: Training, when: str) -> None:
     count = training.order.spec.completions
     if count == 0 or training.validation is None:
         return
-    asked = prompts(training.validation, count)
+    requested = prompts(training.validation, count)
     try:
-        made = [_complete(training, prompt.tokens) for prompt in asked]
+        made = [_complete(training, prompt.tokens) for prompt in requested]
     except Exception as error:  # whatever a model may not like: nothing is lost but something to look at
         why = f"Held-back prompts were not completed: {type(error).__name__}."
         training.reporter.event("completions", why, "warning")
         return
     known = training.run.completions()
-    if known is None or len(known.data) != len(asked):
-        known = Completions(data=tuple(_unanswered(training.tokenizer, prompt) for prompt in asked))
+    if known is None or len(known.data) != len(requested):
+        known = Completions(data=tuple(_unanswered(training.tokenizer, prompt) for prompt in requested))
     answered = zip(known.data, made, strict=True)
     data = tuple(each.model_copy(update={when: text}) for each, text in answered)
     training.run.write_completions(Completions(data=data))

@@ -340,10 +340,10 @@ class Tokeniser:
         prefixes = [(len(chat.messages), False)]
         for index in learned:
             prefixes += [(index, True), (index + 1, False)]
-        asked = [each for each in prefixes if each[0]]  # of no message at all there is nothing to render
+        requested = [each for each in prefixes if each[0]]  # of no message at all there is nothing to render
         messages = [message.model_dump(include={"role", "content"}) for message in chat.messages]
         try:
-            made = iter(self._renderer.render(messages, asked))
+            made = iter(self._renderer.render(messages, requested))
         except CannotTrain as error:
             raise CannotTrain(error.code, f"line {number} of the data: {error}") from None
         return [next(made) if count else "" for count, _ in prefixes]

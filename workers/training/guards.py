@@ -135,10 +135,11 @@ def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
         for other in plan.alternatives
         if not other.change.startswith("gradient_checkpointing")
     ]
-    asked = "leave auto_adjust_batch_size on, " if samples > 1 else ""
+    requested = "leave auto_adjust_batch_size on, " if samples > 1 else ""
     return CannotTrain(
         "out_of_memory",
         f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, with "
-        f"gradient checkpointing too: {asked}use a GPU with more memory, or take one of these, with the peak "
+        f"gradient checkpointing too: {requested}use a GPU with more memory, or take one of these, with "
+        "the peak "
         f"predicted for one sample: {'; '.join(remedies) or 'a smaller model'}",
     )

@@ -26,8 +26,8 @@ def follow(spec: Spec, state: TrainingState, noise: NoiseScale | None) -> None:
     state.windows_since_growth += 1
     batch, limit = batch_now(spec, state), spec.ramp.max_effective_batch_size
     if spec.ramp.name == "noise_scale" and noise is not None and noise.high is not None:
-        asked = min(max(round(noise.value), ceil(batch / 2)), 2 * batch)
-        state.batch = min(max(asked, spec.effective_batch_size), limit)
+        requested = min(max(round(noise.value), ceil(batch / 2)), 2 * batch)
+        state.batch = min(max(requested, spec.effective_batch_size), limit)
     if spec.ramp.name == "loss_variance" and state.windows_since_growth >= LOOK_BACK and batch < limit:
         recent = state.recent_losses[-LOOK_BACK:]
         if len(recent) == LOOK_BACK and pvariance(recent) > spec.ramp.loss_variance_threshold:

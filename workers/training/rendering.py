@@ -120,20 +120,20 @@ def main() -> None:
     first = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
         _limit_time()
-        asked = json.loads(line)
+        requested = json.loads(line)
         try:
-            told: dict[str, Any] = {"texts": _texts(render_jinja_template, first, asked)}
+            told: dict[str, Any] = {"texts": _texts(render_jinja_template, first, requested)}
         except Exception as error:  # a template may raise anything; its message may be training text
             told = {"error": type(error).__name__}
         sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _texts(render: Any, first: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> list[str]:
     texts: list[str] = []
-    for count, opens in asked["prefixes"]:
+    for count, opens in requested["prefixes"]:
         rendered, _ = render(
-            conversations=[asked["messages"][:count]],
+            conversations=[requested["messages"][:count]],
             chat_template=first["template"],
             add_generation_prompt=opens,
             **first["special_tokens"],

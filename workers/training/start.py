@@ -96,8 +96,8 @@ class Training:
         """How windows are cut: by the plan, or by the token budget learned since."""
         if self.state.token_budget is not None:
             return TokenBudget(tokens=self.state.token_budget)
-        cut, asked = self.order.rank.micro_batch_rule, self.order.spec.effective_batch_size
-        grown = ramp.batch_now(self.order.spec, self.state) / asked
+        cut, requested = self.order.rank.micro_batch_rule, self.order.spec.effective_batch_size
+        grown = ramp.batch_now(self.order.spec, self.state) / requested
         if isinstance(cut, FixedCount) and grown > 1:
             return FixedCount(micro_batches=round(cut.micro_batches * grown))
         return cut
