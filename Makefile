@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ON_A_DATABASE := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
-.PHONY: help setup demo test test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -27,8 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happened
 	$(BIN)/accrue demo
 
-test: check ## Run every check and every test
-	$(BIN)/python -m pytest -m "not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
+test: check ## Run every check, and the tests that are quick (a few minutes)
+	$(BIN)/python -m pytest -m "not alone and not thorough" --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-all: test test-rest ## Run every check and every test, on PostgreSQL too (about 20 minutes)
+
+test-rest: $(STAMP) ## Run the tests that `make test` leaves out
+	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest --postgresql --numprocesses 2 --dist loadfile $(ON_A_DATABASE)
 

@@ -133,3 +133,9 @@ def test_no_test_imports_a_test(source: Path) -> None:
     tests = within(imported(source), "tests")
     found = {name for name in tests if name.split(".")[-1] == "conftest" or ".test_" in name}
     assert not found, "what several tests need is in tests/harness"
+
+
+def test_the_readme_names_every_package() -> None:
+    tree = (ROOT / "README.md").read_text()
+    packages = {module_of(source).replace(".", "/") for source in SOURCES if source.name == "__init__.py"}
+    assert not [package for package in packages if f"`{package}/`" not in tree]

@@ -113,6 +113,7 @@ def check_statistics(shared: Accrue, job: Any, config: Any) -> None:
     assert [gpu["gpu_id"] for gpu in shared.get(f"{ROOT}/gpus")["declared"]] == [0, 1, 2, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "line",
     [
@@ -134,6 +135,7 @@ def test_each_format_from_upload_to_model(shared: Accrue, line: dict[str, Any]) 
     assert job["result"]["final_loss"] < 0.9 * job["result"]["first_loss"]
 
 
+@pytest.mark.thorough
 def test_a_job_with_adapters_validation_and_the_rest_from_upload_to_result(shared: Accrue) -> None:
     lines = [{"prompt": f"{i} and 1 is ", "completion": str(i + 1), "weight": 1 + i % 2} for i in range(40)]
     file_id = shared.upload("".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -174,6 +176,7 @@ def test_the_openai_client_uploads_and_lists_files(shared: Accrue) -> None:
     client.close()
 
 
+@pytest.mark.thorough
 def test_a_model_without_weights_fails_with_the_reason_and_the_queue_moves_on(shared: Accrue) -> None:
     folder = shared.data.parent / "models" / "empty"
     folder.mkdir(parents=True)
@@ -195,6 +198,7 @@ def test_a_model_without_weights_fails_with_the_reason_and_the_queue_moves_on(sh
     assert shared.ended(good)["status"] == "succeeded"
 
 
+@pytest.mark.thorough
 def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, tmp_path: Path) -> None:
     data = tmp_path / "book.jsonl"
     data.write_text(

@@ -16,6 +16,8 @@ from tests.harness.runs import write_texts
 from tests.harness.service import Accrue, running
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
+pytestmark = pytest.mark.thorough
+
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 
 

@@ -10,10 +10,12 @@ from tests.harness.commands import commands
 from tests.harness.runs import until
 from tests.harness.service import TRAINING, Accrue
 
+pytestmark = pytest.mark.thorough
+
 ELSEWHERE = {
     "up": "tests/acceptance/test_faults.py",
-    "serve": "tests/acceptance/conftest.py",
-    "worker": "tests/acceptance/conftest.py",
+    "serve": "tests/harness/service.py",
+    "worker": "tests/harness/service.py",
     "tune": "tests/acceptance/test_api.py",
     "preview": "tests/acceptance/test_profiles.py",
 }

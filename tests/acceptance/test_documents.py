@@ -19,6 +19,8 @@ from tests.harness.runs import until, write_texts
 from tests.harness.service import Accrue, running
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *GUIDES]

@@ -5,9 +5,12 @@ import signal
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 
 from tests.harness.faults import submit
 from tests.harness.service import TRAINING, Accrue
+
+pytestmark = pytest.mark.thorough
 
 STREAM = {"Accept": "text/event-stream"}
 

@@ -22,11 +22,11 @@ import pytest
 
 from tests.harness.faults import STEPS, digest, end_of, is_alive, kill_trainer_at, submit
 from tests.harness.postgresql import Server
-from tests.harness.proxy import MicroBatchRule, Proxy
+from tests.harness.proxy import Cut, Proxy
 from tests.harness.runs import until
 from tests.harness.service import TRAINING, Accrue, running
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.faults, pytest.mark.timeout(600)]
 
 POINTS = [
     "checkpoint.weights", "checkpoint.optimizer", "checkpoint.state", "checkpoint.manifest",
@@ -411,7 +411,7 @@ def test_postgresql_restarted_under_a_running_job(
 @pytest.mark.postgresql
 @pytest.mark.parametrize("cut", ["before", "after"])
 def test_connections_lost_around_commits(
-    tmp_path: Path, server: Server, database_url: str, undisturbed: dict[str, Any], cut: MicroBatchRule
+    tmp_path: Path, server: Server, database_url: str, undisturbed: dict[str, Any], cut: Cut
 ) -> None:
     """Whether a commit whose answer is lost was done, nobody knows: neither may lose or double anything."""
     proxy = Proxy(server.folder)

@@ -12,6 +12,8 @@ from tests.harness.faults import STEPS, end_of, is_alive, kill_trainer_at, submi
 from tests.harness.runs import until
 from tests.harness.service import TRAINING, Accrue
 
+pytestmark = pytest.mark.thorough
+
 DRAWN = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 """Another in every run, and the same in all of a run's processes, which collect the tests each."""
 

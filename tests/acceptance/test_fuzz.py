@@ -20,6 +20,8 @@ from app.main import create_app
 from app.settings import Settings
 from tests.harness.service import Accrue, running
 
+pytestmark = pytest.mark.thorough
+
 CASES = int(os.environ.get("ACCRUE_FUZZ_CASES", "0"))
 """For each operation, of each kind, drawn at random: `make test-fuzz`. Otherwise a few, always the same."""
 

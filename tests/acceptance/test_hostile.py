@@ -17,6 +17,8 @@ import torch
 from tests.harness.service import TRAINING, Accrue, running
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
+pytestmark = pytest.mark.thorough
+
 CONFIG = "/gradient-accumulation/config"
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 

@@ -15,6 +15,8 @@ from app.storage.database import Changes, Database
 from tests.harness.runs import until
 from tests.harness.service import Accrue
 
+pytestmark = pytest.mark.thorough
+
 
 def processes_of(data: Path) -> dict[int, str]:
     """By its id, the command line of every process that works on a data folder."""

@@ -66,6 +66,7 @@ def test_from_file_to_model(client: openai.OpenAI, training_file: str) -> None:
         client.models.retrieve(job.fine_tuned_model)
 
 
+@pytest.mark.thorough
 def test_pause_resume_cancel_and_lists(client: openai.OpenAI, training_file: str) -> None:
     long = {"training_config": {"max_steps": 4000}, "dataset_config": {"max_length": 64}}
     requested = {"model": MODEL, "training_file": training_file, "extra_body": long}

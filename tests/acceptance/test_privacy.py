@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 
 from tests.harness.service import TRAINING, Accrue
+
+pytestmark = pytest.mark.thorough
 
 CANARY = f"canary{secrets.token_hex(8)}"
 ROOT = "/gradient-accumulation"

@@ -5,8 +5,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness.runs import until
 from tests.harness.service import TRAINING, Accrue
+
+pytestmark = pytest.mark.thorough
 
 CALCULATE = "/gradient-accumulation/calculate-batch-size"
 PROFILES = "/gradient-accumulation/profiles"

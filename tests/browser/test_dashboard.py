@@ -14,6 +14,8 @@ from tests.harness.browser import DESKTOP, PHONE, Noticed
 from tests.harness.runs import until
 from tests.harness.service import Accrue, running
 
+pytestmark = pytest.mark.thorough
+
 SCREENSHOTS = os.environ.get("ACCRUE_SCREENSHOTS")
 """A folder for pictures of every page: `make test-browser` sets it."""
 

@@ -15,6 +15,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_the_data_is_the_standard_library_s_documentation(data: Path) -> None:
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     assert len(lines) > 3000

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 import app.greeting, workers
 from accrue import create_app
-from accrue.app.migrations import newest_revision
+from accrue.app.storage.migrations import newest_revision
 
 assert app.greeting.HELLO == "hello" and workers.MINE, "the project's own packages"
 platform, service = FastAPI(), create_app()

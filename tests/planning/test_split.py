@@ -14,7 +14,7 @@ from app.planning.split import (
 
 
 @pytest.mark.parametrize(
-    ("asked", "resolved"),
+    ("requested", "resolved"),
     [
         (RequestedBatch(64, None, None), ResolvedBatch(64, None, None)),
         (RequestedBatch(64, 8, None), ResolvedBatch(64, 8, None)),

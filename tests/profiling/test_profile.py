@@ -15,6 +15,7 @@ from workers.profiling.simulate import Simulation
 from workers.profiling.tape import peaks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -29,6 +30,7 @@ def test_the_peak_is_that_of_the_real_trainer(case: Case, tmp_path: Path) -> Non
     assert predicted_bytes(case, true) == pytest.approx(true["bytes"], rel=0.01)
 
 
+@pytest.mark.thorough
 def test_the_curve_gives_what_a_trace_gives_at_other_micro_batches() -> None:
     recipe = Recipe(device="cuda", precision="bf16")
     profile = make_profile(FAMILIES["llama"], recipe, 128)
@@ -59,6 +61,7 @@ def test_parameters_are_counted_at_the_whole_depth() -> None:
     assert profile.curve.trainable == profile.curve.parameters
 
 
+@pytest.mark.thorough
 def test_formula_and_simulation_are_of_one_mind() -> None:
     """The formula is rough, and no more than that: within two fifths of the simulation."""
     for precision in ("fp32", "bf16"):

@@ -37,6 +37,7 @@ def highest(tape: Tape) -> int:
     return max(peak.bytes for peak in peaks(tape))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -59,6 +60,7 @@ def test_and_so_it_has_under_every_option(family: str, options: dict[str, Any]) 
     assert replay(unrolled).peak_reserved == pytest.approx(replay(whole).peak_reserved, rel=0.005)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-32B"])
 def test_large_models_are_predicted_from_four_layers(name: str) -> None:
     config = config_of(name)
@@ -69,6 +71,7 @@ def test_large_models_are_predicted_from_four_layers(name: str) -> None:
     assert one == pytest.approx(other, rel=0.005)
 
 
+@pytest.mark.thorough
 def test_layers_of_unlike_kind_are_grouped() -> None:
     gemma = {**FAMILIES["gemma2"], "sliding_window": 64, "num_hidden_layers": 14}
     assert period_of(gemma, 64) == 1  # no longer than the window: all alike
@@ -79,6 +82,7 @@ def test_layers_of_unlike_kind_are_grouped() -> None:
     assert replay(unrolled).allocated == replay(whole).allocated
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_unrolled_is_traced_whole() -> None:
     recipe = Recipe(device="cuda", precision="bf16", aux_scope="sequence")
     profile = make_profile(FAMILIES["mixtral"], recipe, 96)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -36,6 +37,7 @@ def test_the_peak_is_the_same_for_2_and_for_64_accumulation_steps(window64: Wind
     assert max(peaks.values()) <= 1.001 * min(peaks.values())
 
 
+@pytest.mark.thorough
 def test_resident_memory_does_not_grow_over_two_thousand_steps(tmp_path: Path) -> None:
     spec = make_spec(
         data=small_data(max_length=16),
@@ -53,6 +55,7 @@ def test_resident_memory_does_not_grow_over_two_thousand_steps(tmp_path: Path) -
     assert late < 1.01 * early
 
 
+@pytest.mark.thorough
 def test_a_chunked_loss_takes_a_third_of_the_memory_with_a_vocabulary_of_128k() -> None:
     vocabulary = 128 * 1024
     config = LlamaConfig(

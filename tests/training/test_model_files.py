@@ -180,6 +180,7 @@ def test_missing_weights_fail_the_job_and_are_listed(model: Path, tmp_path: Path
     assert "h.1." in message
 
 
+@pytest.mark.thorough
 def test_weights_of_another_name_or_shape_fail_the_job(model: Path, tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
     renamed = {f"other.{name}": tensor for name, tensor in weights.items()}
@@ -215,6 +216,7 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
         staged(without, run)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "template",
     [
@@ -230,6 +232,7 @@ def test_a_template_without_end_fails_the_job_and_hangs_nobody(
     assert "chat template" in failure_of(run)
 
 
+@pytest.mark.thorough
 def test_a_template_cannot_put_the_data_into_an_error(model: Path, tmp_path: Path) -> None:
     run = chat_run(model, tmp_path, "{{ raise_exception(messages[0].content) }}")
     assert "refuses this conversation" in failure_of(run)

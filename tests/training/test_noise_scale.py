@@ -50,6 +50,7 @@ def test_on_a_quadratic_it_is_the_true_one(true: float) -> None:
     assert found.low < true < found.high
 
 
+@pytest.mark.thorough
 def test_the_band_holds_the_truth_about_nine_times_in_ten() -> None:
     everything = measured_on_a_quadratic(distance=0.2, windows=4000)
     held = 0
@@ -85,6 +86,7 @@ def true_noise_scale(run_folder: Path) -> float:
     return float(noise / (counts.mean() ** 2 * size))
 
 
+@pytest.mark.thorough
 def test_on_texts_of_unequal_length_it_is_that_of_the_samples_own_gradients(tmp_path: Path) -> None:
     """The trainer itself, at a learning rate that moves nothing."""
     write_texts(tmp_path / "data.jsonl", 500)
