@@ -39,6 +39,7 @@ from tests.harness.live_bytes import peak_of
 from workers.profiling.profile import make_profile
 from workers.run_directory import Reporter
 from workers.training.fit import advance
+from workers.training.memory import Watch
 from workers.training.start import start
 from workers.training.trackers import Trackers
 
@@ -92,6 +93,7 @@ def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     with Reporter(run, 1) as reporter, Trackers((), run.order(), run.path) as trackers:
         training, _ = start(run, run.order(), reporter, trackers, lambda: False)
         training.loader = Inline()  # type: ignore[assignment]
+        training.memory = Watch(training.device, 2**60)  # this process holds the simulation, too
         advance(training)
         held = held_bytes(training)
         peak = held + peak_of(lambda: [advance(training) for _ in range(WINDOWS - 1)])
