@@ -79,16 +79,18 @@ bench-memory: $(STAMP) ## Peak memory by accumulation steps, measured and predic
 bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
 	$(BIN)/python -m tests.benchmarks.variance
 
-check: $(STAMP) ## Lint, formatting, types, Dockerfiles
+check: $(STAMP) ## Lint, formatting and types of Python and JavaScript; Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/biome check --error-on-warnings app/dashboard
 	$(BIN)/hadolint docker/*.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 
 format: $(STAMP) ## Mend formatting and what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/biome check --write app/dashboard
 
 serve: $(STAMP) ## Run the service and a worker at http://127.0.0.1:8000
 	$(BIN)/accrue up

@@ -44,8 +44,13 @@ export const get = async (path, signal) => (await ask(path, { signal })).json();
 export const remove = (path) => ask(path, { method: "DELETE" });
 
 export async function post(path, body, { signal, once } = {}) {
-  const more = { ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...(once ? { "Idempotency-Key": once } : {}) };
-  return (await ask(path, { method: "POST", headers: more, body: body === undefined ? undefined : JSON.stringify(body), signal })).json();
+  const more = {
+    ...(body === undefined ? {} : { "Content-Type": "application/json" }),
+    ...(once ? { "Idempotency-Key": once } : {}),
+  };
+  return (
+    await ask(path, { method: "POST", headers: more, body: body === undefined ? undefined : JSON.stringify(body), signal })
+  ).json();
 }
 
 export async function upload(file) {
@@ -75,7 +80,14 @@ export function query(values) {
 export function pause(milliseconds, signal) {
   return new Promise((resolve, reject) => {
     const timer = setTimeout(resolve, milliseconds);
-    signal?.addEventListener("abort", () => { clearTimeout(timer); reject(signal.reason); }, { once: true });
+    signal?.addEventListener(
+      "abort",
+      () => {
+        clearTimeout(timer);
+        reject(signal.reason);
+      },
+      { once: true },
+    );
   });
 }
 
@@ -108,16 +120,20 @@ export async function poll(look, milliseconds, signal) {
  */
 export async function follow(jobId, tell, signal) {
   let last = "";
-  await poll(async () => {
-    const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
-    const answer = await ask(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
-    if (answer.status === 204) return false;
-    for await (const event of sent(answer.body)) {
-      last = event.id;
-      tell(JSON.parse(event.data));
-    }
-    return true; // the stream ended: with the job, which the next request tells by a 204, or too early
-  }, 500, signal);
+  await poll(
+    async () => {
+      const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
+      const answer = await ask(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
+      if (answer.status === 204) return false;
+      for await (const event of sent(answer.body)) {
+        last = event.id;
+        tell(JSON.parse(event.data));
+      }
+      return true; // the stream ended: with the job, which the next request tells by a 204, or too early
+    },
+    500,
+    signal,
+  );
 }
 
 /** Server-sent events of a body, as the HTML standard has them, but without `retry` and `event`. */
@@ -131,7 +147,11 @@ async function* sent(body) {
     rest = blocks.pop();
     for (const block of blocks) {
       const lines = block.split("\n");
-      const field = (name) => lines.filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).replace(/^ /, "")).join("\n");
+      const field = (name) =>
+        lines
+          .filter((line) => line.startsWith(`${name}:`))
+          .map((line) => line.slice(name.length + 1).replace(/^ /, ""))
+          .join("\n");
       if (field("data") && field("id")) yield { id: field("id"), data: field("data") };
     }
   }

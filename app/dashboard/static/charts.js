@@ -9,7 +9,10 @@ function plotly() {
     const script = document.createElement("script");
     script.src = "dashboard/plotly.js";
     script.onload = () => resolve(window.Plotly);
-    script.onerror = () => { loading = null; reject(new Error("The chart library did not load.")); };
+    script.onerror = () => {
+      loading = null;
+      reject(new Error("The chart library did not load."));
+    };
     document.head.append(script);
   });
   return loading;
@@ -70,7 +73,18 @@ export function chart(title, axes, meaning = null) {
 function styled(trace) {
   const line = { width: trace.width ?? 2, color: colour(trace.colour ?? "accent"), dash: trace.dash };
   const marker = { color: colour(trace.colour ?? "accent"), size: 9 };
-  return { type: "scatter", mode: trace.mode ?? "lines", x: trace.x, y: trace.y, name: trace.name, text: trace.text, textposition: "top center", line, marker, hovertemplate: trace.hover ?? "%{y:.4g}<extra>%{fullData.name}</extra>" };
+  return {
+    type: "scatter",
+    mode: trace.mode ?? "lines",
+    x: trace.x,
+    y: trace.y,
+    name: trace.name,
+    text: trace.text,
+    textposition: "top center",
+    line,
+    marker,
+    hovertemplate: trace.hover ?? "%{y:.4g}<extra>%{fullData.name}</extra>",
+  };
 }
 
 /** A line right across, such as a limit. */

@@ -29,15 +29,34 @@ export function fill(element, ...children) {
  */
 export function table(caption, columns, rows, empty = "Nothing here yet.") {
   if (!rows.length) return h("p", { class: "muted" }, empty);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", { role: "table" },
+  return h(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h(
+      "table",
+      { role: "table" },
       h("caption", {}, caption),
-      h("thead", { role: "rowgroup" }, tableRow(columns.map((column) => h("th", { role: "columnheader", scope: "col", class: column.number ? "number" : null }, column.title)))),
-      h("tbody", { role: "rowgroup" }, rows.map((row) => tableRow(row.map((content, place) => cell(columns[place], content)))))));
+      h(
+        "thead",
+        { role: "rowgroup" },
+        tableRow(
+          columns.map((column) =>
+            h("th", { role: "columnheader", scope: "col", class: column.number ? "number" : null }, column.title),
+          ),
+        ),
+      ),
+      h(
+        "tbody",
+        { role: "rowgroup" },
+        rows.map((row) => tableRow(row.map((content, place) => cell(columns[place], content)))),
+      ),
+    ),
+  );
 }
 
 const tableRow = (cells) => h("tr", { role: "row" }, cells);
-const cell = (column, content) => h("td", { role: "cell", class: column.number ? "number" : null, "data-title": column.title || null }, content);
+const cell = (column, content) =>
+  h("td", { role: "cell", class: column.number ? "number" : null, "data-title": column.title || null }, content);
 
 /**
  * A table whose rows come and go by their keys; a cell is made anew only where its content changed, so that
@@ -54,7 +73,11 @@ export function liveTable(caption, columns, empty) {
   function show(content) {
     nothing.hidden = content.length > 0;
     region.hidden = !content.length;
-    for (const [key, row] of rows) if (!content.some(([own]) => own === key)) { row.element.remove(); rows.delete(key); }
+    for (const [key, row] of rows)
+      if (!content.some(([own]) => own === key)) {
+        row.element.remove();
+        rows.delete(key);
+      }
     content.forEach(([key, cells], place) => {
       if (!rows.has(key)) rows.set(key, { element: tableRow(columns.map((column) => cell(column))), told: [] });
       const { element, told } = rows.get(key);

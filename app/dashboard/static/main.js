@@ -29,7 +29,10 @@ async function show() {
   document.title = name && !PAGES[name] ? "No such page · Accrue" : `${page.TITLE} · Accrue`;
   fill(main);
   if (name && !PAGES[name]) {
-    main.append(problem(new Refused(404, { detail: `There is no page ${name} here.` }), false), h("p", {}, h("a", { href: "#/plan" }, "Plan a job")));
+    main.append(
+      problem(new Refused(404, { detail: `There is no page ${name} here.` }), false),
+      h("p", {}, h("a", { href: "#/plan" }, "Plan a job")),
+    );
     return;
   }
   try {
@@ -42,8 +45,13 @@ async function show() {
 function problem(error, again = true) {
   const told = error instanceof Refused ? error.message : "The service cannot be reached. Is it running?";
   if (!(error instanceof Refused)) console.warn(error);
-  return h("section", { class: "panel problem", role: "alert" }, h("h2", {}, "That did not work"), h("p", {}, told),
-    again && h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")));
+  return h(
+    "section",
+    { class: "panel problem", role: "alert" },
+    h("h2", {}, "That did not work"),
+    h("p", {}, told),
+    again && h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")),
+  );
 }
 
 const themes = { light: "Light", dark: "Dark" };
@@ -54,7 +62,10 @@ function setTheme(theme) {
   const button = document.getElementById("theme");
   button.textContent = themes[other];
   button.setAttribute("aria-label", `${themes[other]} colours`);
-  button.onclick = () => { localStorage.setItem("accrue.theme", other); setTheme(other); };
+  button.onclick = () => {
+    localStorage.setItem("accrue.theme", other);
+    setTheme(other);
+  };
   document.dispatchEvent(new Event("theme"));
 }
 
@@ -85,5 +96,8 @@ document.addEventListener("connection", (event) => {
   lost.textContent = event.detail ? "" : "The service does not answer; it is asked again every few seconds.";
 });
 
-addEventListener("hashchange", () => { show(); main.focus(); });
+addEventListener("hashchange", () => {
+  show();
+  main.focus();
+});
 show();

@@ -3,9 +3,26 @@
 import { post, remove } from "../api.js";
 import { announce, h } from "../dom.js";
 
-const POSSIBLE = { queued: ["pause", "cancel"], running: ["pause", "stop", "cancel"], paused: ["resume", "cancel"], failed: ["retry", "delete"], cancelled: ["retry", "delete"], succeeded: ["delete"] };
-const SURE = { cancel: "Cancel this job? What it has learned so far is lost.", delete: "Delete this job with its model, its log and its checkpoints?" };
-const NAMES = { pause: "Pause", cancel: "Cancel", stop: "Stop, keep model", resume: "Resume", retry: "Train again", delete: "Delete" };
+const POSSIBLE = {
+  queued: ["pause", "cancel"],
+  running: ["pause", "stop", "cancel"],
+  paused: ["resume", "cancel"],
+  failed: ["retry", "delete"],
+  cancelled: ["retry", "delete"],
+  succeeded: ["delete"],
+};
+const SURE = {
+  cancel: "Cancel this job? What it has learned so far is lost.",
+  delete: "Delete this job with its model, its log and its checkpoints?",
+};
+const NAMES = {
+  pause: "Pause",
+  cancel: "Cancel",
+  stop: "Stop, keep model",
+  resume: "Resume",
+  retry: "Train again",
+  delete: "Delete",
+};
 
 /**
  * @param {() => Promise} done looks again at what has changed
@@ -34,8 +51,21 @@ export function actions(job, done) {
     }
   }
   const possible = job.requested ? [] : [...(timedOut ? ["resume"] : []), ...POSSIBLE[job.status]];
-  return h("div", { class: "actions" }, possible.map((name) => h("button", {
-    type: "button", class: name === "cancel" || name === "delete" ? "quiet danger" : "quiet", "aria-label": `${NAMES[name]} job ${job.id.slice(-6)}`,
-    onclick: (event) => act(name, event.target),
-  }, NAMES[name])), told);
+  return h(
+    "div",
+    { class: "actions" },
+    possible.map((name) =>
+      h(
+        "button",
+        {
+          type: "button",
+          class: name === "cancel" || name === "delete" ? "quiet danger" : "quiet",
+          "aria-label": `${NAMES[name]} job ${job.id.slice(-6)}`,
+          onclick: (event) => act(name, event.target),
+        },
+        NAMES[name],
+      ),
+    ),
+    told,
+  );
 }

@@ -9,7 +9,18 @@ import { badge, method } from "./jobs.js";
 
 export const TITLE = "Compare";
 
-const COLUMNS = ["Job", "Batch", "Steps", "Loss", "At its own end", "Noise", "Noise to the first", "Tokens/s", "Peak GiB", "Padding"];
+const COLUMNS = [
+  "Job",
+  "Batch",
+  "Steps",
+  "Loss",
+  "At its own end",
+  "Noise",
+  "Noise to the first",
+  "Tokens/s",
+  "Peak GiB",
+  "Padding",
+];
 const MOST = 10;
 
 export async function show(main, { chosen, signal }) {
@@ -20,8 +31,24 @@ export async function show(main, { chosen, signal }) {
   const result = h("div", {});
   const curve = chart("Loss", { x: "samples seen", y: "nats per token, moving average" }, help("loss"));
   const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);
-  const list = h("ul", { class: "legend" }, trained.map((job) => h("li", {}, h("label", {},
-    h("input", { type: "checkbox", value: job.id, checked: ids.includes(job.id), onchange: choose }), ` …${job.id.slice(-6)} `, badge(job), ` ${job.model_name}, ${method(job)}, batch ${number(job.effective_batch_size)}`))));
+  const list = h(
+    "ul",
+    { class: "legend" },
+    trained.map((job) =>
+      h(
+        "li",
+        {},
+        h(
+          "label",
+          {},
+          h("input", { type: "checkbox", value: job.id, checked: ids.includes(job.id), onchange: choose }),
+          ` …${job.id.slice(-6)} `,
+          badge(job),
+          ` ${job.model_name}, ${method(job)}, batch ${number(job.effective_batch_size)}`,
+        ),
+      ),
+    ),
+  );
 
   function choose() {
     const ticked = [...list.querySelectorAll("input:checked")].map((input) => input.value);
@@ -50,19 +77,52 @@ export async function show(main, { chosen, signal }) {
   function showComparison({ jobs, loss, samples_seen: seen }) {
     const hue = (place) => PALETTE[place % PALETTE.length];
     const name = (job) => `…${job.training_id.slice(-6)}: batch ${job.effective_batch_size}`;
-    curve.draw(jobs.map((job, place) => ({ x: seen, y: loss[job.training_id], name: name(job), colour: hue(place), dash: place < PALETTE.length ? "solid" : "dot" })),
-      { summary: jobs.map((job) => `${name(job)} comes to ${fixed(loss[job.training_id].at(-1))}`).join("; ") });
-    fill(result, table(`Loss after ${number(Math.round(seen.at(-1)))} samples, which all of them have seen`, COLUMNS.map((title, place) => ({ title, number: place > 0 })), jobs.map((job, place) => [
-      h("span", { class: "swatch" }, h("i", { class: `of-${hue(place)}` }), h("a", { href: `#/job/${job.training_id}` }, name(job))),
-      `${number(job.effective_batch_size)} in ${number(job.stats.accumulation_steps)}`,
-      number(job.steps), fixed(loss[job.training_id].at(-1)), fixed(job.final_loss), job.loss_noise.toExponential(2),
-      job.noise_ratio === null ? "–" : `× ${fixed(job.noise_ratio, 2)}`,
-      number(job.stats.tokens_per_second), fixed(job.stats.peak_memory_gb, 2), percent(job.stats.padding_share),
-    ])), h("p", { class: "muted" }, "Noise is the variance of the loss around its trend. ", help("noise")));
+    curve.draw(
+      jobs.map((job, place) => ({
+        x: seen,
+        y: loss[job.training_id],
+        name: name(job),
+        colour: hue(place),
+        dash: place < PALETTE.length ? "solid" : "dot",
+      })),
+      { summary: jobs.map((job) => `${name(job)} comes to ${fixed(loss[job.training_id].at(-1))}`).join("; ") },
+    );
+    fill(
+      result,
+      table(
+        `Loss after ${number(Math.round(seen.at(-1)))} samples, which all of them have seen`,
+        COLUMNS.map((title, place) => ({ title, number: place > 0 })),
+        jobs.map((job, place) => [
+          h(
+            "span",
+            { class: "swatch" },
+            h("i", { class: `of-${hue(place)}` }),
+            h("a", { href: `#/job/${job.training_id}` }, name(job)),
+          ),
+          `${number(job.effective_batch_size)} in ${number(job.stats.accumulation_steps)}`,
+          number(job.steps),
+          fixed(loss[job.training_id].at(-1)),
+          fixed(job.final_loss),
+          job.loss_noise.toExponential(2),
+          job.noise_ratio === null ? "–" : `× ${fixed(job.noise_ratio, 2)}`,
+          number(job.stats.tokens_per_second),
+          fixed(job.stats.peak_memory_gb, 2),
+          percent(job.stats.padding_share),
+        ]),
+      ),
+      h("p", { class: "muted" }, "Noise is the variance of the loss around its trend. ", help("noise")),
+    );
   }
 
-  main.append(h("h1", {}, "Compare jobs"),
-    h("section", { class: "panel", "aria-label": "Jobs to compare" }, trained.length ? list : h("p", { class: "muted" }, "No job has made a step yet.")),
-    figure, h("section", { class: "panel", "aria-label": "Figures" }, result));
+  main.append(
+    h("h1", {}, "Compare jobs"),
+    h(
+      "section",
+      { class: "panel", "aria-label": "Jobs to compare" },
+      trained.length ? list : h("p", { class: "muted" }, "No job has made a step yet."),
+    ),
+    figure,
+    h("section", { class: "panel", "aria-label": "Figures" }, result),
+  );
   await compare();
 }

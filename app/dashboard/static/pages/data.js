@@ -6,15 +6,41 @@ import { number, percent } from "../format.js";
 /** Puts the service's preview into a panel. */
 export function showData(panel, seen) {
   const { lengths } = seen;
-  fill(panel, h("h2", {}, "The data, as the trainer will see them"),
+  fill(
+    panel,
+    h("h2", {}, "The data, as the trainer will see them"),
     h("p", { class: "muted" }, "What is ", h("mark", {}, "marked"), " counts for the loss."),
-    seen.samples.map((sample) => h("figure", { class: "sample" },
-      h("figcaption", { class: "muted" }, `Line ${number(sample.line)}: ${number(sample.tokens.length)} tokens, of which ${number(sample.target_tokens)} count`),
-      h("p", { class: "said" }, runs(sample).map(([counts, text]) => (counts ? h("mark", {}, text) : text))))),
-    h("p", {}, `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of them count.`),
-    lengths.over_max_length > 0 && h("p", { class: "is-warn" }, `${number(lengths.over_max_length)} are longer than ${number(seen.max_length)} tokens.`),
-    lengths.without_targets > 0 && h("p", { class: "is-warn" }, `${number(lengths.without_targets)} have nothing that counts within ${number(seen.max_length)} tokens.`),
-    histogram(lengths.histogram));
+    seen.samples.map((sample) =>
+      h(
+        "figure",
+        { class: "sample" },
+        h(
+          "figcaption",
+          { class: "muted" },
+          `Line ${number(sample.line)}: ${number(sample.tokens.length)} tokens, of which ${number(sample.target_tokens)} count`,
+        ),
+        h(
+          "p",
+          { class: "said" },
+          runs(sample).map(([counts, text]) => (counts ? h("mark", {}, text) : text)),
+        ),
+      ),
+    ),
+    h(
+      "p",
+      {},
+      `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of them count.`,
+    ),
+    lengths.over_max_length > 0 &&
+      h("p", { class: "is-warn" }, `${number(lengths.over_max_length)} are longer than ${number(seen.max_length)} tokens.`),
+    lengths.without_targets > 0 &&
+      h(
+        "p",
+        { class: "is-warn" },
+        `${number(lengths.without_targets)} have nothing that counts within ${number(seen.max_length)} tokens.`,
+      ),
+    histogram(lengths.histogram),
+  );
 }
 
 /** Neighbouring tokens that count, or do not, as one text. */
@@ -29,8 +55,11 @@ function runs({ tokens, counts }) {
 
 function histogram(bins) {
   const most = Math.max(...bins.map((bin) => bin.examples));
-  return table("How long examples are", [{ title: "Tokens" }, { title: "Examples", number: true }, { title: "" }],
-    bins.map((bin) => [`${number(bin.at_least)} to ${number(bin.below - 1)}`, number(bin.examples), share(bin.examples / most)]));
+  return table(
+    "How long examples are",
+    [{ title: "Tokens" }, { title: "Examples", number: true }, { title: "" }],
+    bins.map((bin) => [`${number(bin.at_least)} to ${number(bin.below - 1)}`, number(bin.examples), share(bin.examples / most)]),
+  );
 }
 
 function share(part) {

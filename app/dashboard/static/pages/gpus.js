@@ -13,7 +13,10 @@ export async function show(main, { signal }) {
   const workers = h("section", { class: "panel", "aria-label": "Workers" });
   main.append(h("h1", {}, "GPUs and workers"), gpus, workers);
   async function look() {
-    const [seen, there] = await Promise.all([get("gradient-accumulation/gpus", signal), get("gradient-accumulation/workers", signal)]);
+    const [seen, there] = await Promise.all([
+      get("gradient-accumulation/gpus", signal),
+      get("gradient-accumulation/workers", signal),
+    ]);
     showGpus(gpus, seen);
     showWorkers(workers, there.data);
     return true;
@@ -23,23 +26,62 @@ export async function show(main, { signal }) {
 }
 
 function showGpus(section, { gpu_info: seen, declared }) {
-  fill(section, h("h2", {}, "On the service's machine"),
-    table("As nvidia-smi shows them", [{ title: "GPU" }, { title: "Memory" }, { title: "Used", number: true }, { title: "Load", number: true }, { title: "°C", number: true }, { title: "Held by" }],
-      seen.map((gpu) => [`${gpu.gpu_id}: ${gpu.name}`,
-        h("meter", { min: 0, max: gpu.memory_total_bytes, value: gpu.memory_used_bytes ?? 0, "aria-label": `Memory of GPU ${gpu.gpu_id}` }),
-        `${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`, percent(gpu.load), number(gpu.temperature_celsius), job(gpu.held_by)]),
-      "No GPU is seen here: jobs run on what the workers have, be it a processor."),
-    declared.length ? h("p", {}, "Declared for planning: ", declared.map((gpu) => `${gpu.gpu_id}: ${gpu.name} (${bytes(gpu.memory_total_bytes)})`).join(", ")) : null);
+  fill(
+    section,
+    h("h2", {}, "On the service's machine"),
+    table(
+      "As nvidia-smi shows them",
+      [
+        { title: "GPU" },
+        { title: "Memory" },
+        { title: "Used", number: true },
+        { title: "Load", number: true },
+        { title: "°C", number: true },
+        { title: "Held by" },
+      ],
+      seen.map((gpu) => [
+        `${gpu.gpu_id}: ${gpu.name}`,
+        h("meter", {
+          min: 0,
+          max: gpu.memory_total_bytes,
+          value: gpu.memory_used_bytes ?? 0,
+          "aria-label": `Memory of GPU ${gpu.gpu_id}`,
+        }),
+        `${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`,
+        percent(gpu.load),
+        number(gpu.temperature_celsius),
+        job(gpu.held_by),
+      ]),
+      "No GPU is seen here: jobs run on what the workers have, be it a processor.",
+    ),
+    declared.length
+      ? h(
+          "p",
+          {},
+          "Declared for planning: ",
+          declared.map((gpu) => `${gpu.gpu_id}: ${gpu.name} (${bytes(gpu.memory_total_bytes)})`).join(", "),
+        )
+      : null,
+  );
 }
 
 function showWorkers(section, workers) {
-  fill(section, h("h2", {}, "Workers"),
-    table("Newest first", [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Runs" }, { title: "Last heard of" }],
-      workers.map((worker) => [worker.hostname,
+  fill(
+    section,
+    h("h2", {}, "Workers"),
+    table(
+      "Newest first",
+      [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Runs" }, { title: "Last heard of" }],
+      workers.map((worker) => [
+        worker.hostname,
         h("span", { class: worker.alive ? "is-ok" : "muted" }, worker.alive ? "alive" : "silent"),
         worker.devices.map((device) => `${device.name ?? device.id} (${bytes(device.memory_bytes)})`).join(", "),
-        worker.running.map(job), moment(worker.last_heartbeat_at)]),
-      "No worker was ever seen: jobs wait until one is started with accrue worker."));
+        worker.running.map(job),
+        moment(worker.last_heartbeat_at),
+      ]),
+      "No worker was ever seen: jobs wait until one is started with accrue worker.",
+    ),
+  );
 }
 
-const job = (id) => (id?.startsWith("ftjob-") ? h("a", { href: `#/job/${id}` }, `…${id.slice(-6)}`) : id ?? "–");
+const job = (id) => (id?.startsWith("ftjob-") ? h("a", { href: `#/job/${id}` }, `…${id.slice(-6)}`) : (id ?? "–"));

@@ -20,17 +20,36 @@ export async function show(main, { id, signal }) {
   const path = `gradient-accumulation/training/${encodeURIComponent(id ?? "")}`;
   const state = makeState();
   const acting = h("div", {}); // apart, so that no button goes away beneath a finger
-  const head = h("section", { class: "panel", "aria-label": "State" }, state.element, acting, h("p", { class: "muted" }, h("code", {}, id)));
+  const head = h(
+    "section",
+    { class: "panel", "aria-label": "State" },
+    state.element,
+    acting,
+    h("p", { class: "muted" }, h("code", {}, id)),
+  );
   const outcome = h("section", { class: "panel", "aria-label": "Outcome", hidden: true });
   const events = h("ol", { class: "events", reversed: true, tabindex: "0", "aria-label": "Events, newest first" });
   const charts = makeCharts();
   warm();
 
   const first = await get(path, signal); // whether it is there at all
-  const measured = h("section", { class: "panel", "aria-label": "Charts", hidden: true }, h("div", { class: "charts" }, Object.values(charts).map((each) => each.element)));
-  main.append(h("h1", {}, first.model_name), head, outcome, measured,
+  const measured = h(
+    "section",
+    { class: "panel", "aria-label": "Charts", hidden: true },
+    h(
+      "div",
+      { class: "charts" },
+      Object.values(charts).map((each) => each.element),
+    ),
+  );
+  main.append(
+    h("h1", {}, first.model_name),
+    head,
+    outcome,
+    measured,
     h("section", { class: "panel", "aria-label": "Events" }, h("h2", {}, "Events"), events),
-    settings(first));
+    settings(first),
+  );
 
   let drawn = "";
   let offered = "";
@@ -57,8 +76,18 @@ export async function show(main, { id, signal }) {
     return false;
   }
   const tell = (event) => {
-    events.prepend(h("li", {}, h("time", { datetime: new Date(event.created_at * 1000).toISOString() }, new Date(event.created_at * 1000).toLocaleTimeString()),
-      h("span", { class: event.level === "error" ? "is-bad" : event.level === "warning" ? "is-warn" : "" }, event.message)));
+    events.prepend(
+      h(
+        "li",
+        {},
+        h(
+          "time",
+          { datetime: new Date(event.created_at * 1000).toISOString() },
+          new Date(event.created_at * 1000).toLocaleTimeString(),
+        ),
+        h("span", { class: event.level === "error" ? "is-bad" : event.level === "warning" ? "is-warn" : "" }, event.message),
+      ),
+    );
     if (events.childElementCount > MOST_EVENTS) events.lastElementChild.remove();
   };
   await Promise.all([poll(look, EVERY, signal), follow(id, tell, signal)]);
@@ -81,24 +110,70 @@ async function draw(charts, { data: lines, evaluations }, job) {
   const x = lines.map((line) => line.step);
   const of = (name) => lines.map((line) => line[name]);
   const trace = (name, shown, more = {}) => ({ x, y: of(name), name: shown, ...more });
-  const span = (name, digits) => `from ${fixed(lines[0][name], digits)} to ${fixed(lines.at(-1)[name], digits)} over ${number(lines.at(-1).step)} steps`;
+  const span = (name, digits) =>
+    `from ${fixed(lines[0][name], digits)} to ${fixed(lines.at(-1)[name], digits)} over ${number(lines.at(-1).step)} steps`;
   const device = job.plan.devices[0];
   const noisy = lines.filter((line) => line.noise_scale !== null);
   charts.noise.element.hidden = !noisy.length;
   const warm = lines.filter((line) => line.temperature_celsius !== null);
   charts.heat.element.hidden = !warm.length;
   const held = evaluations.filter((each) => each.loss !== null);
-  const validation = { x: held.map((each) => each.step), y: held.map((each) => each.loss), name: "on held-back samples", colour: "second", mode: "lines+markers" };
-  const best = held.length ? ` On held-back samples at last ${fixed(held.at(-1).loss, 3)}, at best ${fixed(Math.min(...validation.y), 3)}.` : "";
+  const validation = {
+    x: held.map((each) => each.step),
+    y: held.map((each) => each.loss),
+    name: "on held-back samples",
+    colour: "second",
+    mode: "lines+markers",
+  };
+  const best = held.length
+    ? ` On held-back samples at last ${fixed(held.at(-1).loss, 3)}, at best ${fixed(Math.min(...validation.y), 3)}.`
+    : "";
   await Promise.all([
-    charts.loss.draw([trace("loss", "loss", { colour: "soft", width: 1 }), trace("loss_ema", "moving average"), ...(held.length ? [validation] : [])], { summary: `Loss ${span("loss_ema", 3)}.${best}` }),
-    charts.rate.draw([trace("learning_rate", "learning rate", { colour: "second" })], { summary: `Learning rate ${span("learning_rate", 6)}.` }),
-    charts.norm.draw([trace("grad_norm", "norm", { colour: "third", width: 1 })], { summary: `Gradient norm ${span("grad_norm", 3)}.` }),
-    charts.throughput.draw([trace("tokens_per_second", "tokens/s", { colour: "fourth", width: 1 })], { summary: `Tokens a second ${span("tokens_per_second", 0)}.` }),
-    charts.memory.draw([trace("peak_gb", "peak so far"), { x: [x[0], x.at(-1)], y: Array(2).fill(device.predicted_peak_bytes / GIB), name: "predicted at full length", colour: "second", dash: "dash" }],
-      { summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted at full length ${bytes(device.predicted_peak_bytes)}.`, shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [] }),
-    noisy.length && charts.noise.draw([{ x: noisy.map((line) => line.step), y: noisy.map((line) => line.noise_scale), name: "noise scale", colour: "ok" }], { summary: "Noise scale as measured." }),
-    warm.length && charts.heat.draw([{ x: warm.map((line) => line.step), y: warm.map((line) => line.temperature_celsius), name: "GPU", colour: "bad" }], { summary: `The GPU was at most ${number(Math.max(...warm.map((line) => line.temperature_celsius)))} degrees Celsius warm.` }),
+    charts.loss.draw(
+      [
+        trace("loss", "loss", { colour: "soft", width: 1 }),
+        trace("loss_ema", "moving average"),
+        ...(held.length ? [validation] : []),
+      ],
+      { summary: `Loss ${span("loss_ema", 3)}.${best}` },
+    ),
+    charts.rate.draw([trace("learning_rate", "learning rate", { colour: "second" })], {
+      summary: `Learning rate ${span("learning_rate", 6)}.`,
+    }),
+    charts.norm.draw([trace("grad_norm", "norm", { colour: "third", width: 1 })], {
+      summary: `Gradient norm ${span("grad_norm", 3)}.`,
+    }),
+    charts.throughput.draw([trace("tokens_per_second", "tokens/s", { colour: "fourth", width: 1 })], {
+      summary: `Tokens a second ${span("tokens_per_second", 0)}.`,
+    }),
+    charts.memory.draw(
+      [
+        trace("peak_gb", "peak so far"),
+        {
+          x: [x[0], x.at(-1)],
+          y: Array(2).fill(device.predicted_peak_bytes / GIB),
+          name: "predicted at full length",
+          colour: "second",
+          dash: "dash",
+        },
+      ],
+      {
+        summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted at full length ${bytes(device.predicted_peak_bytes)}.`,
+        shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [],
+      },
+    ),
+    noisy.length &&
+      charts.noise.draw(
+        [{ x: noisy.map((line) => line.step), y: noisy.map((line) => line.noise_scale), name: "noise scale", colour: "ok" }],
+        { summary: "Noise scale as measured." },
+      ),
+    warm.length &&
+      charts.heat.draw(
+        [{ x: warm.map((line) => line.step), y: warm.map((line) => line.temperature_celsius), name: "GPU", colour: "bad" }],
+        {
+          summary: `The GPU was at most ${number(Math.max(...warm.map((line) => line.temperature_celsius)))} degrees Celsius warm.`,
+        },
+      ),
   ]);
 }
 
@@ -114,27 +189,50 @@ function makeState() {
   const error = h("p", { class: "is-bad" });
   const bar = h("progress", { "aria-label": "Steps made" });
   const facts = {
-    batch: ["Effective batch", "effective"], loss: ["Loss, moving average", "loss"], speed: ["Tokens a second", "throughput"], memory: ["Memory at the peak", "memory"],
-    samples: ["Samples seen"], device: ["Device"], begun: ["Begun"], attempt: ["Attempt"],
+    batch: ["Effective batch", "effective"],
+    loss: ["Loss, moving average", "loss"],
+    speed: ["Tokens a second", "throughput"],
+    memory: ["Memory at the peak", "memory"],
+    samples: ["Samples seen"],
+    device: ["Device"],
+    begun: ["Begun"],
+    attempt: ["Attempt"],
   };
   const values = Object.fromEntries(Object.keys(facts).map((name) => [name, h("dd", {})]));
-  const list = h("dl", { class: "facts" }, Object.entries(facts).map(([name, [title, term]]) => h("div", {}, h("dt", {}, title, term && help(term)), values[name])));
+  const list = h(
+    "dl",
+    { class: "facts" },
+    Object.entries(facts).map(([name, [title, term]]) => h("div", {}, h("dt", {}, title, term && help(term)), values[name])),
+  );
 
   function show(job) {
     const { progress, plan } = job;
     const total = progress.steps_total;
     const left = job.status === "running" && progress.eta_seconds ? `, ${duration(progress.eta_seconds)} left` : "";
     const within = progress.within_window ? `, ${number(progress.accumulation_step)} micro-batches into the next` : "";
-    fill(verdict, badge(job), h("span", {}, job.status === "queued" ? waits(job) : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`));
+    fill(
+      verdict,
+      badge(job),
+      h(
+        "span",
+        {},
+        job.status === "queued"
+          ? waits(job)
+          : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`,
+      ),
+    );
     error.textContent = job.error?.message ?? "";
     bar.max = total ?? 1;
     if (total || ENDED.includes(job.status)) bar.value = total ? progress.step : 1;
     const shown = {
       batch: split(job),
-      loss: fixed(progress.loss_ema), speed: number(progress.tokens_per_second),
+      loss: fixed(progress.loss_ema),
+      speed: number(progress.tokens_per_second),
       memory: `${bytes(progress.memory_peak_bytes)}, at most ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`,
-      samples: number(progress.samples_seen), device: `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`,
-      begun: moment(job.started_at), attempt: number(job.attempt),
+      samples: number(progress.samples_seen),
+      device: `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`,
+      begun: moment(job.started_at),
+      attempt: number(job.attempt),
     };
     for (const [name, text] of Object.entries(shown)) values[name].textContent = text;
   }
@@ -156,11 +254,18 @@ async function showOutcome(outcome, job, signal) {
   outcome.hidden = !result;
   if (!result) return;
   const path = `gradient-accumulation/training/${job.id}`;
-  const [{ stats }, completions] = await Promise.all([get(`gradient-accumulation/stats/${job.id}`, signal), get(`${path}/completions`, signal)]);
+  const [{ stats }, completions] = await Promise.all([
+    get(`gradient-accumulation/stats/${job.id}`, signal),
+    get(`${path}/completions`, signal),
+  ]);
   const certificate = result.equivalence_error === null ? "not made" : `${result.equivalence_error.toExponential(1)} apart`;
   const noise = result.noise_scale;
-  fill(outcome, h("h2", {}, "What came of it"),
-    h("dl", { class: "facts" },
+  fill(
+    outcome,
+    h("h2", {}, "What came of it"),
+    h(
+      "dl",
+      { class: "facts" },
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
       result.eval_loss !== null && fact("Loss on held-back samples", fixed(result.eval_loss), "validation"),
       fact("Tokens learned from", number(result.trained_tokens)),
@@ -169,22 +274,38 @@ async function showOutcome(outcome, job, signal) {
       fact("Samples a second", number(stats.samples_per_second)),
       fact("Padding", percent(stats.padding_share)),
       fact("Memory predicted", stats.prediction_error === null ? "–" : `${percent(stats.prediction_error)} off`, "prediction"),
-      fact("Out of memory", `${number(stats.oom_recoveries)} times`)),
-    h("p", { class: "actions" },
-      result.model_path && h("button", { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) }, "Download the model"),
+      fact("Out of memory", `${number(stats.oom_recoveries)} times`),
+    ),
+    h(
+      "p",
+      { class: "actions" },
+      result.model_path &&
+        h(
+          "button",
+          { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) },
+          "Download the model",
+        ),
       h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
-      job.links.profile && h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
-      h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next")),
-    completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null);
+      job.links.profile &&
+        h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
+      h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next"),
+    ),
+    completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null,
+  );
 }
 
 /** What the model makes of held-back prompts, beside what it made of them before. */
 function samples(completions) {
   const said = (text) => h("span", { class: "said" }, text ?? "–");
-  return [h("h2", {}, "Held-back prompts ", help("completions")),
-    table("Before training and after it, the likeliest token each time", [{ title: "Prompt" }, { title: "Expected" }, { title: "Before" }, { title: "After" }],
-      completions.map((each) => [said(each.prompt), said(each.expected), said(each.before), said(each.after)]))];
+  return [
+    h("h2", {}, "Held-back prompts ", help("completions")),
+    table(
+      "Before training and after it, the likeliest token each time",
+      [{ title: "Prompt" }, { title: "Expected" }, { title: "Before" }, { title: "After" }],
+      completions.map((each) => [said(each.prompt), said(each.expected), said(each.before), said(each.after)]),
+    ),
+  ];
 }
 
 /** With its band of 90 %. */
@@ -192,8 +313,24 @@ const noiseOf = ({ value, low, high }) => `${number(value)} (${number(low)} to $
 
 /** Everything that was asked for or filled in. */
 function settings(job) {
-  const list = (title, values) => [h("h2", {}, title), h("dl", { class: "facts" }, Object.entries(values).filter(([, value]) => value !== null && !(Array.isArray(value) && !value.length))
-    .map(([name, value]) => fact(name.replaceAll("_", " "), typeof value === "object" ? JSON.stringify(value) : String(value))))];
-  return h("details", { class: "panel" }, h("summary", {}, "Everything that was chosen"),
-    list("Training", job.training_config), list("Accumulation", job.config), list("Data", job.dataset));
+  const list = (title, values) => [
+    h("h2", {}, title),
+    h(
+      "dl",
+      { class: "facts" },
+      Object.entries(values)
+        .filter(([, value]) => value !== null && !(Array.isArray(value) && !value.length))
+        .map(([name, value]) =>
+          fact(name.replaceAll("_", " "), typeof value === "object" ? JSON.stringify(value) : String(value)),
+        ),
+    ),
+  ];
+  return h(
+    "details",
+    { class: "panel" },
+    h("summary", {}, "Everything that was chosen"),
+    list("Training", job.training_config),
+    list("Accumulation", job.config),
+    list("Data", job.dataset),
+  );
 }

@@ -9,8 +9,23 @@ import { actions } from "./actions.js";
 export const TITLE = "Jobs";
 
 const EVERY = 2000;
-const REASONS = { no_worker: "no worker is running: start one with accrue worker", no_free_gpu: "every device is busy", not_before: "waits before it tries again", starting: "is about to start" };
-const COLUMNS = [{ title: "" }, { title: "Job" }, { title: "Model" }, { title: "Status" }, { title: "Batch", number: true }, { title: "Steps", number: true }, { title: "Loss", number: true }, { title: "Begun" }, { title: "" }];
+const REASONS = {
+  no_worker: "no worker is running: start one with accrue worker",
+  no_free_gpu: "every device is busy",
+  not_before: "waits before it tries again",
+  starting: "is about to start",
+};
+const COLUMNS = [
+  { title: "" },
+  { title: "Job" },
+  { title: "Model" },
+  { title: "Status" },
+  { title: "Batch", number: true },
+  { title: "Steps", number: true },
+  { title: "Loss", number: true },
+  { title: "Begun" },
+  { title: "" },
+];
 
 export function badge(job) {
   return h("span", { class: `badge ${job.status}` }, job.requested ? `${job.status}, to ${job.requested}` : job.status);
@@ -24,10 +39,17 @@ export function waits({ waiting }) {
 }
 
 export async function show(main, { chosen, signal }) {
-  const status = select([["", "all"], "queued", "running", "paused", "succeeded", "failed", "cancelled"], chosen.get("status") ?? "");
+  const status = select(
+    [["", "all"], "queued", "running", "paused", "succeeded", "failed", "cancelled"],
+    chosen.get("status") ?? "",
+  );
   const label = h("input", { id: "label", type: "text", value: chosen.get("user_id") ?? "", autocomplete: "off" });
   status.id = "status";
-  const list = liveTable("Newest first", COLUMNS, "No job yet: plan one, and press start. With a key you see the jobs made with it.");
+  const list = liveTable(
+    "Newest first",
+    COLUMNS,
+    "No job yet: plan one, and press start. With a key you see the jobs made with it.",
+  );
   const ticked = new Set((chosen.get("ticked") ?? "").split(",").filter(Boolean));
   const compare = h("button", { type: "button", disabled: ticked.size < 2, onclick: compareTicked }, "Compare");
   const older = h("button", { type: "button", hidden: true }, "Older");
@@ -47,12 +69,21 @@ export async function show(main, { chosen, signal }) {
   status.addEventListener("change", () => go({ after: "" }));
   label.addEventListener("change", () => go({ after: "" }));
 
-  main.append(h("h1", {}, "Jobs"),
-    h("section", { class: "panel", "aria-label": "Jobs" },
-      h("form", { class: "fields", onsubmit: (event) => event.preventDefault() },
+  main.append(
+    h("h1", {}, "Jobs"),
+    h(
+      "section",
+      { class: "panel", "aria-label": "Jobs" },
+      h(
+        "form",
+        { class: "fields", onsubmit: (event) => event.preventDefault() },
         h("div", { class: "field" }, h("label", { for: "status" }, "Status"), status),
-        h("div", { class: "field" }, h("label", { for: "label" }, "Label (user_id)"), label)),
-      list.element, h("p", { class: "actions" }, compare, newest, older)));
+        h("div", { class: "field" }, h("label", { for: "label" }, "Label (user_id)"), label),
+      ),
+      list.element,
+      h("p", { class: "actions" }, compare, newest, older),
+    ),
+  );
 
   function tick(event, id) {
     if (event.target.checked) ticked.add(id);
@@ -75,14 +106,37 @@ export async function show(main, { chosen, signal }) {
     const state = `${job.status} ${job.requested} ${waits(job)} ${job.error?.message}`;
     const plain = (text) => [text, () => text];
     return [
-      [`${job.progress.step > 1}`, () => job.progress.step > 1 && h("input", { type: "checkbox", "aria-label": `Compare ${job.id}`, checked: ticked.has(job.id), onchange: (event) => tick(event, job.id) })],
+      [
+        `${job.progress.step > 1}`,
+        () =>
+          job.progress.step > 1 &&
+          h("input", {
+            type: "checkbox",
+            "aria-label": `Compare ${job.id}`,
+            checked: ticked.has(job.id),
+            onchange: (event) => tick(event, job.id),
+          }),
+      ],
       ["", () => h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`)],
-      [`${job.model_name} ${method(job)}`, () => [job.model_name, method(job) !== "full" && h("div", { class: "muted" }, method(job))]],
-      [state, () => [badge(job), job.waiting && h("div", { class: "muted" }, waits(job)), job.error && h("div", { class: "is-bad" }, job.error.message)]],
+      [
+        `${job.model_name} ${method(job)}`,
+        () => [job.model_name, method(job) !== "full" && h("div", { class: "muted" }, method(job))],
+      ],
+      [
+        state,
+        () => [
+          badge(job),
+          job.waiting && h("div", { class: "muted" }, waits(job)),
+          job.error && h("div", { class: "is-bad" }, job.error.message),
+        ],
+      ],
       plain(number(job.effective_batch_size)),
       plain(steps(job)),
       plain(fixed(job.result?.final_loss ?? job.progress.loss_ema)),
-      [`${job.started_at} ${took(job)}`, () => (job.started_at ? [moment(job.started_at), h("div", { class: "muted" }, took(job))] : "–")],
+      [
+        `${job.started_at} ${took(job)}`,
+        () => (job.started_at ? [moment(job.started_at), h("div", { class: "muted" }, took(job))] : "–"),
+      ],
       [`${job.status} ${job.requested}`, () => actions(job, look)],
     ];
   }
@@ -96,7 +150,12 @@ export function method({ training_config: { method = "full" } }) {
 }
 
 /** A job that only measures makes no model, and ends before its last step. */
-const steps = ({ progress, tune }) => (tune === "only" ? "measures" : progress.steps_total ? `${number(progress.step)} / ${number(progress.steps_total)}` : number(progress.step));
+const steps = ({ progress, tune }) =>
+  tune === "only"
+    ? "measures"
+    : progress.steps_total
+      ? `${number(progress.step)} / ${number(progress.steps_total)}`
+      : number(progress.step);
 
 function took(job) {
   if (job.finished_at) return `took ${duration(job.finished_at - job.started_at)}`;

@@ -13,18 +13,52 @@ const ROOT = "gradient-accumulation";
 const SAVED = "accrue.plans";
 const AFTER_TYPING = 250;
 const SIMULATED_WITHIN = 20;
-const DEFAULTS = { model: "accrue/tiny-gpt2", batch: "target", target: "32", micro: "8", steps: "4", count: "1", method: "full", optimizer: "adamw", precision: "auto", epochs: "3", rate: "5e-5" };
+const DEFAULTS = {
+  model: "accrue/tiny-gpt2",
+  batch: "target",
+  target: "32",
+  micro: "8",
+  steps: "4",
+  count: "1",
+  method: "full",
+  optimizer: "adamw",
+  precision: "auto",
+  epochs: "3",
+  rate: "5e-5",
+};
 const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
 
 /** The form's names of the fields that the service speaks of. */
-const OWN_NAMES = { model_name: "model", gpus: "gpus", num_gpus: "count", max_length: "length", target_effective_batch_size: "target", micro_batch_size: "micro", accumulation_steps: "steps", learning_rate: "rate", file_id: "file", validation_split: "validation", gradient_checkpointing: "checkpointing" };
+const OWN_NAMES = {
+  model_name: "model",
+  gpus: "gpus",
+  num_gpus: "count",
+  max_length: "length",
+  target_effective_batch_size: "target",
+  micro_batch_size: "micro",
+  accumulation_steps: "steps",
+  learning_rate: "rate",
+  file_id: "file",
+  validation_split: "validation",
+  gradient_checkpointing: "checkpointing",
+};
 
 export async function show(main, { chosen, signal }) {
   const inputs = makeInputs(chosen);
-  const values = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.type === "checkbox" ? (input.checked ? "true" : "") : input.value.trim()]));
+  const values = () =>
+    Object.fromEntries(
+      Object.entries(inputs).map(([name, input]) => [
+        name,
+        input.type === "checkbox" ? (input.checked ? "true" : "") : input.value.trim(),
+      ]),
+    );
   const effective = h("output", { class: "effective", for: "field-target field-micro field-steps field-count" });
   const briefly = h("p", { class: "briefly", "aria-live": "polite" }); // beside the form, where the prediction is far below
-  const result = h("section", { class: "panel", "aria-label": "Prediction", "aria-live": "off" }, h("p", { class: "muted" }, "…"));
+  const result = h(
+    "section",
+    { class: "panel", "aria-label": "Prediction", "aria-live": "off" },
+    h("p", { class: "muted" }, "…"),
+  );
   const starting = h("div", { role: "status" });
   const data = h("section", { class: "panel", "aria-label": "Data", "aria-live": "polite", hidden: true });
   const form = h("form", { onsubmit: (event) => event.preventDefault() });
@@ -47,7 +81,7 @@ export async function show(main, { chosen, signal }) {
     } catch (error) {
       if (own.aborted) return;
       if (!(error instanceof Refused)) throw error;
-      showRefusal(form, error);
+      showRefusal(error);
       document.getElementById("speed").hidden = true;
       fill(result, h("p", { class: "verdict is-bad" }, "This cannot be planned"), h("p", {}, error.message));
     }
@@ -64,7 +98,9 @@ export async function show(main, { chosen, signal }) {
     effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: say whole numbers above zero";
     briefly.textContent = "";
     clearRefusals(form);
-    predict(wait).catch((error) => { if (!signal.aborted) fill(result, h("p", {}, error.message)); });
+    predict(wait).catch((error) => {
+      if (!signal.aborted) fill(result, h("p", {}, error.message));
+    });
   }
 
   function apply(changes) {
@@ -76,35 +112,55 @@ export async function show(main, { chosen, signal }) {
     announce("The plan was changed.");
   }
 
-  const load = (kept) => apply({ ...Object.fromEntries(Object.keys(inputs).map((name) => [name, DEFAULTS[name] ?? ""])), ...kept });
+  const load = (kept) =>
+    apply({ ...Object.fromEntries(Object.keys(inputs).map((name) => [name, DEFAULTS[name] ?? ""])), ...kept });
 
   const files = fileChoice(inputs.file);
   form.append(
-    h("fieldset", { class: "fields" }, h("legend", {}, "Model and device"),
-      wide(field("model", "Model", inputs.model, "model")), h("datalist", { id: "models" }),
+    h(
+      "fieldset",
+      { class: "fields" },
+      h("legend", {}, "Model and device"),
+      wide(field("model", "Model", inputs.model, "model")),
+      h("datalist", { id: "models" }),
       field("method", "Method", inputs.method, "method"),
       field("length", "Sequence length", inputs.length, "length"),
       field("gpus", "GPU to plan for", inputs.gpus, "device"),
       field("count", "Devices", inputs.count, "count"),
       field("optimizer", "Optimizer", inputs.optimizer, "optimizer"),
       field("precision", "Precision", inputs.precision, "precision"),
-      check(field("checkpointing", "Gradient checkpointing", inputs.checkpointing, "checkpointing"))),
-    h("fieldset", { class: "fields" }, h("legend", {}, "Batch"),
+      check(field("checkpointing", "Gradient checkpointing", inputs.checkpointing, "checkpointing")),
+    ),
+    h(
+      "fieldset",
+      { class: "fields" },
+      h("legend", {}, "Batch"),
       wide(field("batch", "Say", inputs.batch)),
       field("target", "Effective batch", inputs.target, "effective"),
       field("micro", "Batch size", inputs.micro, "micro"),
-      field("steps", "Accumulation steps", inputs.steps, "steps")),
-    effective, briefly,
-    h("fieldset", { class: "fields" }, h("legend", {}, "Training"),
-      wide(field("file", "Data", inputs.file)), wide(files.upload),
+      field("steps", "Accumulation steps", inputs.steps, "steps"),
+    ),
+    effective,
+    briefly,
+    h(
+      "fieldset",
+      { class: "fields" },
+      h("legend", {}, "Training"),
+      wide(field("file", "Data", inputs.file)),
+      wide(files.upload),
       field("epochs", "Epochs", inputs.epochs, "epochs"),
       field("rate", "Learning rate", inputs.rate, "rate"),
-      field("validation", "Held back", inputs.validation, "validation")),
-    h("p", { class: "actions" },
+      field("validation", "Held back", inputs.validation, "validation"),
+    ),
+    h(
+      "p",
+      { class: "actions" },
       h("button", { type: "button", class: "primary", id: "start", onclick: (event) => begin(event.target, false) }, "Start"),
       h("button", { type: "button", onclick: (event) => begin(event.target, true) }, "Check only"),
-      h("button", { type: "button", onclick: (event) => lookAtData(event.target) }, "Look at the data")),
-    starting);
+      h("button", { type: "button", onclick: (event) => lookAtData(event.target) }, "Look at the data"),
+    ),
+    starting,
+  );
   form.addEventListener("input", () => changed());
 
   /** One press, one job: pressed again after a lost answer it is the same job. */
@@ -114,13 +170,17 @@ export async function show(main, { chosen, signal }) {
     if (!isComplete(values())) return;
     button.disabled = true;
     try {
-      const job = await post(`${ROOT}/training/with-accumulation`, { ...request(values()), dry_run: dry }, { once: dry ? null : once });
+      const job = await post(
+        `${ROOT}/training/with-accumulation`,
+        { ...request(values()), dry_run: dry },
+        { once: dry ? null : once },
+      );
       if (!dry) location.hash = `#/job/${job.id}`;
       else fill(starting, h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(job)));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       once = crypto.randomUUID?.() ?? String(Math.random());
-      if (!showRefusal(form, error)) fill(starting, h("p", { class: "is-bad", role: "alert" }, error.message));
+      if (!showRefusal(error)) fill(starting, h("p", { class: "is-bad", role: "alert" }, error.message));
     } finally {
       button.disabled = false;
     }
@@ -144,17 +204,28 @@ export async function show(main, { chosen, signal }) {
     }
   }
 
-  main.append(h("h1", {}, "Plan a job"),
-    h("div", { class: "columns" },
-      h("div", {}, h("section", { class: "panel", "aria-label": "What to train" }, form), savedPlans(() => different(values()), load)),
-      h("div", {}, result, data, h("section", { class: "panel", id: "speed", hidden: true }, speed.element))));
+  main.append(
+    h("h1", {}, "Plan a job"),
+    h(
+      "div",
+      { class: "columns" },
+      h(
+        "div",
+        {},
+        h("section", { class: "panel", "aria-label": "What to train" }, form),
+        savedPlans(() => different(values()), load),
+      ),
+      h("div", {}, result, data, h("section", { class: "panel", id: "speed", hidden: true }, speed.element)),
+    ),
+  );
   changed(0);
   await Promise.all([fillModels(form, signal), files.load(signal, chosen.get("file"))]);
 }
 
 function makeInputs(chosen) {
   const at = (name) => chosen.get(name) ?? DEFAULTS[name] ?? "";
-  const text = (name, more = {}) => h("input", { type: "text", value: at(name), autocomplete: "off", spellcheck: "false", ...more });
+  const text = (name, more = {}) =>
+    h("input", { type: "text", value: at(name), autocomplete: "off", spellcheck: "false", ...more });
   const whole = (name, more = {}) => text(name, { inputmode: "numeric", ...more });
   return {
     model: text("model", { list: "models" }),
@@ -165,15 +236,32 @@ function makeInputs(chosen) {
     optimizer: select(["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"], at("optimizer")),
     precision: select([["auto", "auto"], "bf16", "fp16", ["no", "fp32"], "tf32", "pure_bf16"], at("precision")),
     checkpointing: h("input", { type: "checkbox", checked: at("checkpointing") === "true" }),
-    batch: select([["target", "the effective batch; the split is planned"], ["split", "batch size and accumulation steps"]], at("batch")),
-    target: whole("target"), micro: whole("micro"), steps: whole("steps"),
+    batch: select(
+      [
+        ["target", "the effective batch; the split is planned"],
+        ["split", "batch size and accumulation steps"],
+      ],
+      at("batch"),
+    ),
+    target: whole("target"),
+    micro: whole("micro"),
+    steps: whole("steps"),
     file: h("select", {}),
-    epochs: whole("epochs"), rate: text("rate", { inputmode: "decimal" }), validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
+    epochs: whole("epochs"),
+    rate: text("rate", { inputmode: "decimal" }),
+    validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
   };
 }
 
-const wide = (element) => { element.classList.add("wide"); return element; };
-const check = (element) => { element.classList.add("check"); element.prepend(element.querySelector("input")); return element; };
+const wide = (element) => {
+  element.classList.add("wide");
+  return element;
+};
+const check = (element) => {
+  element.classList.add("check");
+  element.prepend(element.querySelector("input"));
+  return element;
+};
 
 /** What is not as it is without saying anything. */
 function different(values) {
@@ -193,27 +281,40 @@ const asNumber = (text) => (text === "" ? undefined : Number.isNaN(Number(text))
 
 function ask(values, wait, signal) {
   const count = Math.min(whole(values.count) ?? 1, 1024);
-  return post(`${ROOT}/calculate-batch-size`, {
-    model_name: values.model,
-    target_effective_batch_size: effectiveBatch(values) ?? asNumber(values.batch === "target" ? values.target : values.steps),
-    micro_batch_size: values.batch === "split" ? asNumber(values.micro) : undefined,
-    num_gpus: count,
-    gpus: values.gpus ? Array(count).fill(values.gpus) : undefined,
-    max_length: asNumber(values.length),
-    method: values.method,
-    optimizer: values.optimizer,
-    mixed_precision: values.precision === "auto" ? true : values.precision,
-    gradient_checkpointing: values.checkpointing === "true",
-    wait_seconds: wait,
-  }, { signal });
+  return post(
+    `${ROOT}/calculate-batch-size`,
+    {
+      model_name: values.model,
+      target_effective_batch_size: effectiveBatch(values) ?? asNumber(values.batch === "target" ? values.target : values.steps),
+      micro_batch_size: values.batch === "split" ? asNumber(values.micro) : undefined,
+      num_gpus: count,
+      gpus: values.gpus ? Array(count).fill(values.gpus) : undefined,
+      max_length: asNumber(values.length),
+      method: values.method,
+      optimizer: values.optimizer,
+      mixed_precision: values.precision === "auto" ? true : values.precision,
+      gradient_checkpointing: values.checkpointing === "true",
+      wait_seconds: wait,
+    },
+    { signal },
+  );
 }
 
 function request(values) {
-  const split = values.batch === "split" ? { micro_batch_size: asNumber(values.micro), accumulation_steps: asNumber(values.steps) } : { target_effective_batch_size: asNumber(values.target) };
+  const split =
+    values.batch === "split"
+      ? { micro_batch_size: asNumber(values.micro), accumulation_steps: asNumber(values.steps) }
+      : { target_effective_batch_size: asNumber(values.target) };
   return {
     model_name: values.model,
     dataset_config: { file_id: values.file, max_length: asNumber(values.length), validation_split: asNumber(values.validation) },
-    training_config: { epochs: asNumber(values.epochs), learning_rate: asNumber(values.rate), method: values.method, optimizer: values.optimizer, gradient_checkpointing: values.checkpointing === "true" },
+    training_config: {
+      epochs: asNumber(values.epochs),
+      learning_rate: asNumber(values.rate),
+      method: values.method,
+      optimizer: values.optimizer,
+      gradient_checkpointing: values.checkpointing === "true",
+    },
     mixed_precision: values.precision === "auto" ? true : values.precision,
     num_gpus: whole(values.count) ?? undefined,
     ...split,
@@ -223,7 +324,10 @@ function request(values) {
 function dryRun(job) {
   const { plan } = job;
   const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
-  const time = job.predicted_duration_seconds === null ? "how long it takes nobody has measured yet" : `about ${duration(job.predicted_duration_seconds)}`;
+  const time =
+    job.predicted_duration_seconds === null
+      ? "how long it takes nobody has measured yet"
+      : `about ${duration(job.predicted_duration_seconds)}`;
   const cost = job.gpu_cost === null ? "" : `, for ${number(job.gpu_cost)}`;
   return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}${cost}. ${plan.warnings.join(" ")}`;
 }
@@ -234,8 +338,11 @@ function clearRefusals(form) {
 }
 
 /** Shows a refusal beside its field; false where there is none for it. */
-function showRefusal(form, error) {
-  const name = (error.field ?? "").split(".").map((part) => OWN_NAMES[part] ?? part).find((part) => document.getElementById(`wrong-${part}`));
+function showRefusal(error) {
+  const name = (error.field ?? "")
+    .split(".")
+    .map((part) => OWN_NAMES[part] ?? part)
+    .find((part) => document.getElementById(`wrong-${part}`));
   if (!name) return false;
   mark(name, error.message);
   return true;
@@ -253,14 +360,21 @@ function isComplete(values) {
     file: values.file ? "" : "Choose a file, or bring one.",
     epochs: whole(values.epochs) || !values.epochs ? "" : "A whole number above zero.",
     rate: Number(values.rate) > 0 ? "" : "A number above zero, such as 5e-5.",
-    validation: !values.validation || (Number(values.validation) > 0 && Number(values.validation) < 1) ? "" : "A share between 0 and 1, such as 0.1.",
+    validation:
+      !values.validation || (Number(values.validation) > 0 && Number(values.validation) < 1)
+        ? ""
+        : "A share between 0 and 1, such as 0.1.",
     count: whole(values.count) ? "" : "A whole number above zero.",
   };
   for (const [name, message] of Object.entries(wrong)) if (message) mark(name, message);
   return !Object.values(wrong).some(Boolean);
 }
 
-const SOURCES = { formula: "by formula", simulated: "by a simulation of this very step", measured: "by measurements of this very step" };
+const SOURCES = {
+  formula: "by formula",
+  simulated: "by a simulation of this very step",
+  measured: "by measurements of this very step",
+};
 
 function verdict(answer) {
   const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
@@ -272,28 +386,42 @@ function showAnswer(result, answer, values, apply, speed) {
   const limit = Math.min(...answer.devices.map((device) => device.memory_limit_bytes));
   const memory = answer.memory;
   const error = answer.expected_error === null ? "" : `, which was ${percent(answer.expected_error)} off so far`;
-  fill(result,
+  fill(
+    result,
     h("p", { class: `verdict ${answer.fits ? "is-ok" : "is-bad"}` }, verdict(answer)),
     h("p", {}, answer.explanation),
     memoryBar(memory, limit),
-    h("dl", { class: "facts" },
+    h(
+      "dl",
+      { class: "facts" },
       fact("Parameters", number(answer.parameters)),
       fact("At the peak", bytes(memory.peak_process_bytes)),
       fact("May be used", bytes(limit)),
-      fact("Largest that fits", `${number(answer.max_micro_batch_size)} at once`)),
+      fact("Largest that fits", `${number(answer.max_micro_batch_size)} at once`),
+    ),
     h("p", { class: "muted", id: "source" }, `Predicted ${SOURCES[answer.source]}${error}.`),
     answer.warnings.map((warning) => h("p", { class: "is-warn" }, warning)),
     h("h2", {}, "Other ways"),
-    table("What else could be chosen, and what it would take", [
-      { title: "Change" }, { title: "Fits" }, { title: "Split", number: true }, { title: "Memory", number: true }, { title: "Samples/s", number: true }, { title: "" },
-    ], answer.alternatives.map((other) => [
-      h("code", {}, other.change),
-      h("span", { class: other.fits ? "is-ok" : "is-bad" }, other.fits ? "yes" : "no"),
-      `${number(other.accumulation_steps)} × ${number(other.micro_batch_size)}`,
-      `${other.source === "formula" && answer.source !== "formula" ? "about " : ""}${bytes(other.peak_process_bytes)}`,
-      number(other.predicted_samples_per_second),
-      takeIt(other, values, apply),
-    ])));
+    table(
+      "What else could be chosen, and what it would take",
+      [
+        { title: "Change" },
+        { title: "Fits" },
+        { title: "Split", number: true },
+        { title: "Memory", number: true },
+        { title: "Samples/s", number: true },
+        { title: "" },
+      ],
+      answer.alternatives.map((other) => [
+        h("code", {}, other.change),
+        h("span", { class: other.fits ? "is-ok" : "is-bad" }, other.fits ? "yes" : "no"),
+        `${number(other.accumulation_steps)} × ${number(other.micro_batch_size)}`,
+        `${other.source === "formula" && answer.source !== "formula" ? "about " : ""}${bytes(other.peak_process_bytes)}`,
+        number(other.predicted_samples_per_second),
+        takeIt(other, values, apply),
+      ]),
+    ),
+  );
   showSpeed(answer, limit, speed);
 }
 
@@ -305,23 +433,51 @@ const IN_THE_FORM = {
   optimizer: (value) => ({ optimizer: value }),
   max_length: (value) => ({ length: value }),
   mixed_precision: (value) => ({ precision: value }),
-  devices: (value, other, values) => (values.gpus ? { count: value } : null),
+  devices: (_value, _other, values) => (values.gpus ? { count: value } : null),
 };
 
 /** A button for a change such as `method: lora, gradient_checkpointing: true`. */
 function takeIt(other, values, apply) {
-  const changes = other.change.split(", ").map((each) => each.split(": ")).map(([name, value]) => IN_THE_FORM[name]?.(value?.replaceAll('"', ""), other, values));
+  const changes = other.change
+    .split(", ")
+    .map((each) => each.split(": "))
+    .map(([name, value]) => IN_THE_FORM[name]?.(value?.replaceAll('"', ""), other, values));
   if (!changes.every(Boolean)) return "";
-  return h("button", { type: "button", class: "quiet", "aria-label": `Take ${other.change}`, onclick: () => apply(Object.assign({}, ...changes)) }, "Take");
+  return h(
+    "button",
+    { type: "button", class: "quiet", "aria-label": `Take ${other.change}`, onclick: () => apply(Object.assign({}, ...changes)) },
+    "Take",
+  );
 }
 
 function showSpeed(answer, limit, speed) {
-  const ways = [{ ...answer, change: "as planned", peak_process_bytes: answer.memory.peak_process_bytes }, ...answer.alternatives].filter((way) => way.predicted_samples_per_second !== null);
+  const ways = [
+    { ...answer, change: "as planned", peak_process_bytes: answer.memory.peak_process_bytes },
+    ...answer.alternatives,
+  ].filter((way) => way.predicted_samples_per_second !== null);
   document.getElementById("speed").hidden = ways.length < 2;
   if (ways.length < 2) return;
-  const points = { x: ways.map((way) => way.predicted_samples_per_second), y: ways.map((way) => way.peak_process_bytes / 2 ** 30), text: ways.map((way) => way.change), mode: "markers", name: "", hover: "%{text}: %{y:.2f} GiB, %{x:.3g}/s<extra></extra>" };
-  const own = { x: [points.x[0]], y: [points.y[0]], text: ["as planned"], mode: "markers+text", name: "", colour: "second", hover: points.hover };
-  speed.draw([points, own], { summary: `${ways.length} ways, from ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`, shapes: [level(limit / 2 ** 30, "bad")] });
+  const points = {
+    x: ways.map((way) => way.predicted_samples_per_second),
+    y: ways.map((way) => way.peak_process_bytes / 2 ** 30),
+    text: ways.map((way) => way.change),
+    mode: "markers",
+    name: "",
+    hover: "%{text}: %{y:.2f} GiB, %{x:.3g}/s<extra></extra>",
+  };
+  const own = {
+    x: [points.x[0]],
+    y: [points.y[0]],
+    text: ["as planned"],
+    mode: "markers+text",
+    name: "",
+    colour: "second",
+    hover: points.hover,
+  };
+  speed.draw([points, own], {
+    summary: `${ways.length} ways, from ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`,
+    shapes: [level(limit / 2 ** 30, "bad")],
+  });
 }
 
 const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
@@ -334,12 +490,24 @@ function memoryBar(memory, limit) {
   const scale = Math.max(limit, memory.peak_process_bytes) * 1.02;
   const there = parts.filter(([, size]) => size > 0);
   const said = there.map(([name, size]) => `${name} ${bytes(size)}`).join(", ");
-  return h("div", {},
-    h("div", { class: "bar", role: "img", "aria-label": `Memory at the peak: ${said}; ${bytes(limit)} may be used` },
-      there.map(([name, size]) => sized(h("span", { class: `part-${name}`, title: `${name}: ${bytes(size)}` }), "width", (100 * size) / scale)),
-      sized(h("span", { class: "limit", title: `limit: ${bytes(limit)}` }), "left", (100 * limit) / scale)),
-    h("ul", { class: "legend" }, there.map(([name, size]) => h("li", {}, h("i", { class: `part-${name}` }), `${name} ${bytes(size)}`)),
-      h("li", {}, h("i", { class: "part-limit" }), `limit ${bytes(limit)}`)));
+  return h(
+    "div",
+    {},
+    h(
+      "div",
+      { class: "bar", role: "img", "aria-label": `Memory at the peak: ${said}; ${bytes(limit)} may be used` },
+      there.map(([name, size]) =>
+        sized(h("span", { class: `part-${name}`, title: `${name}: ${bytes(size)}` }), "width", (100 * size) / scale),
+      ),
+      sized(h("span", { class: "limit", title: `limit: ${bytes(limit)}` }), "left", (100 * limit) / scale),
+    ),
+    h(
+      "ul",
+      { class: "legend" },
+      there.map(([name, size]) => h("li", {}, h("i", { class: `part-${name}` }), `${name} ${bytes(size)}`)),
+      h("li", {}, h("i", { class: "part-limit" }), `limit ${bytes(limit)}`),
+    ),
+  );
 }
 
 function sized(element, side, share) {
@@ -349,7 +517,10 @@ function sized(element, side, share) {
 
 async function fillModels(form, signal) {
   const { data } = await get(`${ROOT}/models`, signal);
-  fill(form.querySelector("#models"), data.map((model) => h("option", { value: model.id }, `${number(model.parameters)} parameters`)));
+  fill(
+    form.querySelector("#models"),
+    data.map((model) => h("option", { value: model.id }, `${number(model.parameters)} parameters`)),
+  );
 }
 
 /** The files that are there, and a way to bring another. */
@@ -358,9 +529,15 @@ function fileChoice(chooser) {
   async function load(signal, chosen) {
     const { data } = await get("v1/files?limit=100", signal);
     const own = data.filter((file) => file.purpose === "fine-tune");
-    const day = (file) => new Date(file.created_at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
-    fill(chooser, h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
-      own.map((file) => h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`)));
+    const day = (file) =>
+      new Date(file.created_at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
+    fill(
+      chooser,
+      h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
+      own.map((file) =>
+        h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`),
+      ),
+    );
   }
   const tell = () => chooser.dispatchEvent(new Event("input", { bubbles: true }));
   async function bring(event) {
@@ -379,7 +556,16 @@ function fileChoice(chooser) {
     }
   }
   const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: bring });
-  return { load, upload: h("div", { class: "field" }, h("label", { for: "field-upload" }, "Bring JSON lines (text, prompt/completion or messages)"), picker, told) };
+  return {
+    load,
+    upload: h(
+      "div",
+      { class: "field" },
+      h("label", { for: "field-upload" }, "Bring JSON lines (text, prompt/completion or messages)"),
+      picker,
+      told,
+    ),
+  };
 }
 
 /** Plans kept by name, in this browser. */
@@ -389,9 +575,32 @@ function savedPlans(current, load) {
   const list = h("ul", { class: "legend" });
   const name = h("input", { type: "text", id: "plan-name", autocomplete: "off" });
   function showAll() {
-    fill(list, Object.entries(read()).map(([own, values]) => h("li", {},
-      h("button", { type: "button", class: "quiet", onclick: () => load(values) }, own), " ",
-      h("button", { type: "button", class: "quiet", "aria-label": `Forget ${own}`, onclick: () => { const rest = read(); delete rest[own]; write(rest); showAll(); } }, "×"))));
+    fill(
+      list,
+      Object.entries(read()).map(([own, values]) =>
+        h(
+          "li",
+          {},
+          h("button", { type: "button", class: "quiet", onclick: () => load(values) }, own),
+          " ",
+          h(
+            "button",
+            {
+              type: "button",
+              class: "quiet",
+              "aria-label": `Forget ${own}`,
+              onclick: () => {
+                const rest = read();
+                delete rest[own];
+                write(rest);
+                showAll();
+              },
+            },
+            "×",
+          ),
+        ),
+      ),
+    );
   }
   function save(event) {
     event.preventDefault();
@@ -401,6 +610,16 @@ function savedPlans(current, load) {
     showAll();
   }
   showAll();
-  return h("section", { class: "panel", "aria-label": "Saved plans" }, h("h2", {}, "Saved plans"), list,
-    h("form", { onsubmit: save }, h("div", { class: "field" }, h("label", { for: "plan-name" }, "Keep this one as"), name), h("p", { class: "actions" }, h("button", {}, "Save"))));
+  return h(
+    "section",
+    { class: "panel", "aria-label": "Saved plans" },
+    h("h2", {}, "Saved plans"),
+    list,
+    h(
+      "form",
+      { onsubmit: save },
+      h("div", { class: "field" }, h("label", { for: "plan-name" }, "Keep this one as"), name),
+      h("p", { class: "actions" }, h("button", {}, "Save")),
+    ),
+  );
 }
