@@ -12,6 +12,7 @@ from torch import Tensor
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from tests.harness.small_models import PLAIN, Window64, loss_sum, make_model, promised
 from workers.training.batches import cut_window
+from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, LossScale, Window
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -252,3 +253,14 @@ def test_a_window_without_targets_cannot_be_opened() -> None:
     weight, optimizer = quadratic()
     with pytest.raises(ValueError, match="at least one target token"):
         Window([weight], optimizer, Clipping(None)).open(denominator=0)
+
+
+def test_a_hook_on_the_loss_sees_every_forward_pass(window64: Window64) -> None:
+    loss, seen = TokenLoss(make_model("gpt2")), []
+    loss.register_forward_hook(lambda module, inputs, output: seen.append(output.loss_sum.item()))
+    loss(window64.batch([0, 1]))
+    assert len(seen) == 1
+    assert seen[0] > 0
+    assert {name for name, _ in loss.named_parameters()} == {
+        f"model.{name}" for name, _ in loss.model.named_parameters()
+    }

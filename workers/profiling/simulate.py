@@ -71,7 +71,8 @@ class _Step:
 
     def forward(self, batch: MicroBatch) -> Forward:
         with self.precision():
-            return self.token_loss(batch)
+            found: Forward = self.token_loss(batch)
+            return found
 
 
 class Simulation:

@@ -56,8 +56,10 @@ class Forward:
     router_logits: tuple[Tensor, ...] = ()
 
 
-class TokenLoss:
-    """Maps a micro-batch to its summed loss, in nats.
+class TokenLoss(nn.Module):
+    """A model with its loss: maps a micro-batch to its summed loss, in nats.
+
+    It wraps the model, so that what hooks a module's forward pass (DDP, FSDP) can hook this one.
 
     Args:
         model: a causal language model.
@@ -70,19 +72,20 @@ class TokenLoss:
     def __init__(
         self, model: Any, *, smoothing: float = 0.0, chunked: bool = True, routed: bool = False
     ) -> None:
-        self._model = model
+        super().__init__()
+        self.model = model
         self._smoothing = smoothing
         self._arguments = {"output_router_logits": True} if routed else {}
         self.head = head_of(model) if chunked else None
 
-    def __call__(self, batch: MicroBatch) -> Forward:
+    def forward(self, batch: MicroBatch) -> Forward:
         arguments = self._arguments_for(batch)
         if self.head is None:
-            output = self._model(input_ids=batch.input_ids, **arguments)
+            output = self.model(input_ids=batch.input_ids, **arguments)
             logits = output.logits.flatten(0, 1).index_select(0, batch.predicted)
             loss = self._of_logits(logits, batch)
         else:
-            output = backbone_of(self._model)(input_ids=batch.input_ids, **arguments)
+            output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.predicted)
             loss = self._of_hidden(hidden, batch, self.head)
         return Forward(loss, tuple(output.router_logits) if self._arguments else ())
@@ -90,7 +93,7 @@ class TokenLoss:
     def router_logits(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """What the routers say, without loss or gradient."""
         with torch.no_grad():
-            output = backbone_of(self._model)(input_ids=batch.input_ids, **self._arguments_for(batch))
+            output = backbone_of(self.model)(input_ids=batch.input_ids, **self._arguments_for(batch))
         return tuple(output.router_logits)
 
     def _arguments_for(self, batch: MicroBatch) -> dict[str, Any]:

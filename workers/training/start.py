@@ -82,7 +82,8 @@ class Training:
     def forward(self, batch: MicroBatch) -> Forward:
         """The summed loss of a micro-batch, in the plan's precision."""
         with self.autocast():
-            return self.token_loss(batch)
+            found: Forward = self.token_loss(batch)
+            return found
 
     def autocast(self) -> Any:
         return models.autocast(self.order.plan.precision, self.order.plan.device)
