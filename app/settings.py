@@ -45,7 +45,7 @@ class Settings(BaseSettings):
         pattern=r"^[0-9A-Fa-f.:/, *]*$",
         description="Addresses of proxies whose X-Forwarded-For and -Proto are believed",
     )
-    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest JSON body")
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Largest JSON body")
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
     max_queued_jobs: int = Field(1000, ge=1, description="Jobs of one key that wait at once")

@@ -26,6 +26,8 @@ from workers.run_directory import RunDirectory
 
 _ALL = TypeAdapter(list[LogLine])
 _READ_AT_ONCE = 2**18
+_LONGEST_LINE = 2**24
+"""Bytes of a log line or an event; no trainer of ours writes a hundredth of it."""
 """Bytes. With more, Python's garbage collector walks the rows that wait again and again: a third slower."""
 
 _CHUNKS_AT_ONCE = 16
@@ -217,8 +219,10 @@ def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
     with opened as file:
         file.seek(offset)
         content = file.read(_READ_AT_ONCE)
-        while b"\n" not in content and (more := file.read(_READ_AT_ONCE)):
-            content += more  # one line longer than what is read at once
+        if b"\n" not in content:  # one line longer than what is read at once
+            content += file.read(_LONGEST_LINE)
+            if len(content) > _LONGEST_LINE and b"\n" not in content:
+                raise ValueError(f"a line of {path.name} is longer than {_LONGEST_LINE} bytes")
     end = content.rfind(b"\n") + 1
     return list(_with_offsets(content[:end], offset)), offset + end
 

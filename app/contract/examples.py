@@ -50,7 +50,7 @@ class Message(BaseModel):
 class Chat(Line):
     """Only what the assistant says counts for the loss, in turns whose weight is not 0."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
 
     @model_validator(mode="after")
     def _has_something_to_learn(self) -> "Chat":
@@ -83,6 +83,10 @@ def unused_keys(example: Example) -> set[str]:
     return found
 
 
+_MOST_VALUES = 200_000
+"""In a line, as far as commas and brackets tell: each takes time to look at."""
+
+
 class BadLine(ValueError):
     """A line of a training file that cannot be used; the message says what is wrong with it."""
 
@@ -108,6 +112,11 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     Raises:
         BadLine: not UTF-8, not JSON, not an object, of another format, or with a wrong value.
     """
+    values = sum(map(raw.count, ",[{") if isinstance(raw, str) else map(raw.count, (b",", b"[", b"{")))
+    if values > _MOST_VALUES:
+        raise BadLine(
+            f"holds more than {_MOST_VALUES:,} values, by its commas and brackets: a line is one sample"
+        )
     try:
         value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ from app.models.trained_models import RESULT_FILE, job_of_result_file, result_fi
 from app.results.csv_export import csv_bytes, csv_of_job, csv_response
 from app.storage.database import Database
 from app.storage.tables import File, Job
-from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Reading
+from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit
 from app.web.pagination import page
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
@@ -55,38 +55,37 @@ def upload(
 
 @router.get("", summary="List files")
 def list_files(
-    session: Reading,
-    database: CurrentDatabase,
-    limit: Limit = 20,
-    after: After = None,
-    purpose: str | None = None,
+    database: CurrentDatabase, limit: Limit = 20, after: After = None, purpose: str | None = None
 ) -> Page[FileAnswer]:
     """Uploaded files; with `purpose=fine-tune-results`, the step metrics of jobs that succeeded."""
     if purpose == RESULTS:
-        return _list_results(session, database, limit, after)
+        return _list_results(database, limit, after)
     query = select(File).where(File.inline.is_(False))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
-    return page(session, query, File.id, limit, after, answer)
+    with database.reading() as session:
+        return page(session, query, File.id, limit, after, answer)
 
 
 @router.get("/{file_id}", summary="A file")
-def get(session: Reading, database: CurrentDatabase, file_id: FileId) -> FileAnswer:
+def get(database: CurrentDatabase, file_id: FileId) -> FileAnswer:
     job_id = job_of_result_file(file_id)
-    if job_id is None:
-        return answer(files.get(session, file_id))
-    return _result(database, _ended(session, job_id))
+    with database.reading() as session:
+        if job_id is None:
+            return answer(files.get(session, file_id))
+        ended = _ended(session, job_id)
+    return _result(database, ended)
 
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
-def content(
-    session: Reading, database: CurrentDatabase, settings: CurrentSettings, file_id: FileId
-) -> Response:
+def content(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> Response:
     job_id = job_of_result_file(file_id)
-    if job_id is not None:
-        ended = _ended(session, job_id)
+    with database.reading() as session:
+        file = files.get(session, file_id) if job_id is None else None
+        ended = None if job_id is None else _ended(session, job_id)
+    if ended is not None:  # what is read from here on takes a connection now and then, and none meanwhile
         return csv_response(csv_of_job(database, ended.id), ended.id)
-    file = files.get(session, file_id)
+    assert file is not None
     if not (settings.files_dir / file.id).is_file():
         raise NotFound(f"The content of file {file_id} is no longer in the data folder.")
     return FileResponse(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
@@ -113,12 +112,20 @@ def answer(row: File) -> FileAnswer:
     )
 
 
-def _list_results(session: Session, database: Database, limit: int, after: str | None) -> Page[FileAnswer]:
+def _list_results(database: Database, limit: int, after: str | None) -> Page[FileAnswer]:
     query = select(Job).where(Job.status == "succeeded")
     last = after and (job_of_result_file(after) or after)
-    found = page(session, query, Job.id, limit, last, lambda job: _result(database, job))
-    first_id, last_id = (found.data[0].id, found.data[-1].id) if found.data else (None, None)
-    return found.model_copy(update={"first_id": first_id, "last_id": last_id})
+    jobs: list[Job] = []
+
+    def noted(job: Job) -> FileAnswer:
+        jobs.append(job)
+        return _unsized(job)
+
+    with database.reading() as session:
+        found = page(session, query, Job.id, limit, last, noted)
+    data = [_result(database, job) for job in jobs]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return found.model_copy(update={"data": data, "first_id": first_id, "last_id": last_id})
 
 
 def _ended(session: Session, job_id: str) -> Job:
@@ -129,10 +136,14 @@ def _ended(session: Session, job_id: str) -> Job:
 
 
 def _result(database: Database, job: Job) -> FileAnswer:
-    """A job's step metrics as a file."""
+    """A job's step metrics as a file. Call it without a session: counting takes one of its own."""
+    return _unsized(job).model_copy(update={"bytes": csv_bytes(database, job.id)})
+
+
+def _unsized(job: Job) -> FileAnswer:
     return FileAnswer(
         id=result_file_of(job),
-        bytes=csv_bytes(database, job.id),
+        bytes=0,
         created_at=int(job.finished_at or job.created_at),
         filename="step_metrics.csv",
         purpose=RESULTS,

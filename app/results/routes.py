@@ -18,6 +18,7 @@ from app.results.schemas import CompletionsAnswer, Metrics, Profile
 from app.results.series import last_step, pages_of, series, validation_losses
 from app.storage.database import Database
 from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading
+from app.web.streams import ClosedStream
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -100,8 +101,9 @@ def profile_file(
     file = run_files.profile_file(settings, training_id, name)
     if file is None:
         raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists what there is.")
-    return StreamingResponse(
+    return ClosedStream(
         run_files.blocks_of(file),
+        file.close,
         media_type="application/json" if name.endswith(".json") else "application/octet-stream",
         headers={
             "Content-Length": str(os.fstat(file.fileno()).st_size),
@@ -122,8 +124,9 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
     files = run_files.model_files(settings, training_id)
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
-    return StreamingResponse(
+    return ClosedStream(
         run_files.tar_of(files, training_id),
+        lambda: run_files.close(files),
         media_type="application/x-tar",
         headers={
             "Content-Length": str(run_files.tar_size(files)),

@@ -34,7 +34,7 @@ _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
 _BODY_WITHOUT_DATA = 2**18
 """Bytes of a body where no route takes samples in it: a configuration has a few thousand."""
-_MOST_VALUES = 500_000
+_MOST_VALUES = 150_000
 """In a body with samples in it, as far as commas and brackets tell: each takes time to look at."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -17,6 +17,7 @@ from app.errors import Conflict, Unavailable, Unprocessable
 from app.settings import Settings
 from app.storage.database import Database, database_now
 from app.storage.tables import PreviewRequest, Worker
+from tests.harness import hostile_previews
 from tests.harness.runs import until
 from tests.harness.specs import make_spec
 from workers.profiling import previews as profiler
@@ -96,12 +97,8 @@ def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
 def test_a_template_without_an_end_is_ended(
     database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def endless(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
-        while True:
-            pass
-
     worker(database)
-    monkeypatch.setattr(profiler, "_preview", endless)
+    monkeypatch.setattr(profiler, "_make_preview", hostile_previews.endless)
     monkeypatch.setattr(profiler, "_SECONDS", 0.2)
     with pytest.raises(Unprocessable, match="took longer"):
         requested(database, settings, order)
@@ -122,25 +119,30 @@ def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: 
         assert session.get(PreviewRequest, "preview-0") is None
 
 
-@pytest.mark.parametrize("how", ["exit", "memory", "panic"])
+@pytest.mark.parametrize(
+    "how", [hostile_previews.exits, hostile_previews.takes_memory, hostile_previews.panics]
+)
 def test_a_tokenizer_that_ends_its_process_ends_no_profiler(
-    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch, how: str
+    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
-    class Panic(BaseException):
-        """As native code raises it."""
-
-    def broken(order: PreviewOrder, settings: Settings) -> DatasetPreview:
-        if how == "exit":
-            os._exit(1)
-        if how == "panic":
-            raise Panic("training text")
-        _ = bytearray(2**40)
-        raise AssertionError
-
     worker(database)
-    monkeypatch.setattr(profiler, "_preview", broken)
+    monkeypatch.setattr(profiler, "_make_preview", how)
     made, error = profiler._looked_at(order, settings)
     assert made is None
     assert error is not None
     assert "tokenizer" in error
     assert "training text" not in error
+
+
+def test_a_tokenizer_gets_at_no_database_and_no_secret(
+    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker(database)
+    monkeypatch.setenv("ACCRUE_DATABASE_URL", "postgresql://somebody:secret@host/jobs")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    profiler._children.cache_clear()
+    monkeypatch.setattr(profiler, "_make_preview", hostile_previews.looks_around)
+    _, error = profiler._looked_at(order, settings)
+    assert error is not None
+    assert "(Found0)" in error
+    assert os.environ["HF_TOKEN"] == "hf_secret"

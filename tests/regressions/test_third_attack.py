@@ -1,5 +1,6 @@
-"""What a third attack found, and what is answered now."""
+"""What a third and a fourth attack found, and what is answered now."""
 
+import asyncio
 import json
 import os
 import socket
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
+from starlette.requests import ClientDisconnect
 
+from app.contract.examples import BadLine, parse_line
 from app.contract.plain_files import NotPlain, create_plain, open_plain, read_plain
 from app.contract.spec import ValidationSpec
-from app.datasets import files, previews
+from app.datasets import file_routes, files, previews
 from app.errors import Conflict, InvalidRequest, NotFound
 from app.jobs import lifecycle
 from app.logs import _printable
@@ -27,9 +30,11 @@ from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
+from app.web.streams import ClosedStream
 from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submission, submitted
+from workers import ingest
 from workers.run_directory import RunDirectory
 
 NATIVE = "/gradient-accumulation"
@@ -258,3 +263,64 @@ def test_a_file_whose_content_is_gone_is_not_found(
 def test_a_log_line_does_not_steer_the_terminal() -> None:
     shown = _printable(None, "info", {"path": "/\x1b]0;pwned\x07", "status": 404})
     assert shown == {"path": "/\\x1b]0;pwned\\x07", "status": 404}
+
+
+def test_a_line_of_very_many_values_is_refused_at_once() -> None:
+    for item in ("{}", "0", '{"role": "user", "content": "a"}', "[[[[]]]]"):
+        many = '{"messages": [' + ",".join([item] * 150_000) + "]}"
+        with pytest.raises(BadLine):
+            quickly(lambda many=many: parse_line(many))
+        few = '{"messages": [' + ",".join([item] * 40_000) + "]}"
+        with pytest.raises(BadLine):
+            quickly(lambda few=few: parse_line(few))
+
+
+def test_a_result_file_is_counted_without_a_connection_in_hand(
+    client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submitted(database, make_spec())
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == job_id).values(status="succeeded"))
+    pool = client.app.state.database.engine.pool  # type: ignore[attr-defined]
+    client.get("/v1/files?purpose=fine-tune-results")
+    held, counted = pool.checkedout(), []
+
+    def bytes_of(database: Database, training_id: str) -> int:
+        counted.append(pool.checkedout())
+        return 7
+
+    monkeypatch.setattr(file_routes, "csv_bytes", bytes_of)
+    file_id = f"file-metrics-{job_id.removeprefix('ftjob-')}"
+    assert client.get(f"/v1/files/{file_id}").json()["bytes"] == 7
+    listed = client.get("/v1/files?purpose=fine-tune-results").json()
+    assert [file["bytes"] for file in listed["data"]] == [7]
+    assert counted == [held, held]
+    assert client.get(f"/v1/files/{file_id}/content").text.startswith("attempt,")
+
+
+def test_a_stream_s_files_are_closed_when_the_client_has_gone(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 2**22)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "asgi": {"spec_version": "2.4"}}
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    for sent in (0, 1, 2):  # before the answer starts, before its first part, within it
+        file, sends = (tmp_path / "a").open("rb"), []
+
+        async def send(message: Any, sends: list[Any] = sends, sent: int = sent) -> None:
+            if len(sends) == sent:
+                raise OSError("gone")
+            sends.append(message)
+
+        stream = ClosedStream(run_files.blocks_of(file), file.close)
+        with pytest.raises((OSError, ClientDisconnect)):
+            asyncio.run(stream(scope, receive, send))
+        assert file.closed
+
+
+def test_a_log_without_an_end_is_no_log(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(2**30)  # sparse
+    with pytest.raises(ValueError, match="longer than"):
+        quickly(lambda: ingest._new_lines(tmp_path / "metrics.jsonl", 0))

@@ -15,9 +15,10 @@ from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
 ROOT = Path(__file__).parents[2]
 
 LOOK = """
-import ctypes, json, os, subprocess, sys
+import ctypes, json, os, subprocess, sys, tempfile
 from pathlib import Path
 from workers.run_directory import RunDirectory
+from workers.training import isolation
 from workers.training.isolation import isolate
 
 run = RunDirectory(Path(sys.argv[1]))
@@ -46,6 +47,11 @@ print(json.dumps({
     "root_of_others": attempt(lambda: os.listdir(f"{parent}/root{hidden}")),
     "taken_away": libc.umount2(os.fsencode(hidden), 2) == 0,
     "by_a_child": subprocess.run(["umount", "-l", str(hidden)], capture_output=True).returncode == 0,
+    "elsewhere": [attempt(lambda: Path(name).open("ab")) is None
+                  for name in (isolation.__file__, json.__file__, "/etc/planted",
+                               "/proc/sys/kernel/core_pattern")],
+    "of_its_own": [attempt(lambda: Path(name).write_text("x")) is not None
+                   for name in (f"{tempfile.gettempdir()}/{os.getpid()}.own", f"/dev/shm/{os.getpid()}.own")],
     "model": attempt(lambda: (Path(order.model_path) / "planted").write_text("for everybody")),
 }))
 """
@@ -97,6 +103,8 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
         assert seen["root_of_others"] is None
         assert not seen["taken_away"]
         assert not seen["by_a_child"]
+        assert seen["elsewhere"] == [True] * 4
+        assert seen["of_its_own"] == [True, True]
         assert (run.path / "written").read_text() == "by the trainer"
         (run.path / "written").unlink()
     assert (folder / "accrue.db").read_text() == "everybody's jobs"

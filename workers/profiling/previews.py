@@ -5,11 +5,16 @@ import os
 import resource
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from app import PREFIX
 from app.contract.plain_files import create_plain, read_plain
 from app.contract.preview import DatasetPreview, PreviewOrder
 from app.datasets import previews
@@ -28,6 +33,9 @@ _SECONDS = 20.0
 """For one look."""
 
 _FOUND = "found.json"
+_SECRETS = ("ACCRUE_", "HF_TOKEN", "HUGGING_FACE", "PG", "AWS_", "WANDB_", "MLFLOW_")
+"""What the names of environment variables begin with that are not the child's to know."""
+
 _CPU_SECONDS = 60
 _MEMORY_BYTES = 2**31
 """Of a look, beside what is there before it."""
@@ -59,10 +67,15 @@ def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview 
     A tokenizer's files may keep it busy for ever, fill the memory, or end the process, in native code that
     no exception and no signal handler reaches.
     """
-    fork = multiprocessing.get_context("fork")  # the child has everything imported
     with tempfile.TemporaryDirectory(prefix="accrue-preview-") as folder:
-        child = fork.Process(target=_look, args=(order, settings, Path(folder)), daemon=True)
-        child.start()
+        model = base_models.path_of(order.model, settings)
+        hidden = settings.data_dir.resolve() if settings.trainer_isolation else None
+        data = settings.files_dir.resolve() / order.data.file_id
+        child = _children().Process(
+            target=_look, args=(_make_preview, order, model, data, Path(folder), hidden), daemon=True
+        )
+        with _without_secrets():
+            child.start()
         try:
             child.join(_SECONDS)
             if child.is_alive():
@@ -95,24 +108,51 @@ def _found(folder: Path) -> _Found | None:
         return None
 
 
-def _look(order: PreviewOrder, settings: Settings, folder: Path) -> None:
-    """The child: leaves a preview or an error in a folder."""
+@cache
+def _children() -> ForkServerContext:
+    """Children are forks of a process that has everything imported, and never held a database, a setting or a
+    secret: what is in the memory of ours, or is open here, is in nobody else's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{PREFIX}workers.profiling.previews"])
+    return context
+
+
+@contextmanager
+def _without_secrets() -> Iterator[None]:
+    """The environment as a process that is started meanwhile gets it."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_SECRETS)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _look(
+    make: Callable[[PreviewOrder, str, Path, Path], DatasetPreview],
+    order: PreviewOrder,
+    model: str,
+    data: Path,
+    folder: Path,
+    hidden: Path | None,
+) -> None:
+    """The child: leaves a preview or an error in a folder.
+
+    Args:
+        make: gives the preview; found by its name.
+        hidden: the data folder, of which it is to see its file and its model alone.
+    """
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
     os.dup2(sys.stderr.fileno(), 2)
-    os.environ.pop("ACCRUE_DATABASE_URL", None)
-    model = Path(base_models.path_of(order.model, settings))
-    data = settings.files_dir / order.data.file_id
-    if settings.trainer_isolation:
-        needed = {data.resolve(): False, folder.resolve(): True, **dict(code_and_caches())}
-        needed |= (
-            {model.resolve(): False} if model.exists() else {settings.data_dir.resolve() / "models": True}
-        )
-        see_only(settings.data_dir.resolve(), needed)
+    if hidden is not None:
+        local = Path(model).resolve()
+        needed = {data: False, folder.resolve(): True, **dict(code_and_caches())}
+        needed |= {local: False} if local.exists() else {hidden / "models": True}
+        see_only(hidden, needed)
     limit_memory(_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also once nobody waits any more
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        found = _Found(preview=_preview(order, str(model), data, folder))
+        found = _Found(preview=make(order, model, data, folder))
     except CannotTrain as refused:
         found = _Found(error=str(refused))
     except BaseException as unexpected:  # tokenizers panic with one; its message may be training text
@@ -128,3 +168,6 @@ def _look(order: PreviewOrder, settings: Settings, folder: Path) -> None:
 def _preview(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
     tokenizer = load_tokenizer(prepare_files(order.model, model, folder / "base"))
     return preview(order, data, tokenizer)
+
+
+_make_preview = _preview

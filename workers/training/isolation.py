@@ -25,7 +25,10 @@ _READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 
 _DETACH = 2
 """Of unshare(2), mount(2) and umount2(2)."""
 
-_NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS = 38, 24
+_MOUNT_SETATTR, _HERE, _ALL_BELOW, _MOUNT_READ_ONLY = 442, -100, 0x8000, 1
+"""Of mount_setattr(2), whose number is the same on every architecture."""
+
+_NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS, _SET_DUMPABLE = 38, 24, 4
 _ANY_FILE, _MOST_POWERS, _CAPABILITIES_3 = 1, 64, 0x20080522
 """Of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the one of capabilities(7) that is kept."""
 
@@ -60,6 +63,8 @@ def see_only(hidden: Path, needed: Mapping[Path, bool]) -> bool:
     try:
         _own_view()
         _hide(hidden, {path: own for path, own in needed.items() if hidden in path.parents and path.exists()})
+        with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
+            _write_only_to({path: is_written for path, is_written in needed.items() if path.exists()})
     except OSError as error:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
         return False
@@ -87,6 +92,40 @@ def _hide(hidden: Path, needed: Mapping[Path, bool]) -> None:
         except OSError:
             _libc().umount2(os.fsencode(hidden), _DETACH)
             raise
+
+
+def _write_only_to(needed: Mapping[Path, bool]) -> None:
+    """Makes every file system read-only but the folders that are written to, /dev/shm, and what the kernel
+    shows in /proc: what is run outside of the trainer, such as the code of other trainers, is not for it to
+    change.
+
+    Raises:
+        OSError: it could not be done; everything is as it was.
+    """
+    chosen = {path: True for path in (Path("/dev/shm"), Path("/proc")) if path.exists()}
+    chosen |= {**needed, Path("/proc/sys"): False}
+    outer_first = sorted(chosen, key=lambda path: len(path.parts))  # what lies deeper decides for itself
+    for path in outer_first:
+        if path != Path("/proc"):
+            _mount(str(path), path, None, _BIND | _RECURSIVE)
+    _set_attributes(Path("/"), read_only=True)
+    try:
+        for path in outer_first:
+            _set_attributes(path, read_only=not chosen[path])
+    except OSError:
+        _set_attributes(Path("/"), read_only=False)
+        raise
+
+
+def _set_attributes(path: Path, *, read_only: bool) -> None:
+    """mount_setattr(2), of a mount and those below it."""
+    attributes = (ctypes.c_uint64 * 4)(*((_MOUNT_READ_ONLY, 0) if read_only else (0, _MOUNT_READ_ONLY)), 0, 0)
+    libc = _libc()
+    done = libc.syscall(
+        _MOUNT_SETATTR, _HERE, os.fsencode(path), _ALL_BELOW, attributes, ctypes.sizeof(attributes)
+    )
+    if done != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
 
 
 def _needed(order: Order) -> Iterator[tuple[Path, bool]]:
@@ -155,6 +194,8 @@ def _give_up_powers() -> None:
         own = current[1] & (1 << _ANY_FILE)
         kept[0], kept[1] = own, own
         libc.capset(header, kept)
+    if os.getuid() == 0:  # others of root's with as few powers could look into it, as it could into them
+        libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def _mount(source: str, target: Path, kind: str | None, flags: int) -> None:
