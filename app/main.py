@@ -45,6 +45,7 @@ from app.web.event_stream import EventStream
 from app.web.latency import LatencyGauge
 from app.web.middleware import NATIVE, EveryRequest
 from app.web.problem_details import Problem
+from app.web.streams import Streams
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
@@ -152,6 +153,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.documents = Documents()
     state.kept = ShortCache()
     state.waits = Waits()
+    state.streams = Streams()
     state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)

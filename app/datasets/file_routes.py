@@ -17,7 +17,7 @@ from app.models.trained_models import RESULT_FILE, job_of_result_file, result_fi
 from app.results.csv_export import csv_bytes, csv_of_job, csv_response
 from app.storage.database import Database
 from app.storage.tables import File, Job
-from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit
+from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Opened
 from app.web.pagination import page
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
@@ -78,13 +78,15 @@ def get(database: CurrentDatabase, file_id: FileId) -> FileAnswer:
 
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
-def content(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> Response:
+def content(
+    database: CurrentDatabase, settings: CurrentSettings, opened: Opened, file_id: FileId
+) -> Response:
     job_id = job_of_result_file(file_id)
     with database.reading() as session:
         file = files.get(session, file_id) if job_id is None else None
         ended = None if job_id is None else _ended(session, job_id)
     if ended is not None:  # what is read from here on takes a connection now and then, and none meanwhile
-        return csv_response(csv_of_job(database, ended.id), ended.id)
+        return csv_response(csv_of_job(database, ended.id), ended.id, opened)
     assert file is not None
     if not (settings.files_dir / file.id).is_file():
         raise NotFound(f"The content of file {file_id} is no longer in the data folder.")

@@ -2,10 +2,10 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response
 
 from app.contract.reports import LogLine
 from app.results.series import pages_of, validation_losses
@@ -37,8 +37,8 @@ def _rows(rows: Iterable[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
-def csv_response(lines: Iterator[str], training_id: str) -> StreamingResponse:
-    return StreamingResponse(
+def csv_response(lines: Iterator[str], training_id: str, opened: Callable[..., Response]) -> Response:
+    return opened(
         lines,
         media_type="text/csv",
         headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},

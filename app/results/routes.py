@@ -17,8 +17,7 @@ from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile
 from app.results.series import last_step, pages_of, series, validation_losses
 from app.storage.database import Database
-from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading
-from app.web.streams import ClosedStream
+from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Opened, Reading
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -26,6 +25,7 @@ router = APIRouter(prefix="/training", tags=["training"])
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
 def metrics(
     database: CurrentDatabase,
+    opened: Opened,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
@@ -41,25 +41,26 @@ def metrics(
         evaluated = validation_losses(connection, training_id)
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
-        return csv_response(csv_lines(pages, evaluated), training_id)
+        return csv_response(csv_lines(pages, evaluated), training_id, opened)
     evaluations = [{"step": step, "loss": loss} for step, loss in evaluated.items() if step >= from_step]
     answer = {"training_id": training_id, "steps": steps, "evaluations": evaluations}
     if lines is not None:
         return Response(
             to_json({**answer, "data": lines}, inf_nan_mode="null"), media_type="application/json"
         )
-    return StreamingResponse(_as_json(answer, pages), media_type="application/json")
+    return opened(_as_json(answer, pages), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
 def log(
     database: CurrentDatabase,
+    opened: Opened,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to tell of")] = 0,
-) -> StreamingResponse:
+) -> Response:
     with database.reading() as session:
         lifecycle.get(session, training_id)
-    return StreamingResponse(_log_lines(database, training_id, from_step), media_type="application/jsonl")
+    return opened(_log_lines(database, training_id, from_step), media_type="application/jsonl")
 
 
 @router.get(
@@ -94,14 +95,15 @@ def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> 
 def profile_file(
     session: Reading,
     settings: CurrentSettings,
+    opened: Opened,
     training_id: JobId,
     name: Literal["trace.json", "memory.pickle"],
-) -> StreamingResponse:
+) -> Response:
     lifecycle.get(session, training_id)
     file = run_files.profile_file(settings, training_id, name)
     if file is None:
         raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists what there is.")
-    return ClosedStream(
+    return opened(
         run_files.blocks_of(file),
         file.close,
         media_type="application/json" if name.endswith(".json") else "application/octet-stream",
@@ -113,7 +115,7 @@ def profile_file(
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
-def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> StreamingResponse:
+def model(session: Reading, settings: CurrentSettings, opened: Opened, training_id: JobId) -> Response:
     job = lifecycle.get(session, training_id)
     if job.status != "succeeded":
         ended = job.status in ENDED
@@ -124,7 +126,7 @@ def model(session: Reading, settings: CurrentSettings, training_id: JobId) -> St
     files = run_files.model_files(settings, training_id)
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
-    return ClosedStream(
+    return opened(
         run_files.tar_of(files, training_id),
         lambda: run_files.close(files),
         media_type="application/x-tar",

@@ -5,11 +5,13 @@ longer than what these do.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Header, Path, Query, Request
 from sqlalchemy.orm import Session
+from starlette.responses import Response
 
 from app.errors import Forbidden
 from app.planning.inputs import PlanningInputs
@@ -24,6 +26,8 @@ from app.web.content_type import is_multipart
 from app.web.query_parameters import check_names
 
 CALCULATORS = "calculators"
+
+OpenStream = Callable[..., Response]
 
 
 async def _settings(request: Request) -> Settings:
@@ -94,6 +98,13 @@ def _writing(database: Annotated[Database, Depends(_database)]) -> Iterator[Sess
     with database.writing() as session:
         yield session
 
+
+def _open_stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> OpenStream:
+    return partial(request.app.state.streams.open, caller.key_id)
+
+
+Opened = Annotated[OpenStream, Depends(_open_stream)]
+"""Begins an answer that is sent while it is made: `(parts, close, **options)`, as `Streams.open`."""
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 authorised = Depends(_caller)

@@ -1,5 +1,7 @@
 """Answers that are sent while they are made, and what they hold meanwhile."""
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any
@@ -7,16 +9,24 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from app.errors import TooManyRequests
+
+MOST_OF_A_KEY = 20
+"""Streams of one key at once: each that is read slowly holds what it is made from."""
+MOST = 200
+
 
 class ClosedStream(StreamingResponse):
     """A stream whose files are closed at its end, also where the client has gone or never read any of it.
 
     Args:
-        parts: made in a thread, one after another.
+        parts: texts or bytes, made in a thread one after another.
         close: lets go of what they are made from.
     """
 
-    def __init__(self, parts: Iterator[bytes], close: Callable[[], None], **options: Any) -> None:
+    def __init__(
+        self, parts: Iterator[str] | Iterator[bytes], close: Callable[[], None], **options: Any
+    ) -> None:
         super().__init__(parts, **options)
         self._parts, self._close = parts, close
 
@@ -28,3 +38,41 @@ class ClosedStream(StreamingResponse):
                 with suppress(ValueError):  # a thread is within it at this moment, and reads to its end
                     self._parts.close()
             self._close()
+
+
+class Streams:
+    """The streams that are being sent, by key."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str | None] = Counter()
+        self._counting = threading.Lock()
+
+    def open(
+        self,
+        key_id: str | None,
+        parts: Iterator[str] | Iterator[bytes],
+        close: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> ClosedStream:
+        """One more.
+
+        Raises:
+            TooManyRequests: as many are being sent as may be.
+        """
+        with self._counting:
+            if self._open[key_id] >= MOST_OF_A_KEY or self._open.total() >= MOST:
+                close()
+                raise TooManyRequests(
+                    f"{self._open[key_id]} downloads of this key are under way: let them end.",
+                    retry_after_seconds=5,
+                )
+            self._open[key_id] += 1
+
+        def ended() -> None:
+            close()
+            with self._counting:
+                self._open[key_id] -= 1
+                if not self._open[key_id]:
+                    del self._open[key_id]
+
+        return ClosedStream(parts, ended, **options)

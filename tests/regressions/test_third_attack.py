@@ -18,7 +18,7 @@ from app.contract.examples import BadLine, parse_line
 from app.contract.plain_files import NotPlain, create_plain, open_plain, read_plain
 from app.contract.spec import ValidationSpec
 from app.datasets import file_routes, files, previews
-from app.errors import Conflict, InvalidRequest, NotFound
+from app.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
 from app.jobs import lifecycle
 from app.logs import _printable
 from app.main import create_app
@@ -30,7 +30,7 @@ from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
-from app.web.streams import ClosedStream
+from app.web.streams import MOST_OF_A_KEY, ClosedStream, Streams
 from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submission, submitted
@@ -324,3 +324,24 @@ def test_a_log_without_an_end_is_no_log(tmp_path: Path) -> None:
         file.truncate(2**30)  # sparse
     with pytest.raises(ValueError, match="longer than"):
         quickly(lambda: ingest._new_lines(tmp_path / "metrics.jsonl", 0))
+
+
+def test_downloads_of_a_key_are_so_many_at_once() -> None:
+    streams, closed = Streams(), []
+    for _ in range(MOST_OF_A_KEY):
+        streams.open("alice", iter(["x"]))
+    with pytest.raises(TooManyRequests, match="downloads"):
+        streams.open("alice", iter(["x"]), lambda: closed.append("at once"))
+    assert closed == ["at once"]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    one = streams.open("bob", iter(["x"]))
+    asyncio.run(one({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send))
+    assert b"".join(message.get("body", b"") for message in sent) == b"x"
+    assert "bob" not in streams._open
