@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thorough
 ELSEWHERE = {
     "up": "tests/acceptance/test_faults.py",
     "serve": "tests/harness/service.py",
-    "worker": "tests/harness/service.py",
+    "worker": "tests/acceptance/conftest.py",
     "tune": "tests/acceptance/test_api.py",
     "preview": "tests/acceptance/test_profiles.py",
 }

@@ -433,7 +433,7 @@ const IN_THE_FORM = {
   optimizer: (value) => ({ optimizer: value }),
   max_length: (value) => ({ length: value }),
   mixed_precision: (value) => ({ precision: value }),
-  devices: (_value, _other, values) => (values.gpus ? { count: value } : null),
+  devices: (value, _other, values) => (values.gpus ? { count: value } : null),
 };
 
 /** A button for a change such as `method: lora, gradient_checkpointing: true`. */
