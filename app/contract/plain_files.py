@@ -20,7 +20,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class NotPlain(OSError):
-    """What lies there is a link, a pipe or something else that is no file."""
+    """The path leads to a link, a pipe, or something else that is not a plain file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.ELOOP, "not a plain file", str(path))
@@ -76,14 +76,14 @@ def append_plain(path: Path) -> BinaryIO:
     """A file to append to, made if it is not there.
 
     Raises:
-        NotPlain: something else lies there.
+        NotPlain: the path is a link or not a file.
     """
     with folder(path.parent) as within:
         return _opened(within, path.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, path)
 
 
 def create_plain(path: Path) -> BinaryIO:
-    """A new file for writing, in the place of whatever lies there.
+    """A new file for writing; it replaces whatever the path named before.
 
     Raises:
         OSError: it cannot be made.

@@ -48,7 +48,7 @@ class Alternative(Frozen):
     """The peak with one sample of full length at a time: the least that this way takes."""
     source: Source
     predicted_samples_per_second: float | None = Field(
-        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
+        None, description="Of full length, forward and backward; null: not measured on such a device"
     )
 
 

@@ -47,7 +47,7 @@ async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gon
 
 
 def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest | None:
-    """A request that nobody works on: owners take turns, and each one's oldest comes first.
+    """The next request to work on: owners take turns, and each owner's oldest request comes first.
 
     Args:
         served: when each owner was served last, in seconds; brought up to date.

@@ -116,7 +116,7 @@ class BatchSizeAnswer(Answer):
         description="Mean size of this source's relative errors so far; null: none was measured"
     )
     predicted_samples_per_second: float | None = Field(
-        None, description="Of full length, forward and backward; null: nobody measured it on such a device"
+        None, description="Of full length, forward and backward; null: not measured on such a device"
     )
     alternatives: list[Alternative]
     explanation: str
