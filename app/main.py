@@ -93,6 +93,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         settings.make_directories()
         migrate(settings.url)
         data_folder.hold(app.state.database)
+        app.state.database.fill_pool()
         log.info("service started", version=__version__, database=settings.url.split("@")[-1])
         audit.start()
         app.state.group_commit.start()

@@ -267,7 +267,7 @@ class Supervisor:
         threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
         with self.database.reading() as session:
             known = profiles.known(session, spec.model.architecture, device.name)
-        return make_plan(spec, [device], known, predicted=False, threads=threads)
+            return make_plan(spec, [device], known, predicted=False, threads=threads)
 
     def _validation_file(self, spec: Spec) -> str | None:
         validation = spec.data.validation

@@ -19,7 +19,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Double
@@ -108,7 +108,7 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session for queries; nothing of it is committed."""
-        with Session(self.engine, expire_on_commit=False, info=self._info) as session:
+        with _session(self.engine, self._info) as session:
             yield session
 
     @contextmanager
@@ -133,7 +133,7 @@ class Database:
             return
         with (
             self._turn(),
-            Session(self._writing, expire_on_commit=False, info=self._info) as session,
+            _session(self._writing, self._info) as session,
             session.begin(),
         ):
             yield session
@@ -178,6 +178,14 @@ class Database:
             cursor.execute(f"PRAGMA busy_timeout={_RESTART_MILLISECONDS}")
             cursor.execute("PRAGMA wal_checkpoint(RESTART)")
 
+    def fill_pool(self) -> None:
+        """Opens the connections that SQLite's pool keeps, so that no request has to, and a process has as
+        many open files at its start as later on. A server's connections are opened when they are needed."""
+        if isinstance(pool := self.engine.pool, QueuePool) and self.is_sqlite:
+            with contextlib.ExitStack() as opened:
+                for _ in range(pool.size()):
+                    opened.enter_context(self.engine.connect())
+
     def close(self) -> None:
         self.engine.dispose()
 
@@ -192,6 +200,12 @@ def take_turns(session: Session, what: str) -> bool:
         return False
     session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
     return True
+
+
+def _session(on: Engine | Connection, info: dict[str, Any], **more: Any) -> Session:
+    """One that ends with its `with` block: whatever uses it afterwards raises, instead of taking a connection
+    that nothing gives back."""
+    return Session(on, expire_on_commit=False, close_resets_only=False, info=info, **more)
 
 
 class Changes:
@@ -263,11 +277,8 @@ def _part_of(transaction: Transaction, info: dict[str, Any]) -> Iterator[Session
         LostTransaction: SQLite takes back all of a transaction that the disk has no room for.
     """
     connection = transaction.connection
-    session = Session(
-        connection,
-        join_transaction_mode="create_savepoint",
-        expire_on_commit=False,
-        info=info | {"transaction": transaction},
+    session = _session(
+        connection, info | {"transaction": transaction}, join_transaction_mode="create_savepoint"
     )
     connection.exec_driver_sql(
         "SAVEPOINT part"

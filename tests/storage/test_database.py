@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import JSON, MetaData, String, Table, insert, inspect, select, text
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import IntegrityError, InvalidRequestError, OperationalError
 
 from app.settings import Settings
 from app.storage.compiled import Prepared
@@ -211,6 +212,32 @@ def test_what_no_patience_mends_is_said_at_once(database: Database, settings: Se
         session.add(Configuration(id="accumulation_1", created_at=0.0, given={}, num_gpus=1))
     assert time.monotonic() - began < 5
     readonly.close()
+
+
+def test_a_session_is_of_no_use_after_its_block(database: Database) -> None:
+    for opened in (database.reading, database.writing):
+        with opened() as session:
+            session.execute(text("SELECT 1"))
+        with pytest.raises(InvalidRequestError, match="permanently closed"):
+            session.execute(text("SELECT 1"))
+    with database.transaction() as transaction, database.within(transaction).writing() as session:
+        session.execute(text("SELECT 1"))
+    with pytest.raises(InvalidRequestError, match="permanently closed"):
+        session.execute(text("SELECT 1"))
+
+
+@pytest.mark.sqlite
+def test_a_filled_pool_opens_no_file_later(database: Database) -> None:
+    database.fill_pool()
+    before = open_files()
+    with contextlib.ExitStack() as readers:
+        for _ in range(5):
+            readers.enter_context(database.reading()).execute(text("SELECT 1 FROM jobs"))
+        assert open_files() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_a_prepared_statement_s_errors_are_sqlalchemy_s(database: Database) -> None:

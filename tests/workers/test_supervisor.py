@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import QueuePool
 
 from app.contract.plan import Plan
 from app.devices import gpus
@@ -274,6 +275,17 @@ def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
     ended(supervisor)
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
     assert "no longer there" in told(database, job_id)
+
+
+def test_starting_a_trainer_takes_one_connection_and_gives_it_back(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    endless(settings, database)
+    turn(supervisor)
+    assert supervisor.running
+    assert isinstance(database.engine.pool, QueuePool)
+    assert (database.engine.pool.checkedin(), database.engine.pool.checkedout()) == (1, 0)
 
 
 def test_leases_are_renewed_while_the_supervisor_is_held_up(
