@@ -55,6 +55,8 @@ SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
 """Silence on that pipe for so long ends the trainer too: the supervisor is halted, and its lease runs out."""
 
 
+PROGRESS_EVERY_SECONDS = 1.0
+
 _FINISH = "finish"
 
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
@@ -174,6 +176,8 @@ class Reporter:
 
     def __init__(self, run: RunDirectory, attempt: int) -> None:
         self.attempt = attempt
+        self._run = run
+        self._progress_at = time.monotonic()
         self._metrics = _Appended(run.metrics)
         self._events = _Appended(run.events)
 
@@ -186,6 +190,29 @@ class Reporter:
         self._events.append(
             EventLine(
                 attempt=self.attempt, time=time.time(), type=kind, level=level, message=message, data=data
+            )
+        )
+
+    def begin_window(self) -> None:
+        """Progress within the window is reported from a second after this moment."""
+        self._progress_at = time.monotonic()
+
+    def progress(self, step: int, micro_step: int, accumulation_step: int) -> None:
+        """How far the window at hand is, at most once a second.
+
+        Args:
+            micro_step: of the run, before this window.
+        """
+        now = time.monotonic()
+        if now - self._progress_at < PROGRESS_EVERY_SECONDS:
+            return
+        self._progress_at = now
+        self._run.write_progress(
+            WindowProgress(
+                attempt=self.attempt,
+                step=step,
+                micro_step=micro_step + accumulation_step,
+                accumulation_step=accumulation_step,
             )
         )
 

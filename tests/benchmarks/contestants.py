@@ -36,7 +36,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """This project's trainer, as a job runs it."""
     from workers.run_directory import Reporter
     from workers.training import certificate
-    from workers.training.accumulate import StopRequested
+    from workers.training.faults import StopRequested
     from workers.training.fit import train
     from workers.training.start import start
     from workers.training.trackers import Trackers
@@ -61,7 +61,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         except StopRequested:
             raise AssertionError("nobody asked it to stop") from None
         peak = resident("VmHWM")
-        training.close()
+        training.loader.close()
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return {
         "losses": [line["loss"] for line in lines],
@@ -165,7 +165,7 @@ class BareBeside:
         theirs = self._exchange(self._gradients)
         batch = next(self._batches)
         passed = time.perf_counter()
-        (self._training.forward(batch).loss_sum / self._denominator).backward()
+        (self._training.replica.forward(batch).loss_sum / self._denominator).backward()
         self.passes.append(time.perf_counter() - passed)
         self._gradients = self._exchange(theirs)
         self.seconds += time.perf_counter() - began
@@ -175,7 +175,7 @@ class BareBeside:
         self, gradients: dict[torch.Tensor, torch.Tensor | None]
     ) -> dict[torch.Tensor, torch.Tensor | None]:
         before = {}
-        for parameter in self._training.model.parameters():
+        for parameter in self._training.replica.model.parameters():
             before[parameter], parameter.grad = parameter.grad, gradients.get(parameter)
         return before
 
@@ -199,10 +199,12 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     ratios = []
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
         training, _ = start(run, order, reporter, trackers, lambda: False)
-        training.state.step = 1  # a window in which the noise scale is not measured
+        training.state.progress.step = 1  # a window in which the noise scale is not measured
         window = training.next_window()
-        denominator = training.samples.denominator(window)
-        batches = [training.fetch(window[g].tolist()) for g in accumulate.cut(training, window, training.cut)]
+        denominator = training.loader.samples.denominator(window)
+        batches = [
+            training.loader.fetch(window[g].tolist()) for g in accumulate.cut(training, window, training.rule)
+        ]
         for number in range(requested["windows"] + 1):
             training.stop = bare = BareBeside(training, batches, denominator)
             began = time.perf_counter()
@@ -210,7 +212,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
             ours = time.perf_counter() - began - bare.seconds - trained.closed.optimizer_seconds
             if number:  # the first warms up
                 ratios.append(ours / sum(bare.passes))
-        training.close()
+        training.loader.close()
     return {"micro_batches": len(batches), "ratios": ratios}
 
 

@@ -92,8 +92,10 @@ def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     run = lay_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
     with Reporter(run, 1) as reporter, Trackers((), run.order(), run.path) as trackers:
         training, _ = start(run, run.order(), reporter, trackers, lambda: False)
-        training.loader = Inline()  # type: ignore[assignment]
-        training.memory = Watch(training.device, 2**60)  # this process holds the simulation, too
+        training.loader.executor = Inline()  # type: ignore[assignment]
+        training.replica.memory = Watch(
+            training.replica.device, 2**60
+        )  # this process holds the simulation, too
         advance(training)
         held = held_bytes(training)
         peak = held + peak_of(lambda: [advance(training) for _ in range(WINDOWS - 1)])

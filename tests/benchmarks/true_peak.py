@@ -122,8 +122,8 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
 
 def held_bytes(training: Training) -> int:
     """What weights, buffers and the optimizer's states hold between two windows."""
-    tensors = [*training.model.parameters(), *training.model.buffers()]
-    for state in training.optimizer.state.values():
+    tensors = [*training.replica.model.parameters(), *training.replica.model.buffers()]
+    for state in training.replica.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
@@ -134,15 +134,15 @@ def measure(run: RunDirectory) -> dict[str, Any]:
     order = run.order()
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
         training, _ = start(run, order, reporter, trackers, lambda: False)
-        training.loader = Inline()  # type: ignore[assignment]
+        training.loader.executor = Inline()  # type: ignore[assignment]
         advance(training)
         window = training.next_window()
-        denominator = training.samples.denominator(window)
+        denominator = training.loader.samples.denominator(window)
         held = held_bytes(training)
         peak = peak_of(lambda: train_window(training, window, denominator))
         changed = [line for line in run.events.read_text().splitlines() if '"changed"' in line]
-        own_logits = head_of(training.model) is not None and training.token_loss.head is None
-        packed = training.form.packed
+        own_logits = head_of(training.replica.model) is not None and training.replica.token_loss.head is None
+        packed = training.loader.form.packed
     return {
         "bytes": held + peak,
         "held_bytes": held,

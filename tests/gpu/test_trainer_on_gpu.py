@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.contract.plan import FixedSize, TokenBudget
+from app.contract.plan import FixedSize, RankPlan, TokenBudget
 from tests.harness.gpu_results import keep
 from tests.harness.small_models import CONFIGS, make_model, make_window64
-from workers.training import guards
 from workers.training.batches import cut_window
-from workers.training.checkpoint import TrainingState
+from workers.training.budget import Budget
 from workers.training.gradients import Held
 from workers.training.loss import TokenLoss
+from workers.training.state import LearnedBudget
 from workers.training.window import Clipping, Window
 
 CUDA = torch.device("cuda")
@@ -106,6 +106,12 @@ def test_a_vocabulary_of_128k_takes_a_third_of_the_memory() -> None:
     assert peaks["full"] >= 3 * peaks["chunked"]
 
 
+WHOLE = RankPlan(
+    rank=0, gpu_id=0, micro_batch_rule=TokenBudget(tokens=64 * 512), expected_micro_batches=1,
+    micro_batch_size=64, predicted_peak_bytes=0, memory_limit_bytes=0,
+)  # fmt: skip
+
+
 def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> None:
     """A real out-of-memory error under a capped memory fraction, until a budget fits."""
     config = LlamaConfig(
@@ -114,7 +120,7 @@ def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> No
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    window, state = Window(model.parameters(), optimizer, Clipping(1.0)), TrainingState()
+    window, learned = Window(model.parameters(), optimizer, Clipping(1.0)), LearnedBudget()
     rows = [torch.randint(0, 8192, (512,)) for _ in range(64)]
     loss, budget, failures = TokenLoss(model, chunked=False), 64 * 512, 0
     total = torch.cuda.get_device_properties(CUDA).total_memory
@@ -136,7 +142,7 @@ def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> No
                 break
             window.abandon()
             torch.cuda.empty_cache()
-            budget = guards.learn_smaller_budget(state, budget)
+            budget = Budget(WHOLE, learned, 64).failed(budget)
             failures += 1
         assert window.close().applied
     finally:

@@ -15,7 +15,7 @@ from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
 from workers.training.faults import Interrupted
 from workers.training.loss import Forward
-from workers.training.start import Training
+from workers.training.replica import Replica
 
 
 def run_to_end(run: RunDirectory) -> Outcome:
@@ -44,13 +44,13 @@ def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
     """Multiplies the loss of each micro-batch by something."""
-    honest = Training.forward
+    honest = Replica.forward
 
-    def spoiled(self: Training, batch: Any) -> Forward:
+    def spoiled(self: Replica, batch: Any) -> Forward:
         forward = honest(self, batch)
         return replace(forward, loss_sum=forward.loss_sum * factor(batch))
 
-    monkeypatch.setattr(Training, "forward", spoiled)
+    monkeypatch.setattr(Replica, "forward", spoiled)
 
 
 def raw_log(run: RunDirectory) -> list[dict[str, Any]]:

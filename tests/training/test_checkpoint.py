@@ -1,12 +1,27 @@
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from workers.training import checkpoint
-from workers.training.checkpoint import AllDamaged, TrainingState
+from workers.training.checkpoint import AllDamaged
+from workers.training.faults import CannotTrain
+from workers.training.state import (
+    Evaluations,
+    Fallbacks,
+    LearnedBudget,
+    Losses,
+    Position,
+    Progress,
+    Ramp,
+    RunState,
+    SavedLossScale,
+)
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -14,6 +29,12 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def stand(number: int) -> RunState:
+    """Where a run is after so many steps."""
+    progress, losses = Progress(step=number), Losses(first=0.2, last=0.1, recent=[0.2, 0.1])
+    return RunState(progress, Position(consumed=number), losses, noise=[[1.0, 2.0]])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -27,7 +48,7 @@ def saved_at(tmp_path: Path, *steps: int) -> tuple[nn.Module, torch.optim.Optimi
     for number in range(1, max(steps) + 1):
         step(model, optimizer)
         if number in steps:
-            checkpoint.save(tmp_path, TrainingState(step=number, consumed=number, loss=0.1), model, optimizer)
+            checkpoint.save(tmp_path, stand(number), model, optimizer)
     return model, optimizer
 
 
@@ -35,7 +56,7 @@ def test_a_checkpoint_restores_weights_moments_and_state(tmp_path: Path) -> None
     model, optimizer = saved_at(tmp_path, 3)
     other, its_optimizer = trained(seed=1)
     state, damaged = checkpoint.restore(tmp_path, other, its_optimizer)
-    assert state == TrainingState(step=3, consumed=3, loss=0.1)
+    assert state == stand(3)
     assert damaged == []
     assert torch.equal(model.weight, other.weight)
     step(model, optimizer)
@@ -78,7 +99,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
 def test_a_damaged_checkpoint_does_not_block_a_new_one_of_the_same_step(tmp_path: Path) -> None:
     model, optimizer = saved_at(tmp_path, 1, 2)
     (checkpoint.newest_first(tmp_path)[0] / "model.safetensors").write_bytes(b"")
-    state = TrainingState(step=2, consumed=2)
+    state = stand(2)
     checkpoint.save(tmp_path, state, model, optimizer)
     assert checkpoint.restore(tmp_path, *trained()) == (state, [])
 
@@ -101,16 +122,17 @@ def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_the_same_place_with_something_learned_since_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     model, optimizer = saved_at(tmp_path, 1)
-    learned = TrainingState(step=1, consumed=1, loss=0.1, token_budget=77)
-    path = checkpoint.save(tmp_path, learned, model, optimizer)
-    assert checkpoint.save(tmp_path, learned, model, optimizer) == path
+    learned = stand(1)
+    learned.budget.tokens = 77
+    assert checkpoint.save(tmp_path, learned, model, optimizer) is not None
+    assert checkpoint.save(tmp_path, learned, model, optimizer) is None
     assert checkpoint.restore(tmp_path, *trained())[0] == learned
 
 
 def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     model, optimizer = trained()
     for step in range(1, 6):
-        state = TrainingState(step=step)
+        state = RunState(Progress(step=step))
         if step == 2:
             checkpoint.mark_as_best(tmp_path, state)
             assert checkpoint.best(tmp_path) is None  # marked, not written yet
@@ -123,6 +145,78 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     assert kept.name.startswith("step-00000002")
 
 
+def test_a_checkpoint_does_not_depend_on_the_order_of_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    checkpoint.save(tmp_path, stand(1), model, optimizer)
+    other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    reordered = torch.optim.AdamW([*reversed(list(other.parameters()))], lr=0.1)
+    checkpoint.restore(tmp_path, other, reordered)
+    step(model, optimizer)
+    step(other, reordered)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_checkpoint_of_version_1_is_read(tmp_path: Path) -> None:
+    """Its state was flat, and the optimizer's keyed by the parameters' places."""
+    model, optimizer = saved_at(tmp_path, 3)
+    (path,) = checkpoint.newest_first(tmp_path)
+    tensors = load_file(path / "optimizer.safetensors")
+    save_file(
+        {key.replace("weight:", "0."): tensor for key, tensor in tensors.items()},
+        path / "optimizer.safetensors",
+    )
+    state = {
+        "step": 3, "micro_step": 7, "skipped": 1, "skipped_in_a_row": 0, "epoch": 1, "consumed": 24,
+        "trained_tokens": 99, "first_loss": 2.0, "loss": 1.5, "loss_ema": 1.6, "loss_scale": 1024.0,
+        "loss_scale_good_windows": 3, "token_budget": 128, "failed_tokens": 256, "largest_done": 100,
+        "windows_since_failure": 2, "checkpointing": True, "tuned": True, "batch": 16,
+        "windows_since_growth": 4, "windows_in_epoch": 2, "recent_losses": [2.0, 1.5], "noise": [[1.0]],
+        "own_logits": False, "padded": True, "equivalence_error": 1e-7, "eval_loss": 1.4, "evaluated_at": 2,
+        "best_loss": 1.3, "best_step": 1, "gained_loss": 1.35, "evaluations_without_gain": 1,
+        "stopped_early": False,
+    }  # fmt: skip
+    (path / "state.json").write_text(json.dumps({"state": state, "optimizer": {}, "updates": [None]}))
+    seal(path)
+    other, its_optimizer = trained(seed=1)
+    found, _ = checkpoint.restore(tmp_path, other, its_optimizer)
+    assert found == RunState(
+        Progress(step=3, micro_step=7, skipped=1, trained_tokens=99),
+        Position(epoch=1, consumed=24, windows_in_epoch=2),
+        Losses(first=2.0, last=1.5, average=1.6, recent=[2.0, 1.5]),
+        LearnedBudget(128, 256, 100, 2, measured=True),
+        Ramp(batch=16, windows_since_growth=4),
+        SavedLossScale(1024.0, 3),
+        Fallbacks(checkpointing=True, own_logits=False, padded=True, equivalence_error=1e-7),
+        Evaluations(1.4, 2, 1.3, 1, 1.35, 1),
+        noise=[[1.0]],
+    )
+    step(model, optimizer)
+    step(other, its_optimizer)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
+    saved_at(tmp_path, 1)
+    (path,) = checkpoint.newest_first(tmp_path)
+    content = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**content, "version": 99}))
+    seal(path)
+    with pytest.raises(CannotTrain, match="version 99"):
+        checkpoint.restore(tmp_path, *trained())
+
+
+def seal(path: Path) -> None:
+    """Writes the manifest of a checkpoint's files as they are."""
+    digests = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    (path / "manifest.json").write_text(json.dumps(digests))
+
+
 def test_states_in_dictionaries_come_back(tmp_path: Path) -> None:
     """As bitsandbytes keeps its 8-bit states."""
 
@@ -133,7 +227,7 @@ def test_states_in_dictionaries_come_back(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = Wrapping(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"step": 3, "inner": {"state1": torch.ones(3, dtype=torch.uint8)}}
-    checkpoint.save(tmp_path, TrainingState(step=1), model, optimizer)
+    checkpoint.save(tmp_path, RunState(Progress(step=1)), model, optimizer)
     checkpoint.restore(tmp_path, model, optimizer)
     assert optimizer.loaded[0]["step"] == 3
     assert optimizer.loaded[0]["inner"]["state1"].tolist() == [1, 1, 1]

@@ -14,7 +14,7 @@ from tests.harness.runs import lay_order, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec
 from tests.harness.training import interrupted_at, of_kind, raw_log, run_to_end, spoil, weights
-from workers.training import memory, start
+from workers.training import loader, memory
 from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
 from workers.training.faults import CannotTrain
@@ -324,12 +324,12 @@ def test_a_skipped_window_leaves_weights_and_moments_bit_equal(
     honest, compared = training.train_window, []
 
     def watched(run: Any, window: Any, denominator: float) -> Any:
-        before = [p.detach().clone() for p in run.model.parameters()]
-        moments = [v.clone() for s in run.optimizer.state.values() for v in s.values()]
+        before = [p.detach().clone() for p in run.replica.model.parameters()]
+        moments = [v.clone() for s in run.replica.optimizer.state.values() for v in s.values()]
         trained = honest(run, window, denominator)
         if not trained.closed.applied:
-            after = [v for s in run.optimizer.state.values() for v in s.values()]
-            same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+            after = [v for s in run.replica.optimizer.state.values() for v in s.values()]
+            same = all(torch.equal(a, b) for a, b in zip(before, run.replica.model.parameters(), strict=True))
             compared.append(same and all(torch.equal(a, b) for a, b in zip(moments, after, strict=True)))
         return trained
 
@@ -432,13 +432,13 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
     monkeypatch.setattr(memory, "in_use", lambda device: 2**28)
     monkeypatch.setattr(memory, "peak", lambda device: taken["peak"])
     monkeypatch.setattr(memory, "forget_peak", lambda device: taken.update(peak=2**28))
-    collated = start.collate
+    collated = loader.collate
 
     def taking(rows: Any, *others: Any) -> Any:
         taken["peak"] = max(taken["peak"], 2**30 if len(rows) > 8 else 2**28)
         return collated(rows, *others)
 
-    monkeypatch.setattr(start, "collate", taking)
+    monkeypatch.setattr(loader, "collate", taking)
     spec = make_spec(data=small_data(), max_steps=3)
     run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
     run_to_end(run)

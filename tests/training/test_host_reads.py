@@ -18,7 +18,8 @@ from tests.harness.runs import lay_order, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import accumulate
-from workers.training.start import Training, start
+from workers.training.replica import Replica
+from workers.training.start import start
 from workers.training.trackers import Trackers
 
 ROOT = Path(__file__).parents[2]
@@ -62,17 +63,17 @@ def reads_of_a_window(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tup
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
         training, _ = start(run, order, reporter, trackers, lambda: False)
         window = training.next_window()
-        groups = accumulate.cut(training, window, training.cut)
-        batches = [training.fetch(window[group].tolist()) for group in groups]
-        training.window.open(training.samples.denominator(window), len(groups))
+        groups = accumulate.cut(training, window, training.rule)
+        batches = [training.loader.fetch(window[group].tolist()) for group in groups]
+        training.replica.window.open(training.loader.samples.denominator(window), len(groups))
         with HostReads() as reads:
             CAUGHT.clear()
             for number, batch in enumerate(batches):
-                accumulate.add(training, batch)
+                training.replica.add(batch)
                 if number == 0:
-                    training.window.tap()
-        training.window.abandon()
-        training.close()
+                    training.replica.window.tap()
+        training.replica.window.abandon()
+        training.loader.close()
     return reads.found + CAUGHT, len(groups)
 
 
@@ -115,14 +116,14 @@ def test_our_frames_read_nothing_per_micro_step(
 
 
 def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Training.forward
+    honest = Replica.forward
 
-    def reading(self: Training, batch: Any) -> Any:
+    def reading(self: Replica, batch: Any) -> Any:
         forward = honest(self, batch)
         assert forward.loss_sum.item() > 0
         return forward
 
-    monkeypatch.setattr(Training, "forward", reading)
+    monkeypatch.setattr(Replica, "forward", reading)
     run = lay_order(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
     found, count = reads_of_a_window(run, monkeypatch)
     assert sum(found.values()) >= count
@@ -142,11 +143,11 @@ def test_a_whole_window_reads_once(tmp_path: Path) -> None:
     with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
         training, _ = start(run, order, reporter, trackers, lambda: False)
         window = training.next_window()
-        denominator = training.samples.denominator(window)
+        denominator = training.loader.samples.denominator(window)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "tolist", counted)
             with HostReads() as found:
                 accumulate.train_window(training, window, denominator)
-        training.close()
+        training.loader.close()
     assert reads == 1
     assert [origin for origin in found.found if origin.startswith("accrue")] == []

@@ -13,8 +13,8 @@ from app.planning.architectures import named
 from app.planning.memory import step_memory
 from tests.harness.specs import make_optimizer as make_optimizer_spec
 from workers.training import checkpoint
-from workers.training.checkpoint import TrainingState
 from workers.training.optimizer import OnHost, make_optimizer, set_rate
+from workers.training.state import Progress, RunState
 
 CPU = torch.device("cpu")
 NAMES = [name for name in get_args(OptimizerName) if name != "adamw_8bit"]
@@ -48,7 +48,7 @@ def test_it_makes_the_same_steps_bit_by_bit_and_resumes(name: OptimizerName, tmp
     assert isinstance(on_host, OnHost)
     train(plain, beside, range(6))
     train(moved, on_host, range(3))
-    state = TrainingState(step=3)
+    state = RunState(Progress(step=3))
     checkpoint.save(tmp_path, state, moved, on_host)
     train(moved, on_host, range(3, 6))
     assert torch.equal(weights(plain), weights(moved))

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from app.contract.reports import NoiseScale
 from app.contract.spec import RampSpec, Spec
 from tests.harness.specs import make_spec
-from workers.training.checkpoint import TrainingState
 from workers.training.ramp import LOOK_BACK, batch_now, follow, steps_total
+from workers.training.state import Position, Progress, Ramp, RunState
 
 
 def ramped(name: str, **changes: Any) -> Spec:
@@ -17,12 +17,10 @@ def ramped(name: str, **changes: Any) -> Spec:
 
 def walked(spec: Spec, samples: int) -> int:
     """Steps of a run, counted by walking through it."""
-    state, assert_epochs = TrainingState(), spec.epochs or 0
-    while state.epoch < assert_epochs:
-        state.consumed += batch_now(spec, state)
-        state.step += 1
-        if state.consumed >= samples:
-            state.epoch, state.consumed = state.epoch + 1, 0
+    state, epochs = RunState(), spec.epochs or 0
+    while state.position.epoch < epochs:
+        state.position.advance(batch_now(spec, state), samples)
+        state.progress.step += 1
     return state.step
 
 
@@ -42,7 +40,7 @@ def noise(value: float, high: float | None = 1e9) -> NoiseScale:
 
 
 def test_a_batch_that_follows_the_noise_at_most_doubles_and_stays_in_its_bounds() -> None:
-    spec, state = ramped("noise_scale"), TrainingState()
+    spec, state = ramped("noise_scale"), RunState()
     for measured, expected in ((500, 32), (500, 64), (500, 100), (60, 60), (1, 30), (1, 16), (1, 16)):
         follow(spec, state, noise(measured))
         assert batch_now(spec, state) == expected
@@ -51,10 +49,10 @@ def test_a_batch_that_follows_the_noise_at_most_doubles_and_stays_in_its_bounds(
 
 
 def test_a_batch_doubles_while_the_losses_vary() -> None:
-    spec, state = ramped("loss_variance"), TrainingState()
+    spec, state = ramped("loss_variance"), RunState()
     sizes = []
     for step in range(4 * LOOK_BACK):
-        state.recent_losses.append(3.0 + (step % 2 if step < 2 * LOOK_BACK else 0.0))
+        state.losses.recent.append(3.0 + (step % 2 if step < 2 * LOOK_BACK else 0.0))
         follow(spec, state, None)
         sizes.append(batch_now(spec, state))
     assert sizes[LOOK_BACK - 2] == 16
@@ -63,8 +61,13 @@ def test_a_batch_doubles_while_the_losses_vary() -> None:
     assert sizes[-1] == 64
 
 
-def test_the_steps_left_are_reckoned_at_the_batch_arrived_at() -> None:
+def test_the_steps_left_go_by_the_batch_that_the_ramp_has_reached() -> None:
     spec = ramped("noise_scale")
-    assert steps_total(spec, TrainingState(), 160) == 30
-    assert steps_total(spec, TrainingState(step=10, epoch=1, batch=80), 160) == 10 + 2 + 2
-    assert steps_total(spec, TrainingState(step=14, epoch=3, batch=80), 160) == 14
+    assert steps_total(spec, RunState(), 160) == 30
+    assert steps_total(spec, at(step=10, epoch=1), 160) == 10 + 2 + 2
+    assert steps_total(spec, at(step=14, epoch=3), 160) == 14
+
+
+def at(step: int, epoch: int) -> RunState:
+    """Where a run stands whose batch has grown to 80."""
+    return RunState(progress=Progress(step=step), position=Position(epoch=epoch), ramp=Ramp(batch=80))

@@ -35,21 +35,21 @@ def settled(run: RunDirectory) -> Iterator[Training]:
         for _ in range(sweep.AFTER_STEPS):
             fit.advance(training)
         yield training
-        training.close()
+        training.loader.close()
 
 
 def tensors(training: Training) -> list[torch.Tensor]:
-    moments = [value for own in training.optimizer.state.values() for value in own.values()]
-    return [value.clone() for value in [*training.model.state_dict().values(), *moments]]
+    moments = [value for own in training.replica.optimizer.state.values() for value in own.values()]
+    return [value.clone() for value in [*training.replica.model.state_dict().values(), *moments]]
 
 
 def test_a_sweep_leaves_everything_as_it_was_bit_by_bit(tmp_path: Path) -> None:
     with settled(lay(tmp_path / "run", "first")) as training:
-        before, state = tensors(training), vars(training.state).copy()
+        before, state = tensors(training), training.state.to_json()
         tuning = sweep.sweep(training)
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(training), strict=True))
-        assert vars(training.state) == state
-        assert all(parameter.grad is None for parameter in training.model.parameters())
+        assert training.state.to_json() == state
+        assert all(parameter.grad is None for parameter in training.replica.model.parameters())
     assert len({tried.micro_batches for tried in tuning.tried}) == len(tuning.tried) > 2
     budgets = [tried.token_budget for tried in tuning.tried]
     assert budgets == sorted(budgets, reverse=True)

@@ -23,12 +23,12 @@ from workers.profiling.recorder import Recorder
 from workers.profiling.tape import Tape
 from workers.profiling.unroll import REPEATED, unroll
 from workers.training import model as models
-from workers.training.accumulate import add
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
 from workers.training.gradients import Held, InPlace, gradients_for
 from workers.training.loss import Forward, Head, TokenLoss, head_of
 from workers.training.optimizer import make_optimizer
+from workers.training.replica import add
 from workers.training.window import Clipping, LossScale, Window
 
 MICRO_BATCHES = 2
@@ -61,7 +61,7 @@ class _FewChunks(Head):
 
 @dataclass
 class _Step:
-    """What `accumulate.add` needs of a run."""
+    """What `replica.add` needs of a run."""
 
     window: Window
     gradients: InPlace | Held

@@ -5,26 +5,21 @@ This and `window.py` are the accumulation; they are read together.
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch.profiler import record_function
 
-from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
+from app.contract.plan import MicroBatchRule
 from workers.training import guards
 from workers.training import model as models
-from workers.training.balance import Balance
-from workers.training.batches import Cursor, Groups, MicroBatch, cut_window, tokens_of
-from workers.training.loss import Forward
+from workers.training.batches import Cursor, Groups, tokens_of
+from workers.training.decision import Observed, Verdict, decide
+from workers.training.faults import StopRequested
+from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
-from workers.training.prefetch import prefetched
-from workers.training.start import Indices, Training
-from workers.training.window import Closed, Window
-
-
-class StopRequested(Exception):
-    """Between two micro-batches the trainer was told to stop; the window was abandoned."""
+from workers.training.start import Training
+from workers.training.window import Closed
 
 
 @dataclass(frozen=True)
@@ -53,28 +48,51 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
 
     The window is replayed as a whole, from the same random state, after an fp16 overflow (at half the
     loss scale) and after running out of memory (in smaller micro-batches, or recomputing activations).
+
+    Raises:
+        StopRequested: meanwhile; the window was abandoned.
+        CannotTrain: there is no memory for the smallest micro-batch, or for the optimizer's step.
     """
-    spec, state, began = training.order.spec, training.state, time.perf_counter()
-    accept = guards.spike(state.recent_losses, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
+    spec, own, began = training.order.spec, training.replica.window, time.perf_counter()
+    recent = training.state.losses.recent
+    accept = guards.spike(recent, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
     while True:
         measures = _measures(training)
-        groups = cut(training, window, training.cut, measured=measures)
-        added = None
-        training.memory.begin()
-        try:
-            added = accumulate(training, window, groups, denominator, tap=measures)
-        except RuntimeError as error:
-            if not guards.is_out_of_memory(error):
-                raise
-        if added is None or training.memory.exceeded():  # by now the error and its frames' tensors are gone
-            make_room(training, groups, training.lengths_of(window))
+        groups = cut(training, window, training.rule, measured=measures)
+        observed, added = _observe(training, window, groups, denominator, tap=measures)
+        verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
+        if verdict is Verdict.STOP:
+            raise StopRequested
+        if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
+            make_room(training, groups, training.loader.lengths(window))
             continue
-        closed = guards.close(training.window, accept)
-        if not closed.overflow:
+        assert observed.totals is not None
+        assert added is not None
+        closed = guards.finish(own, observed.totals, verdict)
+        if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
             measurement = _measurement(training, window, groups, closed, denominator)
             return Trained(closed, groups, added.padded_tokens, added.data_seconds, seconds, measurement)
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
+
+
+def _observe(
+    training: Training, window: Indices, groups: Groups, denominator: float, *, tap: bool
+) -> tuple[Observed, Added | None]:
+    """Accumulates a window, and says what happened; the tensors of one that failed are gone."""
+    replica = training.replica
+    replica.memory.begin()
+    try:
+        added = accumulate(training, window, groups, denominator, tap=tap)
+        if replica.memory.exceeded():
+            return Observed(out_of_memory=True), None
+        return Observed(replica.window.totals()), added
+    except StopRequested:
+        return Observed(stop_requested=True), None
+    except RuntimeError as error:
+        if not guards.is_out_of_memory(error):
+            raise
+        return Observed(out_of_memory=True), None
 
 
 def accumulate(
@@ -86,50 +104,31 @@ def accumulate(
         tap: note the gradient's norm after the first of several micro-batches.
 
     Raises:
-        StopRequested: told to stop; the window was abandoned.
+        StopRequested: meanwhile; the window was abandoned.
     """
+    replica, reporter, progress = training.replica, training.reporter, training.state.progress
     data_seconds, padded_tokens = 0.0, 0
     observe_routing(training, window, groups)
-    seed_window(training.order.spec.seed, training.cursor)
-    training.window.open(denominator, len(groups))
-    training.begin_window()
-    batches = prefetched(training.loader, lambda g: training.fetch(window[g].tolist()), groups)
+    seed_window(training.order.spec.seed, training.state.position.cursor)
+    replica.window.open(denominator, len(groups))
+    reporter.begin_window()
+    batches = training.loader.micro_batches(window, groups)
     for number in range(len(groups)):
-        if training.stop():
-            training.window.abandon()
-            raise StopRequested
+        training.check_stop()
         requested = time.perf_counter()
         with record_function("accrue.data"):
             batch = next(batches)
         data_seconds += time.perf_counter() - requested
         padded_tokens += batch.input_ids.numel()
-        add(training, batch)
-        training.note_progress(number + 1)
+        replica.add(batch)
+        if training.order.spec.log_accumulation:
+            reporter.progress(progress.step, progress.micro_step, number + 1)
         if tap and number == 0 and len(groups) > 1:
-            training.window.tap()
+            replica.window.tap()
     return Added(data_seconds, padded_tokens)
 
 
-class Accumulating(Protocol):
-    """What it takes to add a micro-batch to a window."""
-
-    window: Window
-    balance: Balance | None
-
-    def forward(self, batch: MicroBatch) -> Forward: ...
-
-
-def add(training: Accumulating, batch: MicroBatch) -> None:
-    """Forward and backward of one micro-batch into the open window."""
-    with record_function("accrue.forward"):
-        forward = training.forward(batch)
-        balance = training.balance
-        share = balance.share(forward.router_logits, batch) if balance else None
-    with record_function("accrue.backward"):
-        training.window.add(forward.loss_sum, share)
-
-
-def cut(training: Training, window: Indices, by: MicroBatchRule, *, measured: bool = False) -> Groups:
+def cut(training: Training, window: Indices, rule: MicroBatchRule, *, measured: bool = False) -> Groups:
     """A window's micro-batches, as groups of positions in it.
 
     Args:
@@ -137,24 +136,10 @@ def cut(training: Training, window: Indices, by: MicroBatchRule, *, measured: bo
     """
     first = None
     if measured:
-        place = [training.order.spec.seed, training.state.epoch, training.state.consumed]
+        position = training.state.position
+        place = [training.order.spec.seed, position.epoch, position.consumed]
         first = np.random.Generator(np.random.PCG64(place))
-    planned, lengths = training.order.rank.micro_batch_rule, training.lengths_of(window)
-
-    def groups_by(own: MicroBatchRule) -> Groups:
-        return cut_window(
-            lengths,
-            own,
-            by_length=training.order.spec.clip_mode != "each_micro_batch",
-            packed=training.form.packed,
-            rows=planned.samples if isinstance(planned, FixedSize) else None,
-            first=first,
-        )
-
-    groups = groups_by(by)
-    if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(window)):
-        return groups_by(planned)  # the budget learned would allow fewer than were asked for
-    return groups
+    return training.budget.cut(training.loader.lengths(window), rule, first=first)
 
 
 def seed_window(seed: int, cursor: Cursor) -> None:
@@ -168,20 +153,17 @@ def observe_routing(training: Training, window: Indices, groups: Groups) -> None
 
     It draws the same random numbers as the second, so that both route alike.
     """
-    balance = training.balance
+    balance = training.replica.balance
     if balance is None:
         return
     balance.begin(len(window))
     if balance.scope != "window":
         return
-    seed_window(training.order.spec.seed, training.cursor)
+    seed_window(training.order.spec.seed, training.state.position.cursor)
     with record_function("accrue.routing"):
         for group in groups:
-            if training.stop():
-                raise StopRequested
-            batch = training.fetch(window[group].tolist())
-            with training.autocast():
-                balance.observe(training.token_loss.router_logits(batch), batch)
+            training.check_stop()
+            training.replica.observe_routing(training.loader.fetch(window[group].tolist()))
 
 
 def _measures(training: Training) -> bool:
@@ -200,7 +182,7 @@ def _measurement(
     return Measurement(
         first_norm=closed.tapped_norm,
         first_samples=len(first),
-        first_targets=training.samples.denominator(first),
+        first_targets=training.loader.samples.denominator(first),
         norm=closed.grad_norm,
         samples=len(window),
         targets=denominator,
@@ -213,22 +195,20 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
     Raises:
         CannotTrain: neither is left.
     """
-    training.window.abandon()
-    if training.device.type == "cuda":
-        torch.cuda.empty_cache()
-    spec, state = training.order.spec, training.state
-    widest = max(groups, key=lambda group: tokens_of(lengths[group], training.form.packed))
-    tokens = tokens_of(lengths[widest], training.form.packed)
+    training.replica.free_memory()
+    spec, fallbacks, budget = training.order.spec, training.state.fallbacks, training.budget
+    widest = max(groups, key=lambda group: tokens_of(lengths[group], budget.packed))
+    tokens = tokens_of(lengths[widest], budget.packed)
     if len(widest) > 1 and spec.auto_adjust_batch_size:
-        budget = guards.learn_smaller_budget(state, tokens)
-        message = f"Out of memory: the window is replayed with at most {budget} tokens a micro-batch."
+        smaller = budget.failed(tokens)
+        message = f"Out of memory: the window is replayed with at most {smaller} tokens a micro-batch."
         training.reporter.event(
-            "out_of_memory", message, "warning", token_budget=budget, failed_tokens=tokens
+            "out_of_memory", message, "warning", token_budget=smaller, failed_tokens=tokens
         )
-        training.shrink_buckets()
-    elif not (spec.gradient_checkpointing or state.checkpointing):
-        state.checkpointing = True
-        models.recompute_activations(training.model)
+        training.loader.shrink_buckets(smaller)
+    elif not (spec.gradient_checkpointing or fallbacks.checkpointing):
+        fallbacks.checkpointing = True
+        models.recompute_activations(training.replica.model)
         message = (
             f"Out of memory at {len(widest)} samples and {tokens} tokens: the window is replayed with "
             "gradient checkpointing, which gives the same gradient for more computation."

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from workers.training import guards
 from workers.training import model as models
-from workers.training.accumulate import StopRequested, add, cut, make_room, observe_routing
+from workers.training.accumulate import cut, make_room, observe_routing
 from workers.training.batches import Groups
 from workers.training.faults import CannotTrain
+from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
-from workers.training.start import Indices, Training
+from workers.training.start import Training
 from workers.training.window import Window
 
 TOLERANCE_IN_FP64 = 1e-6
@@ -78,42 +79,40 @@ def certify(training: Training) -> None:
     Raises:
         CannotTrain: they differ by more than rounding.
     """
-    spec, state = training.order.spec, training.state
+    spec, state, replica = training.order.spec, training.state, training.replica
     window = training.next_window()
-    denominator = training.samples.denominator(window)
-    if not spec.certificate or spec.clip_mode == "each_micro_batch" or state.equivalence_error is not None:
+    denominator = training.loader.samples.denominator(window)
+    if not spec.certificate or spec.clip_mode == "each_micro_batch":
         return
-    if state.step or denominator == 0.0 or training.finished:
+    if state.fallbacks.equivalence_error is not None or state.step or denominator == 0.0 or training.finished:
         return
     chosen = []
 
     def accumulate(groups: Groups) -> None:
         observe_routing(training, window, groups)
-        if training.balance is not None and training.balance.scope == "window":
-            chosen.append(training.balance.chosen())
-        training.window.open(denominator)
+        if replica.balance is not None and replica.balance.scope == "window":
+            chosen.append(replica.balance.chosen())
+        replica.window.open(denominator)
         for group in groups:
-            if training.stop():
-                training.window.abandon()
-                raise StopRequested
-            add(training, training.fetch(window[group].tolist()))
+            training.check_stop()
+            replica.add(training.loader.fetch(window[group].tolist()))
 
     while True:
-        groups, failed, certified = cut(training, window, training.cut), False, None
+        groups, failed, certified = cut(training, window, training.rule), False, None
         chosen.clear()
         try:
-            with models.without_randomness(training.model):
+            with models.without_randomness(replica.model):
                 split = smaller_split(groups)
-                certified = compare(training.window, accumulate, groups, split)
+                certified = compare(replica.window, accumulate, groups, split)
         except RuntimeError as error:
             if not guards.is_out_of_memory(error):
                 raise
             failed = True
         if failed:
-            make_room(training, groups, training.lengths_of(window))
+            make_room(training, groups, training.loader.lengths(window))
             continue
         assert certified is not None
-        scale = training.loss_scale
+        scale = replica.loss_scale
         if np.isfinite(certified.gradient_error) or scale is None:
             break
         if scale.value <= scale.smallest:
@@ -130,20 +129,20 @@ def in_fp64(training: Training, window: Indices) -> float | None:
     A unit at its kink (ReLU at zero) is switched by the last bit of its input, which moves the gradient by
     far more than rounding; in fp64 that bit is too small to be met by chance.
     """
-    counted = window[training.samples.targets[window] > 0]
-    few = counted[np.argsort(training.samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
+    samples, replica = training.loader.samples, training.replica
+    counted = window[samples.targets[window] > 0]
+    few = counted[np.argsort(samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
     try:
-        model = copy.deepcopy(training.model).to("cpu", torch.float64)
+        model = copy.deepcopy(replica.model).to("cpu", torch.float64)
         for module in model.modules():
             module._compiled_call_impl = None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss = TokenLoss(model, smoothing=training.order.spec.label_smoothing)
-        loss.head = loss.head if training.token_loss.head is not None else None
-        plan = training.order.plan.model_copy(update={"precision": "fp32", "device": "cpu"})  # no autocast
+        loss.head = loss.head if replica.token_loss.head is not None else None
         twin = replace(
-            training,
-            order=training.order.model_copy(update={"plan": plan}),
+            replica,
             device=torch.device("cpu"),
+            precision="fp32",  # no autocast
             model=model,
             window=Window(parameters, torch.optim.SGD(parameters)),
             token_loss=loss,
@@ -151,9 +150,9 @@ def in_fp64(training: Training, window: Indices) -> float | None:
         )
 
         def accumulate(groups: Groups) -> None:
-            twin.window.open(training.samples.denominator(few))
+            twin.window.open(samples.denominator(few))
             for group in groups:
-                add(twin, twin.fetch(few[group].tolist()))
+                twin.add(training.loader.on(twin.device, few[group].tolist()))
 
         places = list(range(len(few)))
         with models.without_randomness(model):
@@ -171,12 +170,12 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
         message = "No certificate: the first window's gradient is not finite."
         training.reporter.event("certificate", message, "warning", **{**figures, "gradient_error": None})
         return
-    training.state.equivalence_error = error
+    training.state.fallbacks.equivalence_error = error
     splits = f"{certified.micro_batches} and {certified.reference_micro_batches} micro-batches"
     if error <= tolerance:
         message = f"The first window's gradient in {splits} differs by {error:.1e} (tolerance {tolerance:g})."
         training.reporter.event("certificate", message, **figures)
-    elif flips or (models.routes(training.model) and not _counts_choices(training)):
+    elif flips or (models.routes(training.replica.model) and not _counts_choices(training)):
         told = f"decided {flips} choices" if flips else "may have decided choices"
         message = (
             f"The first window's gradient in {splits} differs by {error:.1e}: rounding {told} of experts "
@@ -201,4 +200,5 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
 
 
 def _counts_choices(training: Training) -> bool:
-    return training.balance is not None and training.balance.scope == "window"
+    balance = training.replica.balance
+    return balance is not None and balance.scope == "window"

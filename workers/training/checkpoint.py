@@ -1,8 +1,10 @@
 """Checkpoints: written whole or not at all, verified before use, never overwritten.
 
 A checkpoint is a directory of safetensors and JSON, with the SHA-256 of each file in manifest.json.
-It is written beside its final name, synced, and renamed. The random state is not in it: every window
-seeds its own from (seed, epoch, position), so that a resume needs no generator's state.
+Weights and the optimizer's state are kept by parameter name, so that neither depends on the order in which
+an optimizer was given its parameters. It is written beside its final name, synced, and renamed. The random
+state is not in it: every window seeds its own from (seed, epoch, position), so that a resume needs no
+generator's state.
 """
 
 import errno
@@ -10,8 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from app.contract.fail_points import fail_point
 from workers.run_directory import sync, write_whole
+from workers.training.optimizer import parameter_names
+from workers.training.state import VERSION, RunState, from_json
 
 KEPT = 2
 """Checkpoints that stay: the newest, and one to fall back to; beside them the best, where one is marked."""
@@ -30,68 +33,22 @@ BEST = "best"
 """The file that holds the best checkpoint's name."""
 
 
-@dataclass
-class TrainingState:
-    """Where a run stands, beside its tensors."""
-
-    step: int = 0
-    micro_step: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    epoch: int = 0
-    consumed: int = 0
-    trained_tokens: int = 0
-    first_loss: float | None = None
-    loss: float | None = None
-    loss_ema: float | None = None
-    loss_scale: float | None = None
-    loss_scale_good_windows: int = 0
-    token_budget: int | None = None
-    """Tokens per micro-batch learned by running out of memory, or by measuring; null: as planned."""
-    failed_tokens: int | None = None
-    """The smallest micro-batch that did not fit, in tokens."""
-    largest_done: int = 0
-    """The largest micro-batch that did fit since, in tokens."""
-    windows_since_failure: int = 0
-    checkpointing: bool = False
-    """Gradient checkpointing was switched on, since one sample did not fit without it."""
-    tuned: bool = False
-    """Micro-batches were measured, and the token budget set by what was found."""
-    batch: int | None = None
-    """The effective batch that a ramp has arrived at."""
-    windows_since_growth: int = 0
-    windows_in_epoch: int = 0
-    recent_losses: list[float] = field(default_factory=list)
-    noise: list[list[float]] = field(default_factory=list)
-    """The measurements of the noise scale (noise_scale.Measurement)."""
-    own_logits: bool | None = None
-    """The model's own logits are taken, since its head alone does not give them; null: not checked yet."""
-    padded: bool | None = None
-    """Packing was given up; null: not checked yet."""
-    equivalence_error: float | None = None
-    eval_loss: float | None = None
-    evaluated_at: int = -1
-    """The step of the last evaluation."""
-    best_loss: float | None = None
-    best_step: int | None = None
-    gained_loss: float | None = None
-    """The validation loss that early stopping's patience was last renewed by."""
-    evaluations_without_gain: int = 0
-    stopped_early: bool = False
-
-
 class AllDamaged(Exception):
     """There are checkpoints, and none of them is whole."""
 
 
-def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    """Writes the checkpoint of a step and returns once it is on the disk."""
+def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path | None:
+    """Writes the checkpoint of a step and returns once it is on the disk.
+
+    Returns:
+        The checkpoint, or null where the very same one is there already.
+    """
     target = folder / name_of(state)
     for again in range(1, 1000):
         if not target.exists() or not _is_whole(target):
             break
-        if json.loads((target / "state.json").read_text())["state"] == asdict(state):
-            return target
+        if json.loads((target / "state.json").read_text())["state"] == state.to_json():
+            return None
         target = folder / f"{name_of(state)}-{again:03d}"  # the same place, with something learned since
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{target.name}.{os.getpid()}"
@@ -114,14 +71,19 @@ def save(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.
     return target
 
 
-def _write(folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _write(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """A checkpoint's files, on the disk with their manifest."""
     save_file(dict(_trained(model)), folder / "model.safetensors")
     fail_point("checkpoint.weights")
-    tensors, scalars = _flat(optimizer)
+    tensors, scalars = _flat(optimizer, parameter_names(model, optimizer))
     save_file(tensors, folder / "optimizer.safetensors")
     fail_point("checkpoint.optimizer")
-    content = {"state": asdict(state), "optimizer": scalars, "updates": _updates(optimizer)}
+    content = {
+        "version": VERSION,
+        "state": state.to_json(),
+        "optimizer": scalars,
+        "updates": _updates(optimizer),
+    }
     (folder / "state.json").write_text(json.dumps(content))
     fail_point("checkpoint.state")
     manifest = {file.name: _digest(file) for file in sorted(folder.iterdir())}
@@ -131,14 +93,15 @@ def _write(folder: Path, state: TrainingState, model: nn.Module, optimizer: torc
         sync(path)
 
 
-def name_of(state: TrainingState) -> str:
+def name_of(state: RunState) -> str:
     """The name of a state's checkpoint; later ones sort behind earlier ones."""
-    return f"step-{state.step:08d}-{state.epoch:04d}-{state.consumed:08d}"
+    at = state.position
+    return f"step-{state.step:08d}-{at.epoch:04d}-{at.consumed:08d}"
 
 
 def restore(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[TrainingState | None, list[str]]:
+) -> tuple[RunState | None, list[str]]:
     """Loads the newest whole checkpoint into model and optimizer.
 
     Returns:
@@ -146,6 +109,7 @@ def restore(
 
     Raises:
         AllDamaged: there are checkpoints, but not one can be trusted.
+        CannotTrain: a newer version of this program wrote it.
     """
     damaged: list[str] = []
     for path in newest_first(folder):
@@ -164,48 +128,76 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.exists() else []
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
     content = json.loads((path / "state.json").read_text())
+    version = content.get("version", 1)
+    found = from_json(content["state"], version)
     load_weights(path, model)
-    state: dict[int, dict[str, Any]] = {}
     flat = {**load_file(path / "optimizer.safetensors"), **content["optimizer"]}
-    for key, value in flat.items():
-        index, name = key.split(".", 1)
-        group, _, inner = name.partition("/")
-        own = state.setdefault(int(index), {})
-        if inner:
-            own.setdefault(group, {})[inner] = value
-        else:
-            own[name] = value
+    names = parameter_names(model, optimizer)
+    state = _unflat_by_index(flat) if version == 1 else _unflat(flat, names)
     groups = optimizer.state_dict()["param_groups"]
     for group, updates in zip(groups, content["updates"], strict=True):
         if updates is not None:
             group["step"] = updates
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    return TrainingState(**content["state"])
+    return found
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
 
 
-def _flat(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """The optimizer's state as `index.name`: tensors, and everything that is none."""
+def _flat(
+    optimizer: torch.optim.Optimizer, names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+    """The optimizer's state as `parameter:state`: tensors, and everything that is none.
+
+    A state that is a dict itself, as bitsandbytes' 8-bit ones are, is kept as `parameter:state/inner`.
+    """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, float | None] = {}
     seen: set[int] = set()
     for index, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            if isinstance(value, dict):  # bitsandbytes wraps its 8-bit states
-                tensors |= {f"{index}.{name}/{key}": tensor.contiguous() for key, tensor in value.items()}
+        for state, value in values.items():
+            key = f"{names[index]}:{state}"
+            if isinstance(value, dict):
+                tensors |= {f"{key}/{inner}": tensor.contiguous() for inner, tensor in value.items()}
             elif isinstance(value, Tensor):
                 own = value.detach().contiguous()
                 shared = own.data_ptr() in seen  # bitsandbytes has one table for all parameters
-                tensors[f"{index}.{name}"] = own.clone() if shared else own
+                tensors[key] = own.clone() if shared else own
                 seen.add(own.data_ptr())
             else:
-                scalars[f"{index}.{name}"] = value
+                scalars[key] = value
     return tensors, scalars
+
+
+def _unflat(flat: Mapping[str, Any], names: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """What `_flat` was given, by the place of each parameter in this optimizer."""
+    places = {name: place for place, name in enumerate(names)}
+    found: dict[int, dict[str, Any]] = {}
+    for key, value in flat.items():
+        name, _, state = key.rpartition(":")
+        _put(found.setdefault(places[name], {}), state, value)
+    return found
+
+
+def _unflat_by_index(flat: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The same of version 1, whose keys are `place.state`."""
+    found: dict[int, dict[str, Any]] = {}
+    for key, value in flat.items():
+        place, _, state = key.partition(".")
+        _put(found.setdefault(int(place), {}), state, value)
+    return found
+
+
+def _put(states: dict[str, Any], state: str, value: Any) -> None:
+    outer, _, inner = state.partition("/")
+    if inner:
+        states.setdefault(outer, {})[inner] = value
+    else:
+        states[outer] = value
 
 
 def _updates(optimizer: torch.optim.Optimizer) -> list[int | None]:
@@ -221,7 +213,7 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def mark_as_best(folder: Path, state: TrainingState) -> None:
+def mark_as_best(folder: Path, state: RunState) -> None:
     """The checkpoint of this state, which is written next, will stay; an earlier best goes its way."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / BEST, name_of(state))

@@ -61,9 +61,9 @@ def _cut(tokens: Any, counts: Any) -> Prompt | None:
 
 def _note(training: Training, when: str) -> None:
     count = training.order.spec.completions
-    if count == 0 or training.validation is None:
+    if count == 0 or training.loader.validation is None:
         return
-    requested = prompts(training.validation, count)
+    requested = prompts(training.loader.validation, count)
     try:
         made = [_complete(training, prompt.tokens) for prompt in requested]
     except Exception as error:  # whatever a model may not like: nothing is lost but something to look at
@@ -85,19 +85,19 @@ def _unanswered(tokenizer: Any, prompt: Prompt) -> Completion:
 def _complete(training: Training, tokens: list[int]) -> str:
     from transformers import GenerationConfig
 
-    model, tokenizer = training.model, training.tokenizer
+    model, tokenizer = training.replica.model, training.tokenizer
     own = GenerationConfig(
         max_new_tokens=MOST_TOKENS,
         max_time=_SECONDS,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=training.form.pad_id,
+        pad_token_id=training.loader.form.pad_id,
     )
-    given = torch.tensor([tokens], device=training.device)
+    given = torch.tensor([tokens], device=training.replica.device)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), training.autocast():
+        with torch.no_grad(), training.replica.autocast():
             made = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), generation_config=own
             )

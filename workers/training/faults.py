@@ -14,3 +14,7 @@ class CannotTrain(Exception):
 
 class Interrupted(Exception):
     """The trainer was told to stop; a checkpoint has been written."""
+
+
+class StopRequested(Exception):
+    """A stop was requested between two micro-batches; the window at hand was abandoned."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from app.contract.plan import Plan
-from workers.training.checkpoint import TrainingState
+from workers.training.decision import Totals, Verdict
 from workers.training.faults import CannotTrain
 from workers.training.memory import GIB
 from workers.training.window import Closed, Window
@@ -21,22 +21,17 @@ RECENT = 50
 
 LEAST_RECENT = 10
 
-WINDOWS_BEFORE_GROWTH = 50
-"""So many windows without running out of memory before a larger micro-batch is tried again."""
-
-_WORTH_GROWING = 1.1
-
 Indices = npt.NDArray[np.int64]
 
 
-def close(window: Window, accept: Callable[[float], bool] | None) -> Closed:
-    """Closes a window.
+def finish(window: Window, totals: Totals, verdict: Verdict) -> Closed:
+    """Applies a window, or leaves it.
 
     Raises:
         CannotTrain: the optimizer's step itself runs out of memory, which smaller micro-batches do not mend.
     """
     try:
-        return window.close(accept)
+        return window.finish(totals, verdict)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -95,37 +90,6 @@ def give_up_after_too_many(skipped_in_a_row: int) -> None:
             f"{MAX_SKIPPED_IN_A_ROW} windows in a row could not be applied: lower the learning rate, "
             "and look at the samples that the events name",
         )
-
-
-def learn_smaller_budget(state: TrainingState, tokens: int) -> int:
-    """The budget after a micro-batch of so many tokens did not fit: what did fit lately, or half."""
-    state.failed_tokens = min(tokens, state.failed_tokens or tokens)
-    known = state.largest_done
-    state.token_budget = known if tokens // 2 < known < tokens else tokens // 2
-    state.largest_done = state.windows_since_failure = 0
-    return state.token_budget
-
-
-def learn_larger_budget(state: TrainingState, largest: int, limit: int | None) -> int | None:
-    """Notes a window that went well; after enough of them the budget goes half way back to what failed.
-
-    Args:
-        largest: tokens of the window's largest micro-batch.
-        limit: the plan's own budget, which is never exceeded; null: it has none.
-
-    Returns:
-        The new budget, or null where it stays.
-    """
-    if state.token_budget is None or state.failed_tokens is None:
-        return None
-    state.largest_done = max(state.largest_done, largest)
-    state.windows_since_failure += 1
-    middle = (state.token_budget + state.failed_tokens) // 2
-    larger = middle if limit is None else min(middle, limit)
-    if state.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _WORTH_GROWING * state.token_budget:
-        return None
-    state.token_budget, state.windows_since_failure = larger, 0
-    return larger
 
 
 def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.contract.spec import OptimizerSpec
 from workers.training.faults import CannotTrain
@@ -55,6 +55,10 @@ class OnHost(torch.optim.Optimizer):
                 parameter.copy_(copy)
                 copy.grad = None
 
+    def copied_from(self) -> dict[Tensor, Tensor]:
+        """The parameter that each copy is of."""
+        return {copy: parameter for parameter, copy in self._pairs}
+
     def state_dict(self) -> dict[str, Any]:
         return self._own.state_dict()
 
@@ -90,6 +94,13 @@ def _make(spec: OptimizerSpec, trained: Sequence[nn.Parameter]) -> torch.optim.O
         case "lars":
             own = _own(spec, "momentum", "nesterov", "trust_coefficient")
             return _from("pytorch_optimizer", "LARS", groups, rate, own)
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in the order in which its `state_dict()` counts them."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    original = optimizer.copied_from() if isinstance(optimizer, OnHost) else {}
+    return [names[original.get(own, own)] for group in optimizer.param_groups for own in group["params"]]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

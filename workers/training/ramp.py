@@ -5,41 +5,41 @@ from statistics import pvariance
 
 from app.contract.reports import NoiseScale
 from app.contract.spec import Spec
-from workers.training.checkpoint import TrainingState
+from workers.training.state import RunState
 
 LOOK_BACK = 10
 """Windows over which the variance of the losses is taken."""
 
 
-def batch_now(spec: Spec, state: TrainingState) -> int:
+def batch_now(spec: Spec, state: RunState) -> int:
     """The effective batch of the next window, in samples."""
-    return state.batch or spec.batch_at(state.step)
+    return state.ramp.batch or spec.batch_at(state.step)
 
 
-def follow(spec: Spec, state: TrainingState, noise: NoiseScale | None) -> None:
+def follow(spec: Spec, state: RunState, noise: NoiseScale | None) -> None:
     """Notes a made step, and moves the batch where the ramp follows what was measured.
 
     `noise_scale` goes to the measured scale, at most doubling or halving in a step, and never below the
     effective batch that was asked for. `loss_variance` doubles while the variance of the last losses is
     above the threshold (Smith et al. 2018 grow the batch for the same end).
     """
-    state.windows_since_growth += 1
+    state.ramp.windows_since_growth += 1
     batch, limit = batch_now(spec, state), spec.ramp.max_effective_batch_size
     if spec.ramp.name == "noise_scale" and noise is not None and noise.high is not None:
         requested = min(max(round(noise.value), ceil(batch / 2)), 2 * batch)
-        state.batch = min(max(requested, spec.effective_batch_size), limit)
-    if spec.ramp.name == "loss_variance" and state.windows_since_growth >= LOOK_BACK and batch < limit:
-        recent = state.recent_losses[-LOOK_BACK:]
+        state.ramp.batch = min(max(requested, spec.effective_batch_size), limit)
+    if spec.ramp.name == "loss_variance" and state.ramp.windows_since_growth >= LOOK_BACK and batch < limit:
+        recent = state.losses.recent[-LOOK_BACK:]
         if len(recent) == LOOK_BACK and pvariance(recent) > spec.ramp.loss_variance_threshold:
-            state.batch = min(2 * batch, limit)
-            state.windows_since_growth = 0
+            state.ramp.batch = min(2 * batch, limit)
+            state.ramp.windows_since_growth = 0
 
 
-def steps_total(spec: Spec, state: TrainingState, samples: int) -> int:
+def steps_total(spec: Spec, state: RunState, samples: int) -> int:
     """Steps of the whole run; where the ramp follows what is measured, as things stand now."""
     if spec.max_steps is not None or spec.ramp.name in ("constant", "linear"):
         return spec.steps_for(samples)
     assert spec.epochs is not None
-    batch = batch_now(spec, state)
-    whole = max(0, spec.epochs - state.epoch - 1) * ceil(samples / batch)
-    return state.step + whole + (ceil((samples - state.consumed) / batch) if state.epoch < spec.epochs else 0)
+    batch, at = batch_now(spec, state), state.position
+    whole = max(0, spec.epochs - at.epoch - 1) * ceil(samples / batch)
+    return state.step + whole + (ceil((samples - at.consumed) / batch) if at.epoch < spec.epochs else 0)

@@ -12,7 +12,8 @@ from workers.training import memory
 from workers.training.accumulate import Trained, cut
 from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
-from workers.training.start import Indices, Training
+from workers.training.loader import Indices
+from workers.training.start import Training
 
 log = logging.getLogger("accrue.trainer")
 
@@ -35,9 +36,9 @@ def tell_start(training: Training, prepared: Prepared) -> None:
         "training",
         "; ".join(f"{name} {value}" for name, value in banner.items()) + ".",
         steps_total=training.steps_total,
-        cut=training.cut.model_dump(),
-        parameters=sum(p.numel() for p in training.model.parameters()),
-        trainable_parameters=sum(p.numel() for p in training.model.parameters() if p.requires_grad),
+        cut=training.rule.model_dump(),
+        parameters=sum(p.numel() for p in training.replica.model.parameters()),
+        trainable_parameters=sum(p.numel() for p in training.replica.model.parameters() if p.requires_grad),
         threads=plan.threads,
         banner=banner,
     )
@@ -46,9 +47,10 @@ def tell_start(training: Training, prepared: Prepared) -> None:
 def _banner(training: Training) -> dict[str, str]:
     spec, plan, steps = training.order.spec, training.order.plan, training.steps_total
     device = training.order.rank
-    name = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
-    by = training.cut
-    epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.samples), 2)
+    on = training.replica.device
+    name = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
+    by = training.rule
+    epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.loader.samples), 2)
     steps_each = _micro_batches(training)
     samples_each = -(-spec.effective_batch_size // steps_each)
     size = f"{by.tokens} tokens" if isinstance(by, TokenBudget) else f"{device.micro_batch_size} samples"
@@ -71,7 +73,7 @@ def _micro_batches(training: Training) -> int:
     """Those of the next window: by the plan samples are of full length, and few are."""
     if training.finished:
         return training.order.plan.accumulation_steps
-    return len(cut(training, training.next_window(), training.cut))
+    return len(cut(training, training.next_window(), training.rule))
 
 
 def log_line(
@@ -85,34 +87,33 @@ def log_line(
     noise: NoiseScale | None,
 ) -> LogLine:
     """The step that was just made, as the log has it."""
-    spec, state, closed = training.order.spec, training.state, trained.closed
-    tokens = int(training.samples.lengths[window].sum())
+    spec, state, loader, closed = training.order.spec, training.state, training.loader, trained.closed
+    tokens, lengths = int(loader.samples.lengths[window].sum()), loader.lengths(window)
+    peak = memory.peak(training.replica.device)
     remembers = spec.log_memory_usage
     return LogLine(
         attempt=training.order.attempt,
         step=state.step,
-        micro_step=state.micro_step,
+        micro_step=state.progress.micro_step,
         batch_idx=index,
         epoch=at.epoch,
         samples=len(window),
         loss=closed.loss,
-        loss_ema=state.loss_ema or 0.0,
+        loss_ema=state.losses.average or 0.0,
         gradient_accumulation_steps=len(trained.groups),
         effective_batch_size=min(batch, len(window)),  # at an epoch's end there may be fewer samples left
         physical_batch_size=max(map(len, trained.groups)),
         learning_rate=rate,
         grad_norm=closed.grad_norm,
-        tokens=int(training.samples.targets[window].sum()),
+        tokens=int(training.loader.samples.targets[window].sum()),
         input_tokens=tokens,
         padded_tokens=trained.padded_tokens,
         tokens_per_second=tokens / trained.seconds,
         memory_gb=memory.gib(closed.memory_bytes) if remembers else None,
-        peak_gb=memory.gib(max(closed.memory_bytes, memory.peak(training.device))) if remembers else None,
-        largest_tokens=max(
-            tokens_of(training.lengths_of(window)[group], training.form.packed) for group in trained.groups
-        ),
+        peak_gb=memory.gib(max(closed.memory_bytes, peak)) if remembers else None,
+        largest_tokens=max(tokens_of(lengths[group], loader.form.packed) for group in trained.groups),
         noise_scale=noise.value if noise else None,
-        skipped=state.skipped,
+        skipped=state.progress.skipped,
         time=time.time(),
         data_seconds=trained.data_seconds,
         forward_backward_seconds=trained.seconds
@@ -121,7 +122,7 @@ def log_line(
         - closed.synchronise_seconds,
         optimizer_seconds=closed.optimizer_seconds,
         synchronise_seconds=closed.synchronise_seconds,
-        aux_loss=closed.share if training.balance else None,
+        aux_loss=closed.share if training.replica.balance else None,
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
         gradient_norms=dict(closed.layer_norms) if spec.log_gradients else None,
     )
@@ -129,8 +130,8 @@ def log_line(
 
 def _micro_means(training: Training, window: Indices, trained: Trained) -> tuple[float, ...]:
     """Each micro-batch's own mean loss, from its part of the window's."""
-    whole = training.samples.denominator(window)
-    own = [training.samples.denominator(window[group]) for group in trained.groups]
+    whole = training.loader.samples.denominator(window)
+    own = [training.loader.samples.denominator(window[group]) for group in trained.groups]
     return tuple(
         part * whole / share if share else 0.0
         for part, share in zip(trained.closed.micro_losses, own, strict=True)

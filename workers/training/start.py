@@ -1,162 +1,93 @@
 """Everything that a run needs, put together: model, data, optimizer, window, and where it left off."""
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from app.contract.order import Order
-from app.contract.plan import FixedCount, MicroBatchRule, TokenBudget
-from app.contract.reports import WindowProgress
+from app.contract.plan import MicroBatchRule
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, memory, ramp
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
-from workers.training.batches import (
-    Buckets,
-    Cursor,
-    Form,
-    MicroBatch,
-    collate,
-    epoch_order,
-    window_at,
-)
-from workers.training.checkpoint import TrainingState
+from workers.training.batches import Buckets, Form, collate
+from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, prepare
-from workers.training.faults import CannotTrain, Interrupted
+from workers.training.faults import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import gradients_for
-from workers.training.loss import Forward, TokenLoss
+from workers.training.loader import Indices, Loader
+from workers.training.loss import TokenLoss
 from workers.training.loss_checks import keeps_documents_apart, same_loss
 from workers.training.optimizer import make_optimizer
+from workers.training.replica import Replica
+from workers.training.state import Fallbacks, RunState
 from workers.training.trackers import Trackers
 from workers.training.window import Clipping, LossScale, Window
 
 FIRST_FP16_SCALE = 65536.0
-PROGRESS_EVERY_SECONDS = 1.0
 
 Stop = Callable[[], bool]
-Indices = npt.NDArray[np.int64]
 
 
 @dataclass
 class Training:
-    """A run in progress: everything that one window needs."""
+    """A run in progress.
+
+    What it was given (order, run directory, where it reports to, when to stop); what trains (replica), on
+    what (loader); where it stands (state); and how large its micro-batches may be (budget).
+    """
 
     order: Order
     run: RunDirectory
-    base: Path
-    """The folder with the base model's staged files."""
     reporter: Reporter
     trackers: Trackers
     stop: Stop
-    device: torch.device
-    model: Any
+    base: Path
+    """The folder with the base model's staged files."""
     tokenizer: Any
-    optimizer: torch.optim.Optimizer
-    window: Window
-    loss_scale: LossScale | None
-    token_loss: TokenLoss
-    balance: Balance | None
-    samples: Samples
-    validation: Samples | None
-    form: Form
-    state: TrainingState
-    memory: memory.Watch
-    loader: ThreadPoolExecutor
-    saved: str | None = None
-    """The checkpoint that was told of last."""
-    _progress_at: float = field(default_factory=time.monotonic)
-    _order_of_epoch: tuple[int, Indices] = field(default=(-1, np.empty(0, np.int64)))
-
-    def fetch(self, samples: list[int]) -> MicroBatch:
-        """Reads samples from disk into one micro-batch on the device."""
-        rows = [self.samples.read(sample) for sample in samples]
-        return collate(rows, self.form, self.samples.weights[samples].tolist()).to(self.device)
-
-    def forward(self, batch: MicroBatch) -> Forward:
-        """The summed loss of a micro-batch, in the plan's precision."""
-        with self.autocast():
-            found: Forward = self.token_loss(batch)
-            return found
-
-    def autocast(self) -> Any:
-        return models.autocast(self.order.plan.precision, self.order.plan.device)
+    replica: Replica
+    loader: Loader
+    state: RunState
+    budget: Budget
 
     @property
-    def cursor(self) -> Cursor:
-        return Cursor(self.state.epoch, self.state.consumed)
+    def batch(self) -> int:
+        """The effective batch of the next window, in samples."""
+        return ramp.batch_now(self.order.spec, self.state)
 
     @property
-    def cut(self) -> MicroBatchRule:
-        """How windows are cut: by the plan, or by the token budget learned since."""
-        if self.state.token_budget is not None:
-            return TokenBudget(tokens=self.state.token_budget)
-        cut, requested = self.order.rank.micro_batch_rule, self.order.spec.effective_batch_size
-        grown = ramp.batch_now(self.order.spec, self.state) / requested
-        if isinstance(cut, FixedCount) and grown > 1:
-            return FixedCount(micro_batches=round(cut.micro_batches * grown))
-        return cut
+    def rule(self) -> MicroBatchRule:
+        """How the next window is cut."""
+        return self.budget.rule(self.batch)
 
     @property
     def steps_total(self) -> int:
-        return ramp.steps_total(self.order.spec, self.state, len(self.samples))
+        return ramp.steps_total(self.order.spec, self.state, len(self.loader.samples))
 
     @property
     def finished(self) -> bool:
-        epochs = self.order.spec.epochs
-        if self.state.stopped_early:
+        epochs, progress = self.order.spec.epochs, self.state.progress
+        if progress.stopped_early:
             return True
-        return self.state.epoch >= epochs if epochs is not None else self.state.step >= self.steps_total
+        return (
+            self.state.position.epoch >= epochs if epochs is not None else progress.step >= self.steps_total
+        )
 
     def next_window(self) -> Indices:
         """The samples of the window at the cursor."""
-        epoch = self.state.epoch
-        if self._order_of_epoch[0] != epoch:
-            order = epoch_order(len(self.samples), self.order.spec.seed, epoch)
-            self._order_of_epoch = (epoch, order)
-        batch = ramp.batch_now(self.order.spec, self.state)
-        return window_at(self.cursor, self._order_of_epoch[1], batch)
+        return self.loader.window(self.state.position.cursor, self.batch)
 
-    def lengths_of(self, window: Indices) -> Indices:
-        """Tokens that each sample of a window takes, as they are cut by."""
-        lengths = self.samples.lengths[window]
-        return self.form.buckets.length(lengths) if self.form.buckets else lengths
-
-    def shrink_buckets(self) -> None:
-        """A compiled model's shapes keep within the token budget learned."""
-        buckets, budget = self.form.buckets, self.state.token_budget
-        if buckets is not None and budget is not None:
-            self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
-
-    def note_progress(self, accumulation_step: int) -> None:
-        """Tells how far the window at hand is, where its begin or the last word on it is a second old."""
-        now = time.monotonic()
-        if now - self._progress_at < PROGRESS_EVERY_SECONDS or not self.order.spec.log_accumulation:
-            return
-        self._progress_at = now
-        self.run.write_progress(
-            WindowProgress(
-                attempt=self.order.attempt,
-                step=self.state.step,
-                micro_step=self.state.micro_step + accumulation_step,
-                accumulation_step=accumulation_step,
-            )
-        )
-
-    def begin_window(self) -> None:
-        self._progress_at = time.monotonic()
-
-    def close(self) -> None:
-        self.loader.shutdown()
-        self.samples.close()
-        if self.validation is not None:
-            self.validation.close()
+    def check_stop(self) -> None:
+        """Raises:
+        StopRequested: a stop was requested; what the window holds is forgotten.
+        """
+        if self.stop():
+            self.replica.window.abandon()
+            raise StopRequested
 
 
 def start(
@@ -188,35 +119,45 @@ def start(
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
     optimizer = make_optimizer(spec.optimizer, model.parameters(), host)
     state = _resume(run, model, optimizer, reporter)
-    if state.checkpointing:
+    if state.fallbacks.checkpointing:
         models.recompute_activations(model)
-    scale = LossScale(state.loss_scale or FIRST_FP16_SCALE, good_windows=state.loss_scale_good_windows)
+    scale = _loss_scale(state) if plan.precision == "fp16" else None
     balance = balance_of(model, spec.aux_scope)
+    replica = Replica(
+        device=device,
+        precision=plan.precision,
+        model=model,
+        optimizer=optimizer,
+        window=_window(order, model, optimizer, scale),
+        token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
+        balance=balance,
+        loss_scale=scale,
+        memory=memory.Watch(device, order.rank.memory_limit_bytes),
+    )
+    loader = Loader(samples, validation, _form(order, tokenizer, balance), device, spec.seed)
+    loader.shrink_buckets(state.budget.tokens)
+    _check_loss(replica, loader, state.fallbacks, reporter)
+    _check_packing(replica, loader, state.fallbacks, reporter)
     training = Training(
         order=order,
         run=run,
-        base=base,
         reporter=reporter,
         trackers=trackers,
         stop=stop,
-        device=device,
-        model=model,
+        base=base,
         tokenizer=tokenizer,
-        optimizer=optimizer,
-        window=_window(order, model, optimizer, scale if plan.precision == "fp16" else None),
-        loss_scale=scale if plan.precision == "fp16" else None,
-        token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
-        balance=balance,
-        samples=samples,
-        validation=validation,
-        form=_form(order, tokenizer, balance),
+        replica=replica,
+        loader=loader,
         state=state,
-        memory=memory.Watch(device, order.rank.memory_limit_bytes),
-        loader=ThreadPoolExecutor(1, thread_name_prefix="loader"),
+        budget=Budget(
+            order.rank,
+            state.budget,
+            spec.effective_batch_size,
+            most_tokens=plan.most_tokens,
+            by_length=spec.clip_mode != "each_micro_batch",
+            packed=loader.form.packed,
+        ),
     )
-    training.shrink_buckets()
-    _check_loss(training)
-    _check_packing(training)
     return training, prepared
 
 
@@ -273,20 +214,24 @@ def _form(order: Order, tokenizer: Any, balance: Balance | None) -> Form:
     )
 
 
-def _check_loss(training: Training) -> None:
+def _loss_scale(state: RunState) -> LossScale:
+    saved = state.loss_scale
+    return LossScale(saved.value or FIRST_FP16_SCALE, good_windows=saved.good_windows)
+
+
+def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
     """Falls back to the model's own logits where its head alone does not give them."""
-    state = training.state
-    if training.token_loss.head is None or state.own_logits is False:
+    if replica.token_loss.head is None or fallbacks.own_logits is False:
         return
-    if state.own_logits:
-        training.token_loss.head = None
+    if fallbacks.own_logits:
+        replica.token_loss.head = None
         return
-    with training.autocast(), models.without_randomness(training.model):
-        error = same_loss(training.model, training.token_loss, training.fetch(_usual(training)[:1]))
-    state.own_logits = not error <= models.TOLERANCE[training.order.plan.precision]
-    if state.own_logits:
-        training.token_loss.head = None
-        training.reporter.event(
+    with replica.autocast(), models.without_randomness(replica.model):
+        error = same_loss(replica.model, replica.token_loss, loader.fetch(_usual(loader)[:1]))
+    fallbacks.own_logits = not error <= models.TOLERANCE[replica.precision]
+    if fallbacks.own_logits:
+        replica.token_loss.head = None
+        reporter.event(
             "changed",
             f"The model does more to its logits than its output head says (loss differs by {error:.1e}): its "
             "own are taken, whole, which needs more memory.",
@@ -295,24 +240,24 @@ def _check_loss(training: Training) -> None:
         )
 
 
-def _check_packing(training: Training) -> None:
+def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
     """Falls back to padding where the model's attention does not keep packed samples apart."""
-    state, padded = training.state, Form(training.form.pad_id, routed=training.form.routed)
-    if state.padded and training.form.packed:
-        training.form = padded
-    if not training.form.packed or state.padded is False:
+    packed, padded = loader.form, Form(loader.form.pad_id, routed=loader.form.routed)
+    if fallbacks.padded and packed.packed:
+        loader.form = padded
+    if not loader.form.packed or fallbacks.padded is False:
         return
-    rows = [training.samples.read(sample) for sample in _usual(training)]
-    with training.autocast(), models.without_randomness(training.model):
+    rows = [loader.samples.read(sample) for sample in _usual(loader)]
+    with replica.autocast(), models.without_randomness(replica.model):
         error = keeps_documents_apart(
-            training.model,
-            collate(rows, training.form).to(training.device),
-            collate(rows, padded).to(training.device),
+            replica.model,
+            collate(rows, packed).to(replica.device),
+            collate(rows, padded).to(replica.device),
         )
-    state.padded = not error <= models.TOLERANCE[training.order.plan.precision]
-    if state.padded:
-        training.form = padded
-        training.reporter.event(
+    fallbacks.padded = not error <= models.TOLERANCE[replica.precision]
+    if fallbacks.padded:
+        loader.form = padded
+        reporter.event(
             "changed",
             f"The model's attention does not keep packed samples apart (loss differs by {error:.1e}): they "
             "are padded instead.",
@@ -320,17 +265,15 @@ def _check_packing(training: Training) -> None:
         )
 
 
-def _usual(training: Training) -> list[int]:
+def _usual(loader: Loader) -> list[int]:
     """Two samples of about median length that have targets (one, where there is no other)."""
-    counted = np.flatnonzero(training.samples.targets)
-    ordered = counted[np.argsort(training.samples.lengths[counted], kind="stable")]
+    counted = np.flatnonzero(loader.samples.targets)
+    ordered = counted[np.argsort(loader.samples.lengths[counted], kind="stable")]
     middle: list[int] = ordered[len(ordered) // 2 :][:2].tolist()
     return middle
 
 
-def _resume(
-    run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter
-) -> TrainingState:
+def _resume(run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter) -> RunState:
     try:
         state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
     except checkpoint.AllDamaged as error:
@@ -340,7 +283,7 @@ def _resume(
         message = f"Checkpoint {name} is damaged and was passed over."
         reporter.event("checkpoint_damaged", message, "warning")
     if state is None:
-        return TrainingState()
-    reporter.event("resumed", f"Resumed at step {state.step}.", step=state.step, epoch=state.epoch,
-                   samples=state.consumed)  # fmt: skip
+        return RunState()
+    reporter.event("resumed", f"Resumed at step {state.step}.", step=state.step, epoch=state.position.epoch,
+                   samples=state.position.consumed)  # fmt: skip
     return state

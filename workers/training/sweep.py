@@ -8,14 +8,14 @@ import math
 import time
 
 import numpy as np
-import torch
 
 from app.contract.plan import TokenBudget
 from app.contract.reports import Tried, Tuning, leanest
 from workers.training import guards, memory
 from workers.training.accumulate import accumulate, cut
 from workers.training.batches import Groups, tokens_of
-from workers.training.start import Indices, Training
+from workers.training.loader import Indices
+from workers.training.start import Training
 
 AFTER_STEPS = 2
 """Steps after which a run is settled: states are there, kernels are chosen."""
@@ -36,27 +36,28 @@ def sweep(training: Training) -> Tuning:
     Raises:
         StopRequested: told to stop; nothing was changed.
     """
-    planned = _planned(training)
-    whole = training.next_window()
-    ladder = candidates(planned, _most(training, planned), training.lengths_of(whole))
-    window = _enough(whole, training.lengths_of(whole), ladder[0])
+    loader, budget = training.loader, training.budget
+    most, whole = budget.most_worth_measuring, training.next_window()
+    planned = budget.tokens(int(loader.lengths(whole).max()))
+    ladder = candidates(planned, most, loader.lengths(whole))
+    window = _enough(whole, loader.lengths(whole), ladder[0])
     cuts: dict[int, Groups] = {}
-    for budget in ladder:  # of sizes that cut alike, the smallest
-        groups = cut(training, window, TokenBudget(tokens=budget))
-        cuts = {other: own for other, own in cuts.items() if len(own) != len(groups)} | {budget: groups}
+    for size in ladder:  # of sizes that cut alike, the smallest
+        groups = cut(training, window, TokenBudget(tokens=size))
+        cuts = {other: own for other, own in cuts.items() if len(own) != len(groups)} | {size: groups}
     seconds, peaks = _measure(training, window, cuts)
-    lengths = training.lengths_of(window)
-    tokens = int(training.samples.lengths[window].sum())
+    lengths = loader.lengths(window)
+    tokens = int(loader.samples.lengths[window].sum())
     tried = tuple(
         Tried(
-            token_budget=budget,
-            micro_batches=len(cuts[budget]),
-            largest_tokens=max(tokens_of(lengths[g], training.form.packed) for g in cuts[budget]),
+            token_budget=size,
+            micro_batches=len(cuts[size]),
+            largest_tokens=max(tokens_of(lengths[g], loader.form.packed) for g in cuts[size]),
             samples_per_second=len(window) / best,
             tokens_per_second=tokens / best,
-            peak_bytes=peaks[budget],
+            peak_bytes=peaks[size],
         )
-        for budget, best in seconds.items()
+        for size, best in seconds.items()
     )
     chosen = leanest((each.token_budget, each.tokens_per_second) for each in tried) if tried else planned
     return Tuning(token_budget=chosen, samples=len(window), tried=tried)
@@ -64,10 +65,8 @@ def sweep(training: Training) -> Tuning:
 
 def settle(training: Training, tuning: Tuning) -> None:
     """The run goes on with what was found, and says so."""
-    before = _planned(training)
-    training.state.tuned = True
-    if tuning.token_budget != before:
-        training.state.token_budget = tuning.token_budget
+    before = training.budget.tokens(0)
+    training.budget.measured(tuning.token_budget)
     chosen = next((each for each in tuning.tried if each.token_budget == tuning.token_budget), None)
     speed = f": {chosen.samples_per_second:.3g} samples/s" if chosen is not None else ""
     training.reporter.event(
@@ -88,17 +87,6 @@ def candidates(planned: int, most: int, lengths: Indices) -> list[int]:
     return sorted({min(max(round(planned * step), longest), highest) for step in _LADDER}, reverse=True)
 
 
-def _planned(training: Training) -> int:
-    assert isinstance(training.cut, TokenBudget), "a split that was asked for is not tuned"
-    return training.cut.tokens
-
-
-def _most(training: Training, planned: int) -> int:
-    failed = training.state.failed_tokens
-    most = training.order.plan.most_tokens or planned
-    return most if failed is None else min(most, failed - 1)
-
-
 def _enough(window: Indices, lengths: Indices, largest: int) -> Indices:
     """The first samples of a window, as many as measuring takes."""
     return window[: int(np.searchsorted(np.cumsum(lengths), _SPAN * largest)) + 1]
@@ -111,14 +99,14 @@ def _measure(
     seconds, peaks = dict.fromkeys(cuts, math.inf), dict.fromkeys(cuts, 0)
     for _ in range(ROUNDS):
         for budget in list(seconds):
-            memory.forget_peak(training.device)
+            memory.forget_peak(training.replica.device)
             took = _pass(training, window, cuts[budget])
             if took is None:
                 del seconds[budget]
                 continue
             seconds[budget] = min(seconds[budget], took)
-            peaks[budget] = max(peaks[budget], memory.peak(training.device))
-    memory.forget_peak(training.device)
+            peaks[budget] = max(peaks[budget], memory.peak(training.replica.device))
+    memory.forget_peak(training.replica.device)
     return seconds, peaks
 
 
@@ -127,15 +115,13 @@ def _pass(training: Training, window: Indices, groups: Groups) -> float | None:
     began = time.perf_counter()
     fits = False
     try:
-        accumulate(training, window, groups, training.samples.denominator(window) or 1.0)
-        training.window.finite()  # waits for the device
+        accumulate(training, window, groups, training.loader.samples.denominator(window) or 1.0)
+        training.replica.window.finite()  # waits for the device
         fits = True
     except RuntimeError as error:
         if not guards.is_out_of_memory(error):
             raise
     if fits:
         return time.perf_counter() - began
-    training.window.abandon()
-    if training.device.type == "cuda":
-        torch.cuda.empty_cache()
+    training.replica.free_memory()
     return None

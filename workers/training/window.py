@@ -17,8 +17,7 @@ tests/training/test_own_loop.py is such a loop.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from workers.training import memory
+from workers.training.decision import Observed, Totals, Verdict, decide
 from workers.training.gradients import Held, InPlace
 
 
@@ -57,6 +57,16 @@ class LossScale:
         """No scale helps this window: the one before it is taken back."""
         self.value, self._before = self._before or self.value, None
 
+    def note(self, verdict: Verdict) -> None:
+        """Moves the scale after a window."""
+        match verdict:
+            case Verdict.APPLY:
+                self.held()
+            case Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
+                self.overflowed()
+            case Verdict.SKIP_NOT_FINITE:
+                self.not_at_fault()
+
     def held(self) -> None:
         self._before = None
         self.good_windows += 1
@@ -66,38 +76,34 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Closed:
-    """What became of a window.
+class Closed(Totals):
+    """A window's totals, and what became of it.
 
-    Where `applied` is false, weights, optimizer and gradients are as they were before the window. With
-    `overflow` the same window is to be replayed, at the loss scale that was lowered; with `refused` its
-    numbers are finite, and `accept` would not have them.
+    Where `applied` is false, weights, optimizer and gradients are as they were before the window.
     """
 
-    loss: float
-    """The mean over the window's target tokens, unscaled."""
-    grad_norm: float
-    """Global norm of the whole window's gradient, before clipping."""
-    applied: bool
-    overflow: bool = False
-    refused: bool = False
-    micro_batches: int = 0
-    share: float = 0.0
-    """The sum of what was added as `share`."""
-    tapped_norm: float | None = None
-    """The gradient's norm when `tap()` was called."""
-    micro_losses: tuple[float, ...] = ()
-    """Each micro-batch's part of `loss`; only where asked for."""
-    layer_norms: Mapping[str, float] = field(default_factory=dict)
-    """The norm of each layer's gradient before clipping; only where asked for."""
+    verdict: Verdict = Verdict.APPLY
     seconds: float = 0.0
     """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
     """The host's time in the optimizer; on a GPU that only starts its kernels."""
-    synchronise_seconds: float = 0.0
-    """Reading the window's sums back, once the device has worked them out."""
     memory_bytes: int = 0
     """In use when the window was closed: allocated on a GPU, resident on a CPU."""
+
+    @property
+    def applied(self) -> bool:
+        """The optimizer made its step."""
+        return self.verdict is Verdict.APPLY
+
+    @property
+    def overflow(self) -> bool:
+        """The same window is to be replayed, at the loss scale that was lowered."""
+        return self.verdict is Verdict.REPLAY_AT_LOWER_LOSS_SCALE
+
+    @property
+    def refused(self) -> bool:
+        """Its numbers are finite, and `accept` would not have them."""
+        return self.verdict is Verdict.SKIP_SPIKE
 
 
 class Window:
@@ -137,6 +143,7 @@ class Window:
         self._loss: Tensor | None = None
         self._share: Tensor | None = None
         self._tapped: Tensor | None = None
+        self._grad_norm: Tensor | None = None
         self._micro_losses: list[Tensor] = []
 
     @property
@@ -199,42 +206,63 @@ class Window:
         """Decides with one read from the device whether the window is applied, and applies it.
 
         Args:
-            accept: asked with the window's loss, if that and the gradient are finite; false: not applied.
+            accept: called with the window's loss, if that and the gradient are finite; false: not applied.
         """
-        assert self._loss is not None, "close() before the first add()"
+        totals = self.totals()
+        verdict = decide(Observed(totals), scale_can_fall=self.scale_can_fall, accept=accept)
+        return self.finish(totals, verdict)
+
+    @property
+    def scale_can_fall(self) -> bool:
+        """Whether an overflow can be met by a lower loss scale."""
+        return self._scale is not None and self._scale.value > self._scale.smallest
+
+    def totals(self) -> Totals:
+        """The window's sums, with one read from the device; takes the loss scale out of the gradient, so that
+        nothing can be added any more: `finish()` is next."""
+        assert self._loss is not None, "totals() before the first add()"
         sums = self._gradients.sums()
         gradients = list(sums.values())
         if self._scale:
             torch._foreach_mul_(gradients, 1.0 / self._scale.value)
         norms = _norms(gradients)
-        norm_on_device = _norm(norms)
-        closed = self._read(norm_on_device, dict(zip(sums, norms, strict=True)))
-        if not (isfinite(closed.loss) and isfinite(closed.share) and isfinite(closed.grad_norm)):
-            overflow = (
-                self._scale is not None
-                and isfinite(closed.loss + closed.share)
-                and self._scale.value > self._scale.smallest
-            )
-            if self._scale:
-                self._scale.overflowed() if overflow else self._scale.not_at_fault()
-            return self._ended(closed, overflow=overflow)
-        if accept is not None and not accept(closed.loss):
-            return self._ended(closed, refused=True)
+        self._grad_norm = _norm(norms)
+        return self._read(self._grad_norm, dict(zip(sums, norms, strict=True)))
+
+    def finish(self, totals: Totals, verdict: Verdict) -> Closed:
+        """Applies the window, or leaves it: weights and optimizer are then untouched."""
+        assert self._loss is not None, "finish() before totals()"
+        device, seconds = self._loss.device, 0.0
+        if verdict is Verdict.APPLY:
+            seconds = self._step()
+        if self._scale:
+            self._scale.note(verdict)
+        took = time.perf_counter() - self._opened
+        self.abandon()
+        return Closed(
+            **vars(totals),
+            verdict=verdict,
+            seconds=took,
+            optimizer_seconds=seconds,
+            memory_bytes=memory.in_use(device),
+        )
+
+    def _step(self) -> float:
+        """Clips the gradient and steps the optimizer; gives the host's seconds in the latter."""
+        assert self._grad_norm is not None
+        gradients = list(self._gradients.sums().values())
         if self._clipping.limit is not None:
             if self._clipping.mode == "value":
                 torch._foreach_clamp_min_(gradients, -self._clipping.limit)
                 torch._foreach_clamp_max_(gradients, self._clipping.limit)
             else:
-                _clip(gradients, norm_on_device, self._clipping.limit)
-        del sums, gradients
+                _clip(gradients, self._grad_norm, self._clipping.limit)
+        del gradients
         began = time.perf_counter()
         with record_function("accrue.optimizer"):
             self._gradients.deliver()
             self._optimizer.step()
-        seconds = time.perf_counter() - began
-        if self._scale:
-            self._scale.held()
-        return self._ended(closed, applied=True, optimizer_seconds=seconds)
+        return time.perf_counter() - began
 
     def finite(self) -> bool:
         """Whether loss and gradient so far are finite; the window is abandoned."""
@@ -248,7 +276,7 @@ class Window:
     def abandon(self) -> None:
         """Forgets what was accumulated; weights and optimizer are untouched."""
         self._gradients.forget()
-        self._loss = self._share = self._tapped = None
+        self._loss = self._share = self._tapped = self._grad_norm = None
         self._micro_losses = []
 
     def gradient(self) -> dict[Tensor, Tensor]:
@@ -256,7 +284,7 @@ class Window:
         scale = self._scale.value if self._scale else 1.0
         return {p: g / scale if self._scale else g for p, g in self._gradients.sums().items()}
 
-    def _read(self, norm: Tensor, norms: dict[Tensor, Tensor]) -> Closed:
+    def _read(self, norm: Tensor, norms: dict[Tensor, Tensor]) -> Totals:
         """The one read from the device."""
         assert self._loss is not None
         layers = {
@@ -275,40 +303,15 @@ class Window:
             began = time.perf_counter()
             numbers = iter(together.tolist())
             seconds = time.perf_counter() - began
-        return Closed(
+        return Totals(
             loss=next(numbers),
             grad_norm=next(numbers),
-            applied=False,
             micro_batches=self._count,
             share=0.0 if self._share is None else next(numbers),
             tapped_norm=None if self._tapped is None else next(numbers),
             micro_losses=tuple(next(numbers) for _ in self._micro_losses),
             layer_norms={name: next(numbers) for name in layers},
             synchronise_seconds=seconds,
-        )
-
-    def _ended(
-        self,
-        closed: Closed,
-        *,
-        applied: bool = False,
-        overflow: bool = False,
-        refused: bool = False,
-        optimizer_seconds: float = 0.0,
-    ) -> Closed:
-        assert self._loss is not None
-        device, seconds = self._loss.device, time.perf_counter() - self._opened
-        self.abandon()
-        return Closed(
-            **{
-                **vars(closed),
-                "applied": applied,
-                "overflow": overflow,
-                "refused": refused,
-                "optimizer_seconds": optimizer_seconds,
-                "seconds": seconds,
-                "memory_bytes": memory.in_use(device),
-            }
         )
 
 

@@ -1,0 +1,141 @@
+"""The token budget: how large a micro-batch may be, from the plan to what the run has learned since.
+
+Everything that decides about it is here: the plan's own rule, less after running out of memory, more after
+many windows that went well, and what a sweep found to be fastest.
+"""
+
+import numpy as np
+
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, RankPlan, TokenBudget
+from workers.training.batches import Groups, Lengths, cut_window
+from workers.training.state import LearnedBudget
+
+WINDOWS_BEFORE_GROWTH = 50
+"""So many windows without running out of memory before a larger micro-batch is tried again."""
+
+_WORTH_GROWING = 1.1
+
+
+class Budget:
+    """How windows are cut into micro-batches, by the plan and by what was learned since.
+
+    Args:
+        rank: the plan for this device.
+        learned: what a checkpoint keeps of it; changed in place.
+        effective_batch_size: samples of a window, before any ramp.
+        most_tokens: the largest micro-batch that the plan expects to fit; null: the plan's own.
+        by_length: windows are cut by length, so that little is padded.
+        packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
+    """
+
+    def __init__(
+        self,
+        rank: RankPlan,
+        learned: LearnedBudget,
+        effective_batch_size: int,
+        *,
+        most_tokens: int | None = None,
+        by_length: bool = True,
+        packed: bool = False,
+    ) -> None:
+        self._rank, self._most = rank, most_tokens
+        self._by_length = by_length
+        self._samples = effective_batch_size
+        self.learned = learned
+        self.packed = packed
+
+    def rule(self, batch: int | None = None) -> MicroBatchRule:
+        """How windows are cut as things stand.
+
+        Args:
+            batch: samples of the window; null: as many as the spec's effective batch. A fixed number of
+                micro-batches grows with it.
+        """
+        if self.learned.tokens is not None:
+            return TokenBudget(tokens=self.learned.tokens)
+        planned = self._rank.micro_batch_rule
+        if isinstance(planned, FixedCount) and batch is not None and batch > self._samples:
+            return FixedCount(micro_batches=round(planned.micro_batches * (batch / self._samples)))
+        return planned
+
+    def cut(
+        self, lengths: Lengths, rule: MicroBatchRule, *, first: np.random.Generator | None = None
+    ) -> Groups:
+        """A window's micro-batches, as groups of positions in it.
+
+        Args:
+            lengths: tokens of the window's samples.
+            rule: usually `rule()`.
+            first: draws the first micro-batch at random; null: no such one.
+        """
+        planned = self._rank.micro_batch_rule
+
+        def by(rule: MicroBatchRule) -> Groups:
+            return cut_window(
+                lengths,
+                rule,
+                by_length=self._by_length,
+                packed=self.packed,
+                rows=planned.samples if isinstance(planned, FixedSize) else None,
+                first=first,
+            )
+
+        groups = by(rule)
+        if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(lengths)):
+            return by(planned)  # the budget learned would allow fewer than were requested
+        return groups
+
+    def tokens(self, longest: int) -> int:
+        """Tokens of a micro-batch as things stand.
+
+        Args:
+            longest: tokens of the longest sample.
+        """
+        rule = self.rule()
+        return rule.tokens if isinstance(rule, TokenBudget) else self._rank.micro_batch_size * longest
+
+    def failed(self, tokens: int) -> int:
+        """A micro-batch of so many tokens did not fit: the new budget is what did fit lately, or half."""
+        learned = self.learned
+        learned.failed_tokens = min(tokens, learned.failed_tokens or tokens)
+        known = learned.largest_done
+        learned.tokens = known if tokens // 2 < known < tokens else tokens // 2
+        learned.largest_done = learned.windows_since_failure = 0
+        return learned.tokens
+
+    def went_well(self, largest: int) -> int | None:
+        """A window fitted; after enough of them the budget goes half way back to what failed, and never
+        beyond the plan's.
+
+        Args:
+            largest: tokens of the window's largest micro-batch.
+
+        Returns:
+            The new budget, or null where it stays.
+        """
+        learned, planned = self.learned, self._rank.micro_batch_rule
+        if learned.tokens is None or learned.failed_tokens is None:
+            return None
+        learned.largest_done = max(learned.largest_done, largest)
+        learned.windows_since_failure += 1
+        middle = (learned.tokens + learned.failed_tokens) // 2
+        larger = min(middle, planned.tokens) if isinstance(planned, TokenBudget) else middle
+        if learned.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _WORTH_GROWING * learned.tokens:
+            return None
+        learned.tokens, learned.windows_since_failure = larger, 0
+        return larger
+
+    @property
+    def most_worth_measuring(self) -> int:
+        """The largest micro-batch, in tokens, that the plan expects to fit and that has not failed."""
+        rule = self.rule()
+        assert isinstance(rule, TokenBudget), "a split that was requested is not tuned"
+        most = self._most or rule.tokens
+        failed = self.learned.failed_tokens
+        return most if failed is None else min(most, failed - 1)
+
+    def measured(self, tokens: int) -> None:
+        """A sweep found that such micro-batches are the fastest."""
+        if self.rule() != TokenBudget(tokens=tokens):
+            self.learned.tokens = tokens
+        self.learned.measured = True

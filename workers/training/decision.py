@@ -1,0 +1,80 @@
+"""What becomes of a window: one decision, from everything that was observed of it.
+
+Training on several devices asks it once for all of them, so that none goes on where another replays.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import isfinite
+
+
+class Verdict(Enum):
+    """What becomes of a window that was accumulated, or could not be."""
+
+    APPLY = auto()
+    """The optimizer makes its step."""
+    STOP = auto()
+    """A stop was requested meanwhile: nothing is applied, and a resume begins with this window."""
+    REPLAY_IN_LESS_MEMORY = auto()
+    """It ran out of memory."""
+    REPLAY_AT_LOWER_LOSS_SCALE = auto()
+    """The loss is finite, and its scaled fp16 gradient is not."""
+    SKIP_NOT_FINITE = auto()
+    """Its loss or its gradient is not finite, whatever the scale."""
+    SKIP_SPIKE = auto()
+    """Its loss is finite, and too far above the recent ones."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A window's sums, read from the device once."""
+
+    loss: float
+    """The mean over the window's target tokens, unscaled."""
+    grad_norm: float
+    """Global norm of the whole window's gradient, before clipping."""
+    share: float = 0.0
+    """The sum of what was added as `share`."""
+    tapped_norm: float | None = None
+    """The gradient's norm when `tap()` was called."""
+    micro_losses: tuple[float, ...] = ()
+    """Each micro-batch's part of `loss`; only where requested."""
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    """The norm of each layer's gradient before clipping; only where requested."""
+    micro_batches: int = 0
+    synchronise_seconds: float = 0.0
+    """Reading the sums back, once the device has worked them out."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What happened while a window was accumulated; `totals` where it was completed."""
+
+    totals: Totals | None = None
+    out_of_memory: bool = False
+    stop_requested: bool = False
+
+
+def decide(
+    observed: Observed, *, scale_can_fall: bool = False, accept: Callable[[float], bool] | None = None
+) -> Verdict:
+    """What becomes of a window.
+
+    Args:
+        scale_can_fall: there is a loss scale, and it is not at its smallest.
+        accept: whether a finite loss may be trained on; null: any may.
+    """
+    if observed.stop_requested:
+        return Verdict.STOP
+    if observed.out_of_memory:
+        return Verdict.REPLAY_IN_LESS_MEMORY
+    totals = observed.totals
+    assert totals is not None, "a window is complete, or one of the above"
+    if not isfinite(totals.loss + totals.share):
+        return Verdict.SKIP_NOT_FINITE
+    if not isfinite(totals.grad_norm):
+        return Verdict.REPLAY_AT_LOWER_LOSS_SCALE if scale_can_fall else Verdict.SKIP_NOT_FINITE
+    if accept is not None and not accept(totals.loss):
+        return Verdict.SKIP_SPIKE
+    return Verdict.APPLY

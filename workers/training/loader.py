@@ -1,0 +1,101 @@
+"""The data while it trains: which samples a window has, and micro-batches made of them, one ahead."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.training.batches import (
+    Buckets,
+    Cursor,
+    Form,
+    Groups,
+    MicroBatch,
+    collate,
+    epoch_order,
+    window_at,
+)
+from workers.training.data import Samples
+
+Indices = npt.NDArray[np.int64]
+Item = TypeVar("Item")
+Ready = TypeVar("Ready")
+
+
+class Loader:
+    """Reads samples, and lays them into micro-batches on a device.
+
+    Args:
+        samples: to train on.
+        validation: to evaluate on; null: none were held back.
+        form: how samples are laid into a micro-batch; may be changed between windows.
+        device: that micro-batches go to.
+        seed: of the order of samples.
+    """
+
+    def __init__(
+        self, samples: Samples, validation: Samples | None, form: Form, device: torch.device, seed: int
+    ) -> None:
+        self.samples = samples
+        self.validation = validation
+        self.form = form
+        self.device = device
+        self.executor: Executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._seed = seed
+        self._order_of_epoch: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+
+    def window(self, cursor: Cursor, batch: int) -> Indices:
+        """The samples of the window at the cursor."""
+        if self._order_of_epoch[0] != cursor.epoch:
+            order = epoch_order(len(self.samples), self._seed, cursor.epoch)
+            self._order_of_epoch = (cursor.epoch, order)
+        return window_at(cursor, self._order_of_epoch[1], batch)
+
+    def lengths(self, window: Indices) -> Indices:
+        """Tokens that each sample of a window takes, as windows are cut by."""
+        lengths = self.samples.lengths[window]
+        return self.form.buckets.length(lengths) if self.form.buckets else lengths
+
+    def fetch(self, samples: Sequence[int]) -> MicroBatch:
+        """Reads samples from disk into one micro-batch on the device."""
+        return self.on(self.device, samples)
+
+    def on(self, device: torch.device, samples: Sequence[int]) -> MicroBatch:
+        """The same on another device."""
+        rows = [self.samples.read(sample) for sample in samples]
+        weights = self.samples.weights[list(samples)].tolist()
+        return collate(rows, self.form, weights).to(device)
+
+    def micro_batches(self, window: Indices, groups: Groups) -> Iterator[MicroBatch]:
+        """Those of a window, each made while the device works on the one before it."""
+        return prefetched(self.executor, lambda group: self.fetch(window[group].tolist()), groups)
+
+    def shrink_buckets(self, budget: int | None) -> None:
+        """A compiled model's shapes keep within the token budget learned."""
+        buckets = self.form.buckets
+        if buckets is not None and budget is not None:
+            self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
+
+    def close(self) -> None:
+        self.executor.shutdown(cancel_futures=True)
+        self.samples.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def prefetched(executor: Executor, make: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[Ready]:
+    """`make` of each item in order, one ahead of the caller, on the executor's thread.
+
+    An error of `make` is raised where its item would have come.
+    """
+    coming = executor.submit(make, items[0]) if items else None
+    for item in items[1:]:
+        assert coming is not None
+        ready, coming = coming, executor.submit(make, item)
+        yield ready.result()
+    if coming is not None:
+        yield coming.result()

@@ -1,0 +1,76 @@
+"""A replica: one copy of the model on one device, with what accumulates its gradients and steps it."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from app.contract.spec import RunPrecision
+from workers.training import memory
+from workers.training import model as models
+from workers.training.balance import Balance
+from workers.training.batches import MicroBatch
+from workers.training.loss import Forward, TokenLoss
+from workers.training.window import LossScale, Window
+
+
+@dataclass
+class Replica:
+    """What one device trains with."""
+
+    device: torch.device
+    precision: RunPrecision
+    model: Any
+    optimizer: torch.optim.Optimizer
+    window: Window
+    token_loss: TokenLoss
+    balance: Balance | None
+    """Null: the model has no experts, or none that are to be balanced."""
+    loss_scale: LossScale | None
+    """Null: not fp16."""
+    memory: memory.Watch
+
+    def autocast(self) -> Any:
+        """The context of a forward pass in the plan's precision."""
+        return models.autocast(self.precision, self.device.type)
+
+    def forward(self, batch: MicroBatch) -> Forward:
+        """The summed loss of a micro-batch, in the plan's precision."""
+        with self.autocast():
+            found: Forward = self.token_loss(batch)
+            return found
+
+    def add(self, batch: MicroBatch) -> None:
+        """Forward and backward of one micro-batch into the open window."""
+        add(self, batch)
+
+    def observe_routing(self, batch: MicroBatch) -> None:
+        """Counts what the routers choose, for a balance over the whole window; without gradient."""
+        assert self.balance is not None
+        with self.autocast():
+            self.balance.observe(self.token_loss.router_logits(batch), batch)
+
+    def free_memory(self) -> None:
+        """Forgets the window at hand, and gives what the allocator holds back to the device."""
+        self.window.abandon()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Accumulating(Protocol):
+    """What it takes to add a micro-batch to a window; a simulated step has it, too."""
+
+    window: Window
+    balance: Balance | None
+
+    def forward(self, batch: MicroBatch) -> Forward: ...
+
+
+def add(step: Accumulating, batch: MicroBatch) -> None:
+    """Forward and backward of one micro-batch into the open window."""
+    with record_function("accrue.forward"):
+        forward, balance = step.forward(batch), step.balance
+        share = balance.share(forward.router_logits, batch) if balance else None
+    with record_function("accrue.backward"):
+        step.window.add(forward.loss_sum, share)

@@ -1,0 +1,192 @@
+"""Where a run stands beside its tensors: what a checkpoint keeps, grouped by what it belongs to.
+
+Version 1, up to the first release, had all of it in one flat list of names; `from_json` still reads it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from workers.training.batches import Cursor, after
+from workers.training.faults import CannotTrain
+
+VERSION = 2
+
+
+@dataclass
+class Progress:
+    """What has been done."""
+
+    step: int = 0
+    """Optimizer steps made."""
+    micro_step: int = 0
+    """Micro-batches worked through."""
+    skipped: int = 0
+    """Windows that made no step."""
+    skipped_in_a_row: int = 0
+    trained_tokens: int = 0
+    """Target tokens of the steps made."""
+    stopped_early: bool = False
+
+
+@dataclass
+class Position:
+    """Where the next window begins in the data."""
+
+    epoch: int = 0
+    consumed: int = 0
+    """Samples of this epoch that earlier windows took."""
+    windows_in_epoch: int = 0
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.epoch, self.consumed)
+
+    def advance(self, window: int, samples: int) -> None:
+        """Goes behind a window.
+
+        Args:
+            window: samples in it.
+            samples: in the whole data.
+        """
+        following = after(self.cursor, window, samples)
+        self.windows_in_epoch = self.windows_in_epoch + 1 if following.epoch == self.epoch else 0
+        self.epoch, self.consumed = following.epoch, following.consumed
+
+
+@dataclass
+class Losses:
+    """The training loss, window by window."""
+
+    first: float | None = None
+    last: float | None = None
+    average: float | None = None
+    """Exponential moving average."""
+    recent: list[float] = field(default_factory=list)
+
+
+@dataclass
+class LearnedBudget:
+    """What running out of memory, or measuring, taught about the token budget (budget.py)."""
+
+    tokens: int | None = None
+    """The token budget in force; null: as planned."""
+    failed_tokens: int | None = None
+    """The smallest micro-batch that did not fit, in tokens."""
+    largest_done: int = 0
+    """The largest micro-batch that did fit since, in tokens."""
+    windows_since_failure: int = 0
+    measured: bool = False
+    """A sweep has chosen the token budget."""
+
+
+@dataclass
+class Ramp:
+    """How far the effective batch has grown (ramp.py)."""
+
+    batch: int | None = None
+    """The effective batch, in samples; null: as the spec says."""
+    windows_since_growth: int = 0
+
+
+@dataclass
+class SavedLossScale:
+    """The fp16 loss scale as the checkpoint found it."""
+
+    value: float | None = None
+    good_windows: int = 0
+
+
+@dataclass
+class Fallbacks:
+    """What this model needs to be trained correctly, or at all."""
+
+    checkpointing: bool = False
+    """Gradient checkpointing was switched on, since one sample did not fit without it."""
+    own_logits: bool | None = None
+    """The model's own logits are taken, since its head alone does not give them; null: not checked yet."""
+    padded: bool | None = None
+    """Packing was given up; null: not checked yet."""
+    equivalence_error: float | None = None
+    """What the equivalence certificate measured; null: nothing yet."""
+
+
+@dataclass
+class Evaluations:
+    """The validation loss."""
+
+    loss: float | None = None
+    at_step: int = -1
+    """The step of the last evaluation."""
+    best_loss: float | None = None
+    best_step: int | None = None
+    gained_loss: float | None = None
+    """The loss that early stopping's patience was last renewed by."""
+    without_gain: int = 0
+
+
+@dataclass
+class RunState:
+    """Everything of a run that a checkpoint keeps beside weights and optimizer."""
+
+    progress: Progress = field(default_factory=Progress)
+    position: Position = field(default_factory=Position)
+    losses: Losses = field(default_factory=Losses)
+    budget: LearnedBudget = field(default_factory=LearnedBudget)
+    ramp: Ramp = field(default_factory=Ramp)
+    loss_scale: SavedLossScale = field(default_factory=SavedLossScale)
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    noise: list[list[float]] = field(default_factory=list)
+    """The measurements of the noise scale (noise_scale.Measurement)."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+        return self.progress.step
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_json(content: Mapping[str, Any], version: int) -> RunState:
+    """The state that a checkpoint of that version holds.
+
+    Raises:
+        CannotTrain: a newer version of this program wrote it.
+    """
+    if version > VERSION:
+        message = f"the checkpoint is of version {version}, and this trainer reads up to {VERSION}: update it"
+        raise CannotTrain("checkpoint_too_new", message)
+    grouped = _grouped(content) if version == 1 else content
+    groups = {each.name: each.default_factory for each in fields(RunState) if each.name != "noise"}
+    made = {name: make(**grouped.get(name, {})) for name, make in groups.items()}  # type: ignore[operator]
+    return RunState(**made, noise=list(grouped.get("noise", [])))
+
+
+_SINCE_VERSION_1 = {
+    "first_loss": "losses.first", "loss": "losses.last", "loss_ema": "losses.average",
+    "recent_losses": "losses.recent",
+    "loss_scale": "loss_scale.value", "loss_scale_good_windows": "loss_scale.good_windows",
+    "token_budget": "budget.tokens", "tuned": "budget.measured",
+    "eval_loss": "evaluations.loss", "evaluated_at": "evaluations.at_step",
+    "evaluations_without_gain": "evaluations.without_gain",
+}  # fmt: skip
+"""Fields of version 1 that have another name now; all others only have a group."""
+
+
+def _grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of version 1, by group."""
+    own_group = {
+        inner.name: f"{group.name}.{inner.name}"
+        for group in fields(RunState)
+        if group.name != "noise"
+        for inner in fields(group.default_factory)  # type: ignore[arg-type]
+    }
+    found: dict[str, Any] = {"noise": flat.get("noise", [])}
+    for name, value in flat.items():
+        if name == "noise":
+            continue
+        group, inner = _SINCE_VERSION_1.get(name, own_group.get(name, "")).split(".")
+        found.setdefault(group, {})[inner] = value
+    return found
