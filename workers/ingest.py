@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Insert, func, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import Session
 
 from app.contract.plain_files import open_plain
 from app.contract.reports import EventLine, LogLine, WindowProgress
@@ -21,6 +20,7 @@ from app.jobs.events import next_id
 from app.jobs.lifecycle import Fence
 from app.storage.compiled import Prepared
 from app.storage.database import insert_for
+from app.storage.session import Session
 from app.storage.tables import JobEvent, StepMetric
 from workers.run_directory import RunDirectory
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import structlog
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
 
 from app.contract.fail_points import fail_point
 from app.contract.order import Order
@@ -35,6 +34,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.disk import is_full
 from app.storage.ids import new_id
+from app.storage.session import Session
 from app.storage.tables import Job
 from workers.device_locks import DeviceLocks
 from workers.ingest import ingest

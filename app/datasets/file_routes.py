@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Form, Path, UploadFile
 from fastapi.responses import FileResponse, Response
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.contract.base import Page
 from app.contract.text import is_storable
@@ -16,6 +15,7 @@ from app.maintenance.retention import delete_file
 from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 from app.results.csv_export import csv_bytes, csv_of_job, csv_response
 from app.storage.database import Database
+from app.storage.session import Session
 from app.storage.tables import File, Job
 from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Opened
 from app.web.pagination import page

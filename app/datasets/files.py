@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 import structlog
 from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
 
 from app.contract.examples import BadLine, DataFormat, parse_line
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
@@ -22,7 +21,7 @@ from app.storage import pending
 from app.storage.compiled import Prepared
 from app.storage.database import Database, database_now
 from app.storage.ids import new_id
-from app.storage.ownership import OF_EVERYONE
+from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job
 
 _BLOCK = 2**20

@@ -35,7 +35,7 @@ async def preview(
     def checked() -> PreviewOrder:
         with database.connecting() as connection:
             known_as, digest, form, examples = files.read_row(
-                connection, database.owner, file_id, field="file_id"
+                connection, database.viewer.owner, file_id, field="file_id"
             )
         model, _ = base_models.find_for_training(model_name, settings)
         data = DataSpec(

@@ -8,7 +8,6 @@ import time
 
 from anyio import CancelScope, to_thread
 from sqlalchemy import delete, func, select, update
-from sqlalchemy.orm import Session
 
 from app.contract.preview import DatasetPreview, PreviewOrder
 from app.contract.text import storable, storable_values
@@ -16,7 +15,7 @@ from app.devices import live_workers
 from app.errors import Conflict, NotFound, Unavailable, Unprocessable
 from app.storage.database import Database, database_now
 from app.storage.ids import new_id
-from app.storage.ownership import OF_EVERYONE
+from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, PreviewRequest
 from app.storage.waits import Gone, never, until_found
 

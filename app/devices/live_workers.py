@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sqlalchemy import delete, or_, select
-from sqlalchemy.orm import Session
 
 from app.planning.devices import Device
 from app.storage.database import database_now
+from app.storage.session import Session
 from app.storage.tables import Worker
 
 SILENT_SECONDS = 30.0

@@ -11,7 +11,7 @@ from app.devices.live_workers import SILENT_SECONDS
 from app.devices.schemas import DeclaredGpu, GpuInfo, GpusAnswer, WorkerAnswer
 from app.planning.devices import GIB
 from app.storage.database import database_now
-from app.storage.ownership import OF_EVERYONE, is_seen
+from app.storage.session import OF_EVERYONE
 from app.storage.tables import Job, Worker
 from app.web.dependencies import CurrentSettings, Reading
 
@@ -29,7 +29,7 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
         .where(Job.status == "running", Job.device.is_not(None), Worker.hostname == socket.gethostname()),
         execution_options=OF_EVERYONE,
     )
-    held = {row.device: row.id if is_seen(session, row.owner) else ANOTHER_S for row in rows}
+    held = {row.device: row.id if session.shows(row.owner) else ANOTHER_S for row in rows}
     seen = gpus.seen()
     return GpusAnswer(
         available_gpus=[gpu.id for gpu in seen if f"cuda:{gpu.id}" not in held],

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Path, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, ValidationError
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.contract.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
 from app.contract.base import Page
 from app.jobs import configurations, lifecycle
 from app.storage.database import database_now
 from app.storage.ids import new_id
+from app.storage.session import Session
 from app.storage.tables import Configuration, Job
 from app.submissions.freeze import resolve_batch
 from app.web.dependencies import After, CurrentDatabase, CurrentOnce, Limit, Reading, Writing

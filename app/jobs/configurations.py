@@ -1,8 +1,7 @@
 """Stored accumulation configurations."""
 
-from sqlalchemy.orm import Session
-
 from app.errors import NotFound
+from app.storage.session import Session
 from app.storage.tables import Configuration
 
 

@@ -5,13 +5,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sqlalchemy import bindparam, func, insert, select
-from sqlalchemy.orm import Session
 
 from app.contract.reports import Level
 from app.contract.text import storable, storable_values
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.ids import new_id
+from app.storage.session import Session
 from app.storage.tables import Delivery, Job, JobEvent
 
 ANNOUNCED = ("succeeded", "failed", "cancelled", "paused")

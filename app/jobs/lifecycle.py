@@ -33,7 +33,6 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.orm import Session
 
 from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
@@ -46,7 +45,7 @@ from app.statistics import counters, totals
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.ids import new_id
-from app.storage.ownership import OF_EVERYONE
+from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import Attempt, DetachedJob, File, Job
 
 MAX_FAILURES = 3
@@ -113,7 +112,7 @@ def submit(session: Session, submission: Submission) -> Job:
     now = _now(session)
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
         "id": new_id("ftjob"),
-        "owner": session.info.get("maker"),
+        "owner": session.viewer.maker,
         "created_at": now,
         "place": now - submission.priority * AGEING_SECONDS,
         "status": "paused" if submission.paused else "queued",

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import Connection, select
-from sqlalchemy.orm import Session
 
 from app.contract.base import Page
 from app.contract.spec import Spec
@@ -29,6 +28,7 @@ from app.planning.learning_rate import DEFAULT_LEARNING_RATE
 from app.results import checkpoints
 from app.results.checkpoints import Checkpoint
 from app.results.series import validation_losses
+from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
 from app.submissions import admission, openai_requests
 from app.submissions.dispatch import submitted
@@ -67,7 +67,7 @@ def list_jobs(
     """Newest first; filter by `metadata[key]=value`."""
     documents: Documents = request.app.state.documents
     with database.connecting() as connection:
-        rows = reads.page(connection, with_metadata(reads.JOBS, request), database.owner, limit, after)
+        rows = reads.page(connection, with_metadata(reads.JOBS, request), database.viewer.owner, limit, after)
         return documents.page("openai", rows, limit, answer)
 
 

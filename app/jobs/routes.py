@@ -9,7 +9,6 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, select
-from sqlalchemy.orm import Session
 from starlette.background import BackgroundTask
 
 from app.contract.base import Page
@@ -25,6 +24,7 @@ from app.jobs.waiting import WaitingReasons
 from app.maintenance.retention import delete_job
 from app.memory_profiles import profiles
 from app.security.authentication import Authenticate
+from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
 from app.storage.waits import Waits
 from app.submissions import admission
@@ -91,7 +91,7 @@ def list_jobs(
     documents: Documents = request.app.state.documents
     with database.connecting() as connection:
         waiting_reasons = WaitingReasons(connection)
-        rows = reads.page(connection, query, database.owner, limit, after)
+        rows = reads.page(connection, query, database.viewer.owner, limit, after)
         return documents.page("native", rows, limit, lambda job: job_answer(waiting_reasons, job))
 
 

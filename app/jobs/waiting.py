@@ -5,12 +5,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from sqlalchemy import BindParameter, Connection, and_, bindparam, case, func, or_, select
-from sqlalchemy.orm import Session
 
 from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.schemas import Reason, Waiting
 from app.storage.compiled import Prepared
-from app.storage.database import Transaction, database_now
+from app.storage.database import database_now
+from app.storage.session import Session
 from app.storage.tables import Job, Worker
 
 
@@ -39,7 +39,7 @@ class WaitingReasons:
     @classmethod
     def within(cls, session: Session) -> "WaitingReasons":
         """That of the transaction that a session is part of, for all of its jobs."""
-        transaction: Transaction | None = session.info.get("transaction")
+        transaction = session.shared_transaction
         if transaction is None:
             return cls(session)
         waiting_reasons: WaitingReasons = transaction.known.setdefault(

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import make_url, select
-from sqlalchemy.orm import Session
 
 from app.errors import InvalidRequest
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.migrations import migrate
+from app.storage.session import Session
 from app.storage.tables import Job
 
 _DATABASE = "accrue.db"

@@ -10,7 +10,6 @@ from statistics import fmean, quantiles
 from typing import Literal
 
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from app.contract.plan import Plan
 from app.contract.reports import Tuning
@@ -18,6 +17,7 @@ from app.planning.devices import GIB, Device
 from app.planning.estimate import Estimate, Point
 from app.planning.throughput import Throughput
 from app.storage.database import database_now, insert_for
+from app.storage.session import Session
 from app.storage.tables import Job, Measurement, StepMetric
 
 DeviceKind = Literal["cpu", "cuda"]

@@ -8,7 +8,6 @@ from typing import Any
 
 from anyio import to_thread
 from sqlalchemy import and_, delete, or_, select, update
-from sqlalchemy.orm import Session
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Profile, Recipe
@@ -25,6 +24,7 @@ from app.planning.recipes import recipe_of
 from app.planning.throughput import Throughput, ThroughputOf
 from app.storage.database import Database, database_now, insert_for
 from app.storage.ids import new_id
+from app.storage.session import Session
 from app.storage.tables import Job, ProfileRequest, StoredProfile
 from app.storage.waits import Gone, never, until_found
 

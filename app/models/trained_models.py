@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.errors import Conflict, NotFound
 from app.results.run_files import model_dir
 from app.settings import Settings
+from app.storage.session import Session
 from app.storage.tables import Job
 
 _ORGANISATION = "accrue"

@@ -8,7 +8,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from app.contract.states import JobStatus
 from app.devices import gpus
@@ -18,6 +17,7 @@ from app.jobs.schemas import Reason
 from app.jobs.waiting import WaitingReasons
 from app.statistics import counters
 from app.storage.database import Database, database_now
+from app.storage.session import Session
 from app.storage.tables import Job, Measurement, Worker
 
 _STATES: tuple[JobStatus, ...] = get_args(JobStatus)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.contract.accumulation import ClipMode
 from app.contract.architecture import Architecture
@@ -27,6 +26,7 @@ from app.planning.recommendations import (
     recommended_batch,
 )
 from app.planning.schemas import Recommendation
+from app.storage.session import Session
 from app.storage.tables import Job
 
 NEWEST = 20

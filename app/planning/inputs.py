@@ -81,7 +81,9 @@ class PlanningInputs:
 
     def speed(self, spec: Spec, device: Device) -> Speed | None:
         """As `stats.speed`, of the jobs that the caller sees."""
-        return self._found(("speed", self.database.owner, spec, device), performance.speed, spec, device)
+        return self._found(
+            ("speed", self.database.viewer.owner, spec, device), performance.speed, spec, device
+        )
 
     def known(self, architecture: Architecture, device_name: str | None) -> Known:
         """As `profiles.known`."""
@@ -111,7 +113,7 @@ class PlanningInputs:
 
     def plan(self, spec: Spec, device: Device, make: Callable[[], Value]) -> Value:
         """What `make` gives for a spec on a device, of what the caller may know."""
-        return self._kept.get(("plan", self.database.owner, spec, device), make)
+        return self._kept.get(("plan", self.database.viewer.owner, spec, device), make)
 
     def want(self, wanted: Wanted) -> None:
         """Has a profile made, if it isn't there; nobody waits for it."""

@@ -1,7 +1,5 @@
 """Advice on a job from its own figures."""
 
-from sqlalchemy.orm import Session
-
 from app.contract.plan import Plan, TokenBudget
 from app.contract.spec import Spec
 from app.devices import gpus
@@ -9,6 +7,7 @@ from app.planning.advice import Figures, advise
 from app.planning.devices import GIB
 from app.planning.evidence import samples_known
 from app.statistics import performance
+from app.storage.session import Session
 from app.storage.tables import Job
 
 

@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
-from sqlalchemy.orm import Session
 
 from app.contract.accumulation import MAX_EFFECTIVE_BATCH, ClipMode
 from app.contract.architecture import Architecture, ModelName
@@ -23,6 +22,7 @@ from app.planning.recommendations import (
 )
 from app.planning.schemas import Recommendations
 from app.settings import Settings
+from app.storage.session import Session
 from app.web.dependencies import CurrentSettings, Reading
 
 router = APIRouter(tags=["performance"])

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.results.run_files import checkpoint_names
 from app.settings import Settings
+from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.errors import Conflict
 from app.jobs import configurations, lifecycle
 from app.results.schemas import ComparedJob, Comparison
 from app.statistics import performance
+from app.storage.session import Session
 from app.storage.tables import Job, StepMetric
 
 MOST_POINTS = 500

@@ -35,7 +35,7 @@ def metrics(
 ) -> Response:
     """A point per step, or fewer, evenly spread with the first and the last; and every evaluation."""
     with database.connecting() as connection:
-        reads.row(connection, training_id, database.owner)
+        reads.row(connection, training_id, database.viewer.owner)
         lines = None if points is None else series(connection, training_id, from_step, points)
         steps = last_step(connection, training_id)
         evaluated = validation_losses(connection, training_id)

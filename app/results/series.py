@@ -6,11 +6,11 @@ from typing import Any
 
 from sqlalchemy import BindParameter, Connection, Integer, String, bindparam, cast, func, select
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Session
 
 from app.contract.reports import LogLine
 from app.storage.compiled import Prepared
 from app.storage.database import Database
+from app.storage.session import Session
 from app.storage.tables import JobEvent, StepMetric
 
 _NAMES = list(LogLine.model_fields)

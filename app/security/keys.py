@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
-from sqlalchemy.orm import Session
 
 from app.errors import NotFound
 from app.security.scopes import SCOPES, Scope
 from app.storage.database import Database, database_now
 from app.storage.ids import new_id
+from app.storage.session import Session
 from app.storage.tables import Key
 
 PREFIX = "ak_"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from app.storage.database import insert_for
+from app.storage.session import Session
 from app.storage.tables import Counter, Job, JobEvent
 
 Name = Literal["job_seconds", "trained_tokens", "oom_recoveries"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, func, select
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import aliased
 
 from app.contract.spec import Spec
 from app.contract.states import ENDED
@@ -18,6 +18,7 @@ from app.statistics.schemas import (
     Statistics,
 )
 from app.storage.compiled import Prepared
+from app.storage.session import Session
 from app.storage.tables import Configuration, Job, JobEvent, Measurement, StepMetric
 
 _SECONDS = (

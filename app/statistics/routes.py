@@ -21,7 +21,7 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 def everything(database: CurrentDatabase, filters: Filters) -> Totals:
     """Of all jobs, or of those with a `status`, `user_id`, `model`, or submitted `since` and `until` then."""
     with database.connecting() as connection:
-        return totals.count(connection, database.owner, filters)
+        return totals.count(connection, database.viewer.owner, filters)
 
 
 @router.get(

@@ -21,11 +21,11 @@ from sqlalchemy import (
     or_,
     select,
 )
-from sqlalchemy.orm import Session
 
 from app.statistics.schemas import Totals
 from app.storage.compiled import Prepared
 from app.storage.database import insert_for
+from app.storage.session import Session
 from app.storage.tables import Attempt, Configuration, File, Job, JobTotals, Owned, StepMetric
 
 _EPOCH = date(1970, 1, 1).toordinal()

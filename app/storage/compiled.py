@@ -11,9 +11,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Dialect
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
 from sqlalchemy.sql.base import Executable
 from sqlalchemy.sql.compiler import SQLCompiler
+
+from app.storage.session import Session
 
 Row = Mapping[str, Any]
 

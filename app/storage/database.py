@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Double
 
 from app.errors import BadSetting, ReplacedDatabase
+from app.storage.session import EVERYBODY, Session, Transaction, Viewer
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
 
@@ -35,15 +34,6 @@ _UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
 """Looks at a database for changes, of which one says yes where it cannot tell, and where it can tell no."""
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
-
-
-@dataclass(frozen=True)
-class Transaction:
-    """One that several write in, one after another."""
-
-    connection: Connection
-    known: dict[Any, Any] = field(default_factory=dict)
-    """What one of them found out, for those after it."""
 
 
 class LostTransaction(Exception):
@@ -82,33 +72,27 @@ class Database:
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
         self._one_writes = threading.Lock()
-        self._info: dict[str, Any] = {}
+        self.viewer = EVERYBODY
         self._transaction: Transaction | None = None
         self._file = _SqliteFile(self.engine) if self.is_sqlite else None
 
-    def with_info(self, **info: Any) -> "Database":
-        """The same database, whose sessions carry this in their `info`."""
+    def seen_by(self, viewer: Viewer) -> "Database":
+        """The same database, whose sessions are this viewer's."""
         other = copy(self)
-        other._info = info
+        other.viewer = viewer
         return other
 
     def within(self, transaction: Transaction) -> "Database":
         """The same database, whose writes are parts of a transaction: each is whole or not at all, and
-        committed with the others. Their sessions carry it in their `info`."""
+        committed with the others."""
         other = copy(self)
         other._transaction = transaction
         return other
 
-    @property
-    def owner(self) -> str | None:
-        """Whose things its sessions see (app/storage/ownership.py); null: everybody's."""
-        owner: str | None = self._info.get("owner")
-        return owner
-
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session for queries; nothing of it is committed."""
-        with _session(self.engine, self._info) as session:
+        with Session(self.engine, self.viewer) as session:
             yield session
 
     @contextmanager
@@ -128,12 +112,12 @@ class Database:
             LostTransaction: within a transaction that cannot go on.
         """
         if self._transaction is not None:
-            with _part_of(self._transaction, self._info) as session:
+            with _part_of(self._transaction, self.viewer) as session:
                 yield session
             return
         with (
             self._turn(),
-            _session(self._writing, self._info) as session,
+            Session(self._writing, self.viewer) as session,
             session.begin(),
         ):
             yield session
@@ -202,12 +186,6 @@ def take_turns(session: Session, what: str) -> bool:
     return True
 
 
-def _session(on: Engine | Connection, info: dict[str, Any], **more: Any) -> Session:
-    """One that ends with its `with` block: whatever uses it afterwards raises, instead of taking a connection
-    that nothing gives back."""
-    return Session(on, expire_on_commit=False, close_resets_only=False, info=info, **more)
-
-
 class Changes:
     """Whether the database may have changed since the last time: a look that takes microseconds, for those
     who wait for something in it.
@@ -270,16 +248,14 @@ class _SqliteFile:
 
 
 @contextmanager
-def _part_of(transaction: Transaction, info: dict[str, Any]) -> Iterator[Session]:
+def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
     """A session whose writes stay in the transaction, or leave nothing in it if it raises.
 
     Raises:
         LostTransaction: SQLite takes back all of a transaction that the disk has no room for.
     """
     connection = transaction.connection
-    session = _session(
-        connection, info | {"transaction": transaction}, join_transaction_mode="create_savepoint"
-    )
+    session = Session(connection, viewer, transaction, join_transaction_mode="create_savepoint")
     connection.exec_driver_sql(
         "SAVEPOINT part"
     )  # for what the session does not know of (app/storage/compiled.py)

@@ -32,7 +32,7 @@ class Base(DeclarativeBase):
 
 
 class Owned:
-    """What belongs to the key that it was made with (app/storage/ownership.py)."""
+    """What belongs to the key that it was made with (app/storage/session.py)."""
 
     owner: Mapped[str | None] = mapped_column()
     """The key's id; null: made without a key, by this machine's own user."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Response
-from sqlalchemy.orm import Session
 
 from app.contract.accumulation import AccumulationConfig
 from app.contract.fail_points import fail_point
@@ -28,7 +27,8 @@ from app.planning.plan import make_plan
 from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
 from app.statistics.performance import Speed
-from app.storage.database import Database, Transaction, take_turns
+from app.storage.database import Database, take_turns
+from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.freeze import Data, freeze
 from app.submissions.idempotency import Answer, Once
@@ -218,8 +218,8 @@ def check_quota(session: Session, settings: Settings) -> None:
     """
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
-    if waiting > most - _NEARLY and take_turns(session, f"quota of {session.info.get('maker')}"):
-        waiting = lifecycle.count_waiting(session, session.info.get("maker"), most)
+    if waiting > most - _NEARLY and take_turns(session, f"quota of {session.viewer.maker}"):
+        waiting = lifecycle.count_waiting(session, session.viewer.maker, most)
     if waiting >= most:
         raise _too_many(most)
 
@@ -234,8 +234,7 @@ def _too_many(most: int) -> QuotaExceeded:
 
 def _count_waiting(session: Session, most: int) -> int:
     """The maker's jobs that wait; or, where it is certain that `most` do not wait yet, an upper bound."""
-    maker = session.info.get("maker")
-    transaction: Transaction | None = session.info.get("transaction")
+    maker, transaction = session.viewer.maker, session.shared_transaction
     if transaction is None:
         return lifecycle.count_waiting(session, maker, most)
     known: dict[str | None, int] = transaction.known.setdefault("waiting", {})
@@ -300,7 +299,9 @@ def _uploaded(database: Database, file_id: str | None, field: str) -> Data | Non
     if file_id is None:
         return None
     with database.connecting() as connection:
-        return Data(*files.read_row(connection, database.owner, file_id, field=f"dataset_config.{field}"))
+        return Data(
+            *files.read_row(connection, database.viewer.owner, file_id, field=f"dataset_config.{field}")
+        )
 
 
 def _devices(

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from anyio import to_thread
 from fastapi import Request, Response
 from pydantic import BaseModel
-from sqlalchemy.orm import Session
 
 from app.contract.fail_points import fail_point
 from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
+from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions import admission
 from app.submissions.admission import Checked

@@ -9,10 +9,10 @@ from fastapi import Response
 from pydantic import BaseModel
 from sqlalchemy import delete
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
 
 from app.errors import Unprocessable
 from app.storage.database import Database, database_now
+from app.storage.session import Session
 from app.storage.tables import AnsweredRequest
 
 _KEPT_SECONDS = 86400.0

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Header, Path, Query, Request
-from sqlalchemy.orm import Session
 from starlette.responses import Response
 
 from app.errors import Forbidden
@@ -20,7 +19,7 @@ from app.security.keys import Caller
 from app.security.scopes import Scope
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.ownership import seen_by
+from app.storage.session import Session, Viewer
 from app.submissions.idempotency import Once
 from app.web.content_type import is_multipart
 from app.web.query_parameters import check_names
@@ -72,7 +71,7 @@ def planning_inputs_of(request: Request) -> PlanningInputs:
 
 def _as_seen(request: Request, caller: Caller) -> Database:
     whole: Database = request.app.state.database
-    return seen_by(whole, caller.owner, maker=caller.key_id)
+    return whole.seen_by(Viewer(caller.owner, maker=caller.key_id))
 
 
 async def _once(

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import Select
-from sqlalchemy.orm import Session
 
 from app.contract.base import Page
+from app.storage.session import Session
 
 Row = TypeVar("Row")
 Item = TypeVar("Item")

@@ -4,7 +4,6 @@ from statistics import fmean
 
 import pytest
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from app.contract.plan import Plan
 from app.contract.reports import Tried, Tuning
@@ -13,6 +12,7 @@ from app.memory_profiles import measurements, profiles
 from app.planning.devices import GIB, Device
 from app.planning.recipes import recipe_of
 from app.storage.database import Database
+from app.storage.session import Session
 from app.storage.tables import Job, Measurement, StepMetric
 from tests.harness.log_lines import line
 from tests.harness.submissions import submitted
