@@ -15,9 +15,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from app.contract.plain_files import open_plain
 from app.contract.reports import EventLine, LogLine, WindowProgress
 from app.contract.text import storable, storable_values
-from app.jobs import lifecycle
+from app.jobs import queue
 from app.jobs.events import next_id
-from app.jobs.lifecycle import Fence
+from app.jobs.transitions import Fence
 from app.storage.compiled import Prepared
 from app.storage.database import insert_for
 from app.storage.session import Session
@@ -102,7 +102,7 @@ def ingest(
         if not told and not made:
             caught_up = True
             break
-        lifecycle.hold(session, fence)
+        queue.hold(session, fence)
         position = replace(_store_events(session, fence, told, position), events=at_events)
         lines = _warmed(_log_lines([raw for _, raw in made]), temperature_celsius)
         _store_metrics(session, fence.job_id, lines)
@@ -114,7 +114,7 @@ def ingest(
     position = replace(position, caught_up=True)
     if position != before:
         progress = _progress(session, fence.job_id, position)
-        lifecycle.note_progress(session, fence, progress, position.checkpoint_step)
+        queue.note_progress(session, fence, progress, position.checkpoint_step)
     return replace(position, caught_up=caught_up)
 
 

@@ -17,8 +17,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contract.states import Requested
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
-from app.jobs import lifecycle
-from app.jobs.lifecycle import Fence, LostJob
+from app.jobs import queue
+from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import Device
 from app.settings import Settings
 from app.storage.database import Database
@@ -114,7 +114,7 @@ class LeaseKeeper:
         with database.writing() as session:
             live_workers.beat(session, self._row())
             live_workers.forget(session, [], SILENT_SECONDS)
-            for job_id in lifecycle.rescue(session):
+            for job_id in queue.rescue(session):
                 log.warning("job rescued from a lost worker", job=job_id)
 
     def enforce(self) -> None:
@@ -154,7 +154,7 @@ class LeaseKeeper:
         asked_at = time.monotonic()
         try:
             with database.writing() as session:
-                requested = lifecycle.heartbeat(session, running.fence, self._settings.lease_seconds)
+                requested = queue.heartbeat(session, running.fence, self._settings.lease_seconds)
         except LostJob:
             running.lost = True
             return

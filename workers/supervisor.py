@@ -23,8 +23,8 @@ from app.contract.reports import Failure, Tuning
 from app.contract.spec import Spec
 from app.devices import gpus, live_workers
 from app.errors import ReplacedDatabase
-from app.jobs import events, lifecycle
-from app.jobs.lifecycle import Fence, LostJob
+from app.jobs import events, lifecycle, queue, transitions
+from app.jobs.transitions import Fence, LostJob
 from app.memory_profiles import measurements, profiles
 from app.models import base_models
 from app.planning.devices import Device
@@ -107,7 +107,7 @@ class Supervisor:
         if self.draining or not self.until_empty:
             return self.draining
         with self.database.reading() as session:
-            return not lifecycle.waiting(session)
+            return not queue.waiting(session)
 
     def stop(self, *_: Any) -> None:
         """The handler of SIGTERM and SIGINT: ends the run at the next turn; the second time, at once."""
@@ -190,11 +190,11 @@ class Supervisor:
         asked_at = time.monotonic()
         with self.database.writing() as session:
             gpu_id = device.id if isinstance(device.id, int) else None
-            fence = lifecycle.claim(session, self.id, self.settings.lease_seconds, gpu_id)
+            fence = queue.claim(session, self.id, self.settings.lease_seconds, gpu_id)
         if fence is None:
             return False
         with self.database.reading() as session:
-            job = lifecycle.get(session, fence.job_id)
+            job = transitions.get(session, fence.job_id)
         try:
             self._start(job, fence, device, asked_at, lock)
         except LostJob:
@@ -203,7 +203,7 @@ class Supervisor:
             log.exception("the trainer could not be started", job=job.id)
             if is_full(error):
                 with contextlib.suppress(LostJob), self.database.writing() as session:
-                    lifecycle.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
+                    queue.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
                 return True
             self._crash(fence, Failure(code="not_started", message=_not_started(error), permanent=False))
         return True
@@ -225,10 +225,12 @@ class Supervisor:
             model_path=base_models.path_of(spec.model, self.settings),
         )
         with self.database.writing() as session:
-            lifecycle.store_plan(session, fence, plan, _name(device))
+            queue.store_plan(session, fence, plan, _name(device))
             if not earlier.predicted and resumed is None:
                 message = "Another device: the job goes on with a new plan, and the same effective batches."
-                events.tell(session, lifecycle.get(session, job.id), "plan_changed", message, level="warning")
+                events.tell(
+                    session, transitions.get(session, job.id), "plan_changed", message, level="warning"
+                )
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.write_order(order)
         if job.requested == "stop":
@@ -243,7 +245,7 @@ class Supervisor:
         times_out = None
         if spec.timeout_seconds:
             with self.database.reading() as session:
-                times_out = time.monotonic() + spec.timeout_seconds - lifecycle.seconds_run(session, fence)
+                times_out = time.monotonic() + spec.timeout_seconds - queue.seconds_run(session, fence)
         self.running.append(Running(fence, device, trainer, run, lease_ends, times_out))
 
     def _check_room(self, spec: Spec) -> None:
@@ -301,27 +303,27 @@ class Supervisor:
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
         self._note_what_was_measured(session, running)
         if outcome is not None:
-            lifecycle.succeed(session, fence, outcome.model_dump(mode="json"))
+            queue.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
             message = "The job ran longer than its timeout_seconds: resume lets it go on from its checkpoint."
-            lifecycle.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
+            queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
         elif status == INTERRUPTED or running.stopping:
-            lifecycle.release(session, fence, running.stopping or "interrupted")
+            queue.release(session, fence, running.stopping or "interrupted")
         elif failure is not None and failure.code in _WAITS:
             self._put_off(session, running, failure)
         elif running.stuck:
             message = f"nothing was heard of the trainer for {self.settings.no_progress_seconds:g} seconds"
-            lifecycle.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
+            queue.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
         elif failure is not None and failure.permanent:
-            lifecycle.fail(session, fence, failure)
+            queue.fail(session, fence, failure)
         else:
-            lifecycle.crash(session, fence, failure or why_it_ended(status))
+            queue.crash(session, fence, failure or why_it_ended(status))
 
     def _put_off(self, session: Session, running: Running, failure: Failure) -> None:
         """The machine is at fault, not the job: it waits, or goes to another device, and loses nothing."""
         if failure.code == "device_lost":
             self.slots.set_aside(running.device, failure.message)
-        lifecycle.postpone(session, running.fence, failure.message, _WAITS[failure.code])
+        queue.postpone(session, running.fence, failure.message, _WAITS[failure.code])
 
     def _note_what_was_measured(self, session: Session, running: Running) -> None:
         """A failure here is one of our statistics: the job has ended as it has ended."""
@@ -334,20 +336,20 @@ class Supervisor:
             log.exception("what the job measured could not be kept", job=running.fence.job_id)
 
     def _note_run(self, session: Session, running: Running) -> None:
-        job = lifecycle.get(session, running.fence.job_id)
+        job = transitions.get(session, running.fence.job_id)
         if job.attempt == running.fence.attempt:
             spec = Spec.model_validate(job.spec)
             subject = profiles.subject(session, job, spec, running.device)
             measurements.note_run(session, subject, Plan.model_validate(job.plan))
 
     def _note_sweep(self, session: Session, running: Running, tuning: dict[str, Any]) -> None:
-        job = lifecycle.get(session, running.fence.job_id)
+        job = transitions.get(session, running.fence.job_id)
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
         measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
 
     def _crash(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:
-            lifecycle.crash(session, fence, failure)
+            queue.crash(session, fence, failure)
 
     def _ask_to_stop(self, running: Running, why: str) -> None:
         if not running.stopping:

@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from app.contract.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
 from app.contract.base import Page
-from app.jobs import configurations, lifecycle
+from app.jobs import configurations, transitions
 from app.storage.database import database_now
 from app.storage.ids import new_id
 from app.storage.session import Session
@@ -66,7 +66,7 @@ def list_configurations(
 @router.get("/config/{config_id}", summary="A configuration, or a job's")
 def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
     if config_id.startswith("ftjob-"):
-        return _of_job(lifecycle.get(session, config_id))
+        return _of_job(transitions.get(session, config_id))
     return answer(configurations.find(session, config_id))
 
 

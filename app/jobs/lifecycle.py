@@ -1,15 +1,6 @@
-"""The one place where a job's state changes.
+"""What people do to jobs: submit, cancel, pause, stop, resume, retry and delete them.
 
-    queued ──claim──► running ──► succeeded | failed | cancelled
-      ▲ │               │
-      │ └─► cancelled   ├─ release, rescue ──► queued   (an interruption is not a failure)
-      │ └─► paused ◄────┤ pause
-      └──── resume ─────┘
-
-Ended is ended, with one exception: a person may resume a job that timed out. Pausing, cancelling and stopping
-a running job are requests that its worker carries out. Everything that a worker
-writes about a job carries its fence (job, attempt, worker): where the job has moved on, nothing is
-written and `LostJob` is raised. The caller owns the transaction.
+The states and the edges between them are drawn in transitions.py. The caller owns the transaction.
 """
 
 import json
@@ -17,67 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from sqlalchemy import (
-    JSON,
-    BindParameter,
-    Double,
-    Integer,
-    String,
-    and_,
-    bindparam,
-    case,
-    func,
-    insert,
-    literal,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import JSON, func, insert, select
 
 from app.contract.plan import Plan
-from app.contract.reports import Failure, Level
 from app.contract.spec import Spec
-from app.contract.states import ENDED, JobStatus, Requested
-from app.contract.text import storable
-from app.errors import Conflict, NotFound
-from app.jobs.events import tell, tell_of
-from app.statistics import counters, totals
+from app.contract.states import ENDED, Requested
+from app.errors import Conflict
+from app.jobs.events import tell
+from app.jobs.queue import rescue
+from app.jobs.transitions import change, get
+from app.statistics import counters
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
-from app.storage.tables import Attempt, DetachedJob, File, Job
-
-MAX_FAILURES = 3
-"""A job ends as failed with this many crashes since its last new checkpoint."""
-
-RETRY_AFTER_SECONDS = (2.0, 10.0)
-"""Wait before a crashed job is claimed again, by the number of failures so far."""
-
+from app.storage.tables import DetachedJob, File, Job
 
 AGEING_SECONDS = 600.0
-"""A job that waits so long has caught up with one of a priority higher by 1: nobody waits for ever."""
-
-
-LONGEST_LEASE_SECONDS = 600.0
-"""A lease that ends later was given before the clock was set back: nobody knows whether it still holds."""
-
+"""A job that waits so long has caught up with one of a priority higher by 1: none waits for ever."""
 
 TIMEOUT = "timeout"
 """The error's code of a job that ran longer than it may."""
-
-
-class LostJob(Exception):
-    """The job has another attempt, another worker, or another state by now."""
-
-
-@dataclass(frozen=True)
-class Fence:
-    """What a worker must show to write about a job."""
-
-    job_id: str
-    attempt: int
-    worker_id: str
 
 
 @dataclass(frozen=True)
@@ -147,190 +98,6 @@ def _as_json(value: Any) -> str:
     return value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
 
 
-def _claim(dialect: str) -> Any:
-    jobs: Any = Job.__table__
-    may_go_there = or_(jobs.c.gpu_id.is_(None), jobs.c.gpu_id == bindparam("gpu_id", type_=Integer))
-    following = (
-        select(jobs.c.id)
-        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now(), may_go_there)
-        .order_by(jobs.c.place, jobs.c.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-        .scalar_subquery()
-    )
-    return (
-        update(jobs)
-        .where(jobs.c.id == following, jobs.c.status == "queued")
-        .values(
-            status="running",
-            worker_id=bindparam("worker"),
-            attempt=jobs.c.attempt + 1,
-            lease_until=database_now() + bindparam("lease_seconds", type_=Double),
-            started_at=func.coalesce(jobs.c.started_at, database_now()),
-        )
-        .returning(jobs.c.id, jobs.c.attempt)
-    )
-
-
-def _begin_attempt(dialect: str) -> Any:
-    given: dict[str, Any] = {name: bindparam(name) for name in ("job_id", "attempt", "worker_id")}
-    return insert(Attempt.__table__).values(given | {"claimed_at": database_now()})  # type: ignore[arg-type]
-
-
-_CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
-
-
-def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | None = None) -> Fence | None:
-    """The next queued job, now running under this worker with a new attempt; null if there is none.
-
-    Args:
-        gpu_id: the GPU that it is for; null: a CPU.
-    """
-    told = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
-    claimed = _CLAIM.run(session, told)
-    if not claimed:
-        return None
-    ((job_id, attempt),) = claimed
-    fence = Fence(job_id, attempt, worker_id)
-    _BEGIN_ATTEMPT.run(session, vars(fence))
-    message = f"Attempt {fence.attempt} started."
-    tell_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})
-    return fence
-
-
-def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
-    """The worker's own plan, with the attempt and on the job."""
-    content = plan.model_dump(mode="json")
-    _write(session, fence, plan=content, device=device)
-    session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
-
-
-def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Requested | None:
-    """Renews the lease; gives what was requested of the job meanwhile.
-
-    Raises:
-        LostJob: the lease is gone.
-    """
-    row = session.execute(
-        update(Job)
-        .where(_held(fence))
-        .values(lease_until=database_now() + lease_seconds)
-        .returning(Job.requested)
-    ).one_or_none()
-    if row is None:
-        raise LostJob(fence.job_id)
-    requested: Requested | None = row.requested
-    return requested
-
-
-def note_progress(session: Session, fence: Fence, progress: dict[str, Any], checkpoint_step: int) -> None:
-    """What the trainer's log says so far. A checkpoint that moved on forgets the crashes before it."""
-    moved_on = literal(checkpoint_step) > Job.checkpoint_step
-    _write(
-        session,
-        fence,
-        progress=progress,
-        failures=case((moved_on, 0), else_=Job.failures),
-        checkpoint_step=case((moved_on, checkpoint_step), else_=Job.checkpoint_step),
-    )
-
-
-def succeed(session: Session, fence: Fence, result: dict[str, Any]) -> None:
-    """The model is on disk, and the job is done."""
-    _end(session, fence, "succeeded", "Training succeeded.", result=result)
-
-
-def fail(session: Session, fence: Fence, failure: Failure) -> None:
-    """The job cannot be trained, and would fail the same way again."""
-    _end(session, fence, "failed", failure.message, level="error", error=_error(failure))
-
-
-def crash(session: Session, fence: Fence, failure: Failure) -> None:
-    """The trainer died. The job is queued again, and fails after `MAX_FAILURES` such ends in a row."""
-    failures = session.scalar(select(Job.failures).where(_held(fence)))
-    if failures is None:
-        raise LostJob(fence.job_id)
-    if failures + 1 >= MAX_FAILURES:
-        last = Failure(
-            code=failure.code,
-            message=f"The trainer crashed {MAX_FAILURES} times without a new checkpoint: {failure.message}",
-            permanent=True,
-        )
-        fail(session, fence, last)
-        return
-    wait = RETRY_AFTER_SECONDS[min(failures, len(RETRY_AFTER_SECONDS) - 1)]
-    _leave(session, fence, f"crashed: {failure.message}", "warning", wait, failures + 1)
-
-
-def release(session: Session, fence: Fence, why: str) -> None:
-    """Gives a running job back: to the queue, or to the state that was requested of it."""
-    _leave(session, fence, why, "info", 0.0, Job.failures)
-
-
-def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
-    """Gives a running job back that its machine could not go on with: tried again after a while."""
-    _leave(session, fence, why, "warning", wait_seconds, Job.failures)
-
-
-def seconds_run(session: Session, fence: Fence) -> float:
-    """For how long earlier attempts at a job had it, since it was submitted or resumed after a timeout."""
-    timed_out = select(func.coalesce(func.max(Attempt.attempt), 0)).where(
-        Attempt.job_id == fence.job_id, Attempt.outcome == "failed"
-    )
-    earlier = select(func.sum(Attempt.ended_at - Attempt.claimed_at)).where(
-        Attempt.job_id == fence.job_id,
-        Attempt.attempt < fence.attempt,
-        Attempt.attempt > timed_out.scalar_subquery(),
-    )
-    return float(session.scalar(earlier) or 0.0)
-
-
-def waiting(session: Session) -> bool:
-    """Whether any job is queued, be it for later."""
-    return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
-
-
-def count_waiting(session: Session, owner: str | None, most: int) -> int:
-    """How many of an owner's jobs are queued or paused, counted up to `most`; null: of everybody's."""
-    ((waiting,),) = _COUNT_WAITING.run(session, {"owner": owner, "most": most})
-    return int(waiting)
-
-
-def _count_waiting(dialect: str) -> Any:
-    owner: BindParameter[str | None] = bindparam("owner", type_=String)
-    own = or_(owner.is_(None), Job.owner == owner)
-    waiting = or_(Job.status == "queued", Job.status == "paused")
-    waits = select(Job.id).where(waiting, own).limit(bindparam("most"))
-    return select(func.count()).select_from(waits.subquery())
-
-
-_COUNT_WAITING = Prepared(_count_waiting)
-
-
-def rescue(session: Session) -> list[str]:
-    """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts.
-
-    One that is not lost after all is refused whatever it writes, and its trainer holds the run directory
-    until it is gone.
-    """
-    lost = session.scalars(
-        select(Job)
-        .where(
-            Job.status == "running",
-            or_(
-                Job.lease_until < database_now(),
-                Job.lease_until > database_now() + LONGEST_LEASE_SECONDS,
-            ),
-        )
-        .with_for_update(skip_locked=True)
-    ).all()
-    for job in lost:
-        assert job.worker_id is not None
-        fence = Fence(job.id, job.attempt, job.worker_id)
-        _leave(session, fence, "its worker was lost", "warning", 0.0, Job.failures)
-    return [job.id for job in lost]
-
-
 def cancel(session: Session, job_id: str) -> Job:
     """Ends a waiting job at once; of a running one it is requested.
 
@@ -344,8 +111,7 @@ def cancel(session: Session, job_id: str) -> Job:
     if job.status == "running":
         _request(session, job, "cancel")
     elif job.status != "cancelled":
-        job.status, job.requested = "cancelled", None
-        job.finished_at = session.scalar(select(database_now()))
+        change(session, job, "cancelled", requested=None, finished_at=database_now())
         tell(session, job, "cancelled", "Job cancelled.")
     return job
 
@@ -360,7 +126,7 @@ def pause(session: Session, job_id: str) -> Job:
     if job.status == "running":
         _request(session, job, "pause")
     elif job.status == "queued":
-        job.status = "paused"
+        change(session, job, "paused")
         tell(session, job, "paused", "Job paused.")
     return job
 
@@ -381,8 +147,10 @@ def stop(session: Session, job_id: str) -> Job:
         raise Conflict(f"Job {job_id} only measures, and makes no model: cancel it instead.")
     if job.status != "running" and not job.checkpoint_step:
         raise Conflict(f"Job {job_id} has not learned anything yet that could be kept: cancel it instead.")
-    if job.status != "running":
-        job.status, job.not_before = "queued", 0.0
+    if job.status == "paused":
+        change(session, job, "queued")
+    if job.status == "queued":
+        change(session, job, not_before=0.0)
     _request(session, job, "stop")
     return job
 
@@ -392,15 +160,23 @@ def resume(session: Session, job_id: str) -> Job:
     requested."""
     job = get(session, job_id, lock=True)
     if job.status == "paused":
-        job.status, job.not_before = "queued", 0.0
+        change(session, job, "queued", not_before=0.0)
         tell(session, job, "queued", "Job resumed.")
     elif job.status == "running" and job.requested == "pause":
-        job.requested = None
+        change(session, job, requested=None)
     elif timed_out(job):
         counters.keep(session, job_id)
-        job.status, job.error, job.finished_at, job.not_before, job.failures = "queued", None, None, 0.0, 0
-        job.worker_id = None
-        job.place = _now(session) - job.priority * AGEING_SECONDS
+        change(
+            session,
+            job,
+            "queued",
+            error=None,
+            finished_at=None,
+            not_before=0.0,
+            failures=0,
+            worker_id=None,
+            place=_now(session) - job.priority * AGEING_SECONDS,
+        )
         tell(session, job, "queued", "Job resumed: it has its timeout_seconds once more.")
     elif job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
@@ -453,16 +229,6 @@ def retry(session: Session, job_id: str) -> Job:
     return submit(session, again)
 
 
-def hold(session: Session, fence: Fence) -> None:
-    """Keeps others from the job until the transaction ends: what is told of it meanwhile stays in order.
-
-    Raises:
-        LostJob: it is no longer this worker's.
-    """
-    if session.scalar(select(Job.id).where(_held(fence)).with_for_update()) is None:
-        raise LostJob(fence.job_id)
-
-
 def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     """Deletes an ended job; gives its id and that of the file made of its inline texts, if any."""
     job = get(session, job_id, lock=True)
@@ -480,108 +246,10 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     return job_id, file.id
 
 
-def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
-    """Raises:
-    NotFound: no job has that id.
-    """
-    job = session.get(Job, job_id, with_for_update=lock or None)
-    if job is None:
-        raise NotFound(
-            f"No job has the id {job_id}: GET /gradient-accumulation/training, or accrue jobs, lists them."
-        )
-    return job
-
-
-def _held(fence: Fence) -> Any:
-    return and_(
-        Job.id == fence.job_id,
-        Job.attempt == fence.attempt,
-        Job.worker_id == fence.worker_id,
-        Job.status == "running",
-    )
-
-
-def _of_attempt(fence: Fence) -> Any:
-    return and_(Attempt.job_id == fence.job_id, Attempt.attempt == fence.attempt)
-
-
-def _write(session: Session, fence: Fence, **values: Any) -> None:
-    changed = session.execute(
-        update(Job)
-        .where(_held(fence))
-        .values(**values)
-        .returning(Job.id)
-        .execution_options(synchronize_session=False)
-    ).all()
-    if len(changed) != 1:
-        raise LostJob(fence.job_id)
-
-
 def _request(session: Session, job: Job, what: Requested) -> None:
     if job.requested != what:
-        job.requested = what
+        change(session, job, requested=what)
         tell(session, job, f"{what}_requested", f"To be {_DONE[what]}.")
 
 
 _DONE: dict[Requested, str] = {"pause": "paused", "cancel": "cancelled", "stop": "stopped"}
-
-
-def _end(
-    session: Session,
-    fence: Fence,
-    status: JobStatus,
-    message: str,
-    level: Level = "info",
-    *,
-    result: dict[str, Any] | None = None,
-    error: dict[str, Any] | None = None,
-) -> None:
-    _write(
-        session,
-        fence,
-        status=status,
-        finished_at=database_now(),
-        lease_until=None,
-        requested=None,
-        result=result,
-        error=error,
-    )
-    _close_attempt(session, fence, status)
-    tell(session, get(session, fence.job_id), status, message, level=level)
-
-
-def _leave(
-    session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
-) -> None:
-    """Running to queued, or to what was requested meanwhile. A stop is still to be done then: whoever claims
-    the job next saves the model of its last checkpoint."""
-    requested = session.scalar(select(Job.requested).where(_held(fence)))
-    status = {"cancel": "cancelled", "pause": "paused"}.get(requested or "", "queued")
-    _write(
-        session,
-        fence,
-        status=status,
-        worker_id=None,
-        lease_until=None,
-        requested="stop" if requested == "stop" else None,
-        failures=failures,
-        not_before=database_now() + wait_seconds,
-        finished_at=database_now() if status == "cancelled" else None,
-    )
-    _close_attempt(session, fence, why)
-    job = get(session, fence.job_id)
-    session.refresh(job)
-    tell(session, job, status, f"Attempt {fence.attempt} ended: {why}. The job is {status}.", level=level)
-
-
-def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
-    session.execute(
-        update(Attempt)
-        .where(_of_attempt(fence))
-        .values(ended_at=database_now(), outcome=storable(outcome)[:500])
-    )
-    totals.keep(session, fence.job_id)
-
-
-def _error(failure: Failure) -> dict[str, Any]:
-    return {"code": failure.code, "message": storable(failure.message)}

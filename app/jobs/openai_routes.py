@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from app.contract.base import Page
 from app.contract.spec import Spec
-from app.jobs import lifecycle, reads
+from app.jobs import lifecycle, reads, transitions
 from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
 from app.jobs.filters import with_metadata
 from app.jobs.openai_schemas import (
@@ -108,7 +108,7 @@ def list_events(
     session: Reading, fine_tuning_job_id: JobId, limit: Limit = 20, after: After = None
 ) -> Page[FineTuningEvent]:
     """Messages, and an event of type `metrics` for every step."""
-    lifecycle.get(session, fine_tuning_job_id)
+    transitions.get(session, fine_tuning_job_id)
     query = select(JobEvent).where(JobEvent.job_id == fine_tuning_job_id)
     told = page(session, query, JobEvent.id, limit, after, _event)
     made = _metrics(session, fine_tuning_job_id, limit, after)
@@ -131,7 +131,7 @@ def list_checkpoints(
     after: After = None,
 ) -> Page[FineTuningCheckpoint]:
     """Those that are kept: older ones make room for newer ones."""
-    job = lifecycle.get(session, fine_tuning_job_id)
+    job = transitions.get(session, fine_tuning_job_id)
     kept = [_checkpoint(job, each) for each in checkpoints.kept(session, settings, job)]
     return page_of(kept, lambda each: each.id, limit, after)
 

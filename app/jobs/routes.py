@@ -15,7 +15,7 @@ from app.contract.base import Page
 from app.contract.reports import WindowProgress
 from app.contract.states import ENDED
 from app.errors import AccrueError
-from app.jobs import lifecycle, reads
+from app.jobs import lifecycle, reads, transitions
 from app.jobs.answers import dry_run_answer, job_answer
 from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
 from app.jobs.filters import Filters, with_metadata
@@ -185,7 +185,7 @@ def events(
     """With `Accept: text/event-stream`: server-sent events, oldest first, each with its id. They begin at
     the start, or after `Last-Event-ID`; the stream ends with the job. Between them, events named `progress`,
     without an id, say once a second how far a window is that takes longer than that."""
-    job = lifecycle.get(session, training_id)
+    job = transitions.get(session, training_id)
     query = select(JobEvent).where(JobEvent.job_id == training_id)
     if "text/event-stream" not in accept:
         return page(session, query, JobEvent.id, limit, after, _event)

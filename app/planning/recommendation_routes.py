@@ -11,7 +11,7 @@ from app.contract.arguments import OptimizerChoice
 from app.devices import gpus, live_workers
 from app.devices.gpus import first_devices
 from app.errors import Unprocessable
-from app.jobs import lifecycle
+from app.jobs import transitions
 from app.models import base_models
 from app.planning.devices import LONGEST_PHRASE, Device, parse_declared
 from app.planning.evidence import Choices, architecture_of_size, situation, submission
@@ -65,7 +65,7 @@ def recommendations(
             field="target_batch_size",
         )
     target = target_effective_batch_size if target_batch_size is None else target_batch_size
-    job = lifecycle.get(session, training_id) if training_id is not None else None
+    job = transitions.get(session, training_id) if training_id is not None else None
     if job is not None:
         model_name = job.model_name
         architecture = Architecture.model_validate(job.spec["model"]["architecture"])

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from sqlalchemy import select
 
 from app.errors import Conflict
-from app.jobs import configurations, lifecycle
+from app.jobs import configurations, transitions
 from app.results.schemas import ComparedJob, Comparison
 from app.statistics import performance
 from app.storage.session import Session
@@ -64,7 +64,7 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
 
 def _job(session: Session, identifier: str) -> Job:
     if not identifier.startswith("accumulation_"):
-        return lifecycle.get(session, identifier)
+        return transitions.get(session, identifier)
     configuration = configurations.find(session, identifier)
     newest = select(Job).where(Job.config_id == configuration.id).order_by(Job.id.desc()).limit(1)
     job = session.scalars(newest).one_or_none()

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from app.contract.reports import LogLine
 from app.contract.states import ENDED
 from app.errors import Conflict, NotFound
-from app.jobs import lifecycle, reads
+from app.jobs import reads, transitions
 from app.results import run_files
 from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile
@@ -59,7 +59,7 @@ def log(
     from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to tell of")] = 0,
 ) -> Response:
     with database.reading() as session:
-        lifecycle.get(session, training_id)
+        transitions.get(session, training_id)
     return opened(_log_lines(database, training_id, from_step), media_type="application/jsonl")
 
 
@@ -69,7 +69,7 @@ def log(
 )
 def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsAnswer:
     """Of samples that it did not learn from; empty without any, or before the first was completed."""
-    lifecycle.get(session, training_id)
+    transitions.get(session, training_id)
     found = run_files.completions(settings, training_id)
     return CompletionsAnswer(training_id=training_id, data=list(found.data))
 
@@ -77,7 +77,7 @@ def completions(session: Reading, settings: CurrentSettings, training_id: JobId)
 @router.get("/{training_id}/profile", summary="Where the time of one window went, operator by operator")
 def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> Profile:
     """Of a job that was submitted with `profile`, once its third step is made."""
-    lifecycle.get(session, training_id)
+    transitions.get(session, training_id)
     found = run_files.operators(settings, training_id)
     if found is None:
         raise NotFound(
@@ -99,7 +99,7 @@ def profile_file(
     training_id: JobId,
     name: Literal["trace.json", "memory.pickle"],
 ) -> Response:
-    lifecycle.get(session, training_id)
+    transitions.get(session, training_id)
     file = run_files.profile_file(settings, training_id, name)
     if file is None:
         raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists what there is.")
@@ -116,7 +116,7 @@ def profile_file(
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
 def model(session: Reading, settings: CurrentSettings, opened: Opened, training_id: JobId) -> Response:
-    job = lifecycle.get(session, training_id)
+    job = transitions.get(session, training_id)
     if job.status != "succeeded":
         ended = job.status in ENDED
         what = "has ended without a model" if ended else "has no model yet"

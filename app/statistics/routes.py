@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import StringConstraints
 
-from app.jobs import configurations, lifecycle
+from app.jobs import configurations, transitions
 from app.jobs.filters import Filters
 from app.results import charts
 from app.results.comparison import MOST_POINTS, compare
@@ -53,4 +53,4 @@ def of(
 ) -> JobStatistics | ConfigurationStatistics:
     if identifier.startswith("accumulation_"):
         return performance.of_configuration(session, configurations.find(session, identifier))
-    return performance.of_job(session, lifecycle.get(session, identifier))
+    return performance.of_job(session, transitions.get(session, identifier))

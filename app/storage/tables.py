@@ -70,7 +70,7 @@ class File(Owned, Base):
 
 
 class Job(Owned, Base):
-    """One training job. Only app/jobs/lifecycle.py changes its state."""
+    """One training job. Only app/jobs/transitions.py changes its state."""
 
     __tablename__ = "jobs"
     __table_args__ = (

@@ -15,7 +15,7 @@ from app.datasets import dataset_folder, files
 from app.devices import gpus
 from app.devices.gpus import first_devices, select_devices
 from app.errors import Conflict, QuotaExceeded, Unprocessable
-from app.jobs import configurations, lifecycle
+from app.jobs import configurations, lifecycle, queue, transitions
 from app.jobs.lifecycle import Submission
 from app.jobs.schemas import DatasetConfig, TrainingRequest
 from app.memory_profiles.profiles import Wanted
@@ -204,10 +204,10 @@ _NEARLY = 200
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:
     """`jobs.resume`, within the quota of whoever's job it is: what timed out waits again."""
-    job, most = lifecycle.get(session, job_id), settings.max_queued_jobs
+    job, most = transitions.get(session, job_id), settings.max_queued_jobs
     if lifecycle.timed_out(job):
         take_turns(session, f"quota of {job.owner}")
-        if lifecycle.count_waiting(session, job.owner, most) >= most:
+        if queue.count_waiting(session, job.owner, most) >= most:
             raise _too_many(most)
     return lifecycle.resume(session, job_id)
 
@@ -219,7 +219,7 @@ def check_quota(session: Session, settings: Settings) -> None:
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
     if waiting > most - _NEARLY and take_turns(session, f"quota of {session.viewer.maker}"):
-        waiting = lifecycle.count_waiting(session, session.viewer.maker, most)
+        waiting = queue.count_waiting(session, session.viewer.maker, most)
     if waiting >= most:
         raise _too_many(most)
 
@@ -236,10 +236,10 @@ def _count_waiting(session: Session, most: int) -> int:
     """The maker's jobs that wait; or, where it is certain that `most` do not wait yet, an upper bound."""
     maker, transaction = session.viewer.maker, session.shared_transaction
     if transaction is None:
-        return lifecycle.count_waiting(session, maker, most)
+        return queue.count_waiting(session, maker, most)
     known: dict[str | None, int] = transaction.known.setdefault("waiting", {})
     at_most = known[maker] + 1 if maker in known else most
-    known[maker] = at_most if at_most < most else lifecycle.count_waiting(session, maker, most)
+    known[maker] = at_most if at_most < most else queue.count_waiting(session, maker, most)
     return known[maker]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from sqlalchemy import insert, select
 
-from app.jobs import lifecycle
+from app.jobs import queue
 from app.storage.database import Database
 from app.storage.migrations import migrate
 from app.storage.tables import Job
@@ -53,7 +53,7 @@ def claim_all(told: tuple[str, int]) -> list[str]:
     claimed = []
     while True:
         with database.writing() as session:
-            fence = lifecycle.claim(session, f"worker-{number}", 600.0)
+            fence = queue.claim(session, f"worker-{number}", 600.0)
         if fence is None:
             return claimed
         claimed.append(fence.job_id)
@@ -84,7 +84,7 @@ def lines_per_second(url: str, folder: Path, count: int) -> float:
     database = Database(url)
     submitted(database)
     with database.writing() as session:
-        fence = lifecycle.claim(session, "worker-1", 600.0)
+        fence = queue.claim(session, "worker-1", 600.0)
         assert fence is not None
     run = lay_order(folder / "run")
     with run.metrics.open("w") as file:

@@ -4,15 +4,15 @@ from typing import Any
 
 from sqlalchemy import update
 
-from app.jobs import lifecycle
-from app.jobs.lifecycle import Fence
+from app.jobs import queue
+from app.jobs.transitions import Fence
 from app.storage.database import Database, database_now
 from app.storage.tables import Job
 
 
 def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
     with database.writing() as session:
-        return lifecycle.claim(session, worker, lease)
+        return queue.claim(session, worker, lease)
 
 
 def on(database: Database, action: Any, *arguments: Any) -> Any:

@@ -185,11 +185,11 @@ def test_devices_asked_for_count_for_the_batch_and_the_one_used_is_told(client: 
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:
-    from app.jobs import lifecycle
+    from app.jobs import transitions
 
     job = submit(client, base_batch_size=16)
     with database.reading() as session:
-        spec = lifecycle.get(session, job["id"]).spec
+        spec = transitions.get(session, job["id"]).spec
     assert spec["optimizer"]["learning_rate"] == pytest.approx(5e-5 * 2)
 
 

@@ -3,15 +3,19 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import get_args
 
 import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.compiler import compiles
 
 from app.contract.reports import Failure
+from app.contract.states import ENDED, JobStatus
 from app.errors import Conflict, NotFound
-from app.jobs import lifecycle
-from app.jobs.lifecycle import AGEING_SECONDS, MAX_FAILURES, Fence, LostJob
+from app.jobs import lifecycle, queue, transitions
+from app.jobs.lifecycle import AGEING_SECONDS
+from app.jobs.queue import MAX_FAILURES
+from app.jobs.transitions import EDGES, Fence, LostJob, change
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
 from app.storage.tables import Attempt, File, Job, JobEvent
 from tests.harness.claims import claimed, expire, on
@@ -23,7 +27,7 @@ CRASH = Failure(code="trainer_killed", message="the trainer was ended by SIGKILL
 
 def state(database: Database, job_id: str) -> Job:
     with database.reading() as session:
-        return lifecycle.get(session, job_id)
+        return transitions.get(session, job_id)
 
 
 def test_a_job_is_claimed_once_with_a_new_attempt(database: Database) -> None:
@@ -60,13 +64,13 @@ def test_whoever_does_not_hold_the_job_writes_nothing(database: Database, stale:
     claimed(database)
     fence = Fence(stale.job_id.format(id=job_id), stale.attempt, stale.worker_id)
     for action in (
-        lambda s: lifecycle.heartbeat(s, fence, 15.0),
-        lambda s: lifecycle.note_progress(s, fence, {"step": 1}, 0),
-        lambda s: lifecycle.succeed(s, fence, {}),
-        lambda s: lifecycle.fail(s, fence, CRASH),
-        lambda s: lifecycle.crash(s, fence, CRASH),
-        lambda s: lifecycle.release(s, fence, "x"),
-        lambda s: lifecycle.store_plan(s, fence, cpu_plan(make_spec()), "cpu"),
+        lambda s: queue.heartbeat(s, fence, 15.0),
+        lambda s: queue.note_progress(s, fence, {"step": 1}, 0),
+        lambda s: queue.succeed(s, fence, {}),
+        lambda s: queue.fail(s, fence, CRASH),
+        lambda s: queue.crash(s, fence, CRASH),
+        lambda s: queue.release(s, fence, "x"),
+        lambda s: queue.store_plan(s, fence, cpu_plan(make_spec()), "cpu"),
     ):
         with pytest.raises(LostJob):
             on(database, action)
@@ -77,13 +81,13 @@ def test_a_lost_worker_s_job_is_taken_up_and_its_late_writes_are_refused(databas
     job_id = submitted(database)
     lost = claimed(database)
     assert lost is not None
-    assert on(database, lifecycle.rescue) == []
+    assert on(database, queue.rescue) == []
     expire(database, job_id)
-    assert on(database, lifecycle.rescue) == [job_id]
+    assert on(database, queue.rescue) == [job_id]
     again = claimed(database, "worker-2")
     assert again == Fence(job_id, 2, "worker-2")
     with pytest.raises(LostJob):
-        on(database, lifecycle.succeed, lost, {})
+        on(database, queue.succeed, lost, {})
     assert state(database, job_id).failures == 0
 
 
@@ -95,7 +99,7 @@ def test_a_job_that_always_crashes_fails_and_the_queue_moves_on(database: Databa
         fence = claimed(database)
         assert fence is not None
         assert fence.job_id == job_id
-        on(database, lifecycle.crash, fence, CRASH)
+        on(database, queue.crash, fence, CRASH)
     job = state(database, job_id)
     assert job.status == "failed"
     assert job.error["code"] == "trainer_killed"
@@ -109,7 +113,7 @@ def test_a_crashed_job_waits_before_its_next_attempt(database: Database) -> None
     submitted(database)
     fence = claimed(database)
     assert fence is not None
-    on(database, lifecycle.crash, fence, CRASH)
+    on(database, queue.crash, fence, CRASH)
     assert claimed(database) is None
 
 
@@ -119,9 +123,9 @@ def test_a_checkpoint_that_moved_on_forgets_earlier_crashes(database: Database) 
     assert fence is not None
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == job_id).values(failures=2))
-    on(database, lifecycle.note_progress, fence, {"step": 3}, 0)
+    on(database, queue.note_progress, fence, {"step": 3}, 0)
     assert state(database, job_id).failures == 2
-    on(database, lifecycle.note_progress, fence, {"step": 3}, 3)
+    on(database, queue.note_progress, fence, {"step": 3}, 3)
     assert state(database, job_id).failures == 0
 
 
@@ -131,8 +135,8 @@ def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_on_request(databas
     assert fence is not None
     assert on(database, lifecycle.cancel, waiting).status == "cancelled"
     assert on(database, lifecycle.cancel, running).status == "running"
-    assert on(database, lifecycle.heartbeat, fence, 15.0) == "cancel"
-    on(database, lifecycle.release, fence, "cancelled")
+    assert on(database, queue.heartbeat, fence, 15.0) == "cancel"
+    on(database, queue.release, fence, "cancelled")
     assert state(database, running).status == "cancelled"
     assert on(database, lifecycle.cancel, running).status == "cancelled"
 
@@ -142,8 +146,8 @@ def test_a_running_job_is_paused_on_request_and_resumed(database: Database) -> N
     fence = claimed(database)
     assert fence is not None
     on(database, lifecycle.pause, job_id)
-    assert on(database, lifecycle.heartbeat, fence, 15.0) == "pause"
-    on(database, lifecycle.release, fence, "paused")
+    assert on(database, queue.heartbeat, fence, 15.0) == "pause"
+    on(database, queue.release, fence, "paused")
     assert state(database, job_id).status == "paused"
     assert claimed(database) is None
     on(database, lifecycle.resume, job_id)
@@ -155,7 +159,7 @@ def test_a_request_survives_a_lost_worker(database: Database) -> None:
     claimed(database)
     on(database, lifecycle.cancel, job_id)
     expire(database, job_id)
-    on(database, lifecycle.rescue)
+    on(database, queue.rescue)
     assert state(database, job_id).status == "cancelled"
 
 
@@ -165,19 +169,19 @@ def test_a_terminal_state_never_changes(database: Database, end: str) -> None:
     fence = claimed(database)
     assert fence is not None
     if end == "succeeded":
-        on(database, lifecycle.succeed, fence, {"files": []})
+        on(database, queue.succeed, fence, {"files": []})
     elif end == "failed":
-        on(database, lifecycle.fail, fence, CRASH)
+        on(database, queue.fail, fence, CRASH)
     else:
         on(database, lifecycle.cancel, job_id)
-        on(database, lifecycle.release, fence, "cancelled")
+        on(database, queue.release, fence, "cancelled")
     for action in (lifecycle.pause, lifecycle.resume):
         with pytest.raises(Conflict):
             on(database, action, job_id)
     if end != "cancelled":
         with pytest.raises(Conflict):
             on(database, lifecycle.cancel, job_id)
-    for late in (lambda s: lifecycle.succeed(s, fence, {}), lambda s: lifecycle.crash(s, fence, CRASH)):
+    for late in (lambda s: queue.succeed(s, fence, {}), lambda s: queue.crash(s, fence, CRASH)):
         with pytest.raises(LostJob):
             on(database, late)
     assert state(database, job_id).status == end
@@ -194,14 +198,14 @@ def test_only_ended_jobs_are_deleted_with_all_that_is_theirs(database: Database)
         for table in (Job, JobEvent, Attempt, File):
             assert session.scalar(select(func.count()).select_from(table)) == 0
         with pytest.raises(NotFound):
-            lifecycle.get(session, job_id)
+            transitions.get(session, job_id)
 
 
 def test_every_change_of_state_is_told(database: Database) -> None:
     job_id = submitted(database)
     fence = claimed(database)
     assert fence is not None
-    on(database, lifecycle.release, fence, "the worker was shut down")
+    on(database, queue.release, fence, "the worker was shut down")
     with database.reading() as session:
         told = session.scalars(
             select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
@@ -232,14 +236,14 @@ def test_a_clock_that_jumps_ahead_takes_no_job_from_a_worker_that_lives(database
     assert held is not None
     assert lost is not None
     with clock_moved(database, 3600) as moved:
-        on(moved, lifecycle.heartbeat, held, 15.0)  # a worker renews before it rescues
-        assert on(moved, lifecycle.rescue) == [dead]
+        on(moved, queue.heartbeat, held, 15.0)  # a worker renews before it rescues
+        assert on(moved, queue.rescue) == [dead]
         assert state(moved, live).status == "running"
         again = claimed(moved, "worker-1")
         assert again is not None
         assert again.attempt == 2
         with pytest.raises(LostJob):
-            on(moved, lifecycle.heartbeat, lost, 15.0)
+            on(moved, queue.heartbeat, lost, 15.0)
 
 
 def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Database) -> None:
@@ -247,8 +251,8 @@ def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Databas
     held = claimed(database, "worker-1")
     claimed(database, "worker-2")
     with clock_moved(database, -3600) as moved:
-        on(moved, lifecycle.heartbeat, held, 15.0)
-        assert on(moved, lifecycle.rescue) == [dead]
+        on(moved, queue.heartbeat, held, 15.0)
+        assert on(moved, queue.rescue) == [dead]
         assert state(moved, live).status == "running"
 
 
@@ -264,7 +268,7 @@ def test_who_has_waited_long_enough_goes_before_a_higher_priority(database: Data
 def test_a_job_that_its_machine_failed_waits_and_loses_nothing(database: Database) -> None:
     job_id = submitted(database)
     fence = claimed(database)
-    on(database, lifecycle.postpone, fence, "the disk is full", 60.0)
+    on(database, queue.postpone, fence, "the disk is full", 60.0)
     job = state(database, job_id)
     assert (job.status, job.failures) == ("queued", 0)
     assert claimed(database) is None
@@ -280,8 +284,8 @@ def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
     with database.writing() as session:
         lifecycle.cancel(session, job_id)
     with database.writing() as session:
-        again = lifecycle.get(session, lifecycle.retry(session, job_id).id)
-        old = lifecycle.get(session, job_id)
+        again = transitions.get(session, lifecycle.retry(session, job_id).id)
+        old = transitions.get(session, job_id)
         assert (again.status, old.status) == ("queued", "cancelled")
         assert (again.spec, again.file_id, again.labels) == (old.spec, old.file_id, old.labels)
         assert again.plan["predicted"]
@@ -293,17 +297,17 @@ def test_a_stopped_job_is_claimed_again_until_its_model_is_kept(database: Databa
         on(database, lifecycle.stop, job_id)
     fence = claimed(database)
     assert fence is not None
-    on(database, lifecycle.note_progress, fence, {"step": 3}, 3)
+    on(database, queue.note_progress, fence, {"step": 3}, 3)
     assert on(database, lifecycle.stop, job_id).requested == "stop"
-    assert on(database, lifecycle.heartbeat, fence, 15.0) == "stop"
+    assert on(database, queue.heartbeat, fence, 15.0) == "stop"
     for refused in (lifecycle.pause, lifecycle.resume):
         with pytest.raises(Conflict, match="being stopped"):
             on(database, refused, job_id)
-    on(database, lifecycle.release, fence, "the worker was shut down")
+    on(database, queue.release, fence, "the worker was shut down")
     assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
     again = claimed(database)
     assert again is not None
-    on(database, lifecycle.succeed, again, {"files": []})
+    on(database, queue.succeed, again, {"files": []})
     assert (state(database, job_id).status, state(database, job_id).requested) == ("succeeded", None)
     with pytest.raises(Conflict, match="nothing to stop"):
         on(database, lifecycle.stop, job_id)
@@ -313,9 +317,9 @@ def test_a_paused_job_with_a_checkpoint_can_be_stopped_or_still_cancelled(databa
     job_id = submitted(database)
     fence = claimed(database)
     assert fence is not None
-    on(database, lifecycle.note_progress, fence, {"step": 3}, 3)
+    on(database, queue.note_progress, fence, {"step": 3}, 3)
     on(database, lifecycle.pause, job_id)
-    on(database, lifecycle.release, fence, "paused")
+    on(database, queue.release, fence, "paused")
     assert state(database, job_id).status == "paused"
     on(database, lifecycle.stop, job_id)
     assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
@@ -327,22 +331,22 @@ def test_only_a_timeout_is_taken_back_and_has_its_time_once_more(database: Datab
     job_id = submitted(database, make_spec(timeout_seconds=60.0))
     fence = claimed(database)
     assert fence is not None
-    on(database, lifecycle.release, fence, "shut down")
+    on(database, queue.release, fence, "shut down")
     with database.writing() as session:
         session.execute(update(Attempt).values(ended_at=Attempt.claimed_at + 50.0))
     fence = claimed(database)
     assert fence is not None
-    assert on(database, lifecycle.seconds_run, fence) == pytest.approx(50.0)
-    on(database, lifecycle.fail, fence, Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True))
+    assert on(database, queue.seconds_run, fence) == pytest.approx(50.0)
+    on(database, queue.fail, fence, Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True))
     assert state(database, job_id).finished_at is not None
     resumed = on(database, lifecycle.resume, job_id)
     assert (resumed.status, resumed.error, resumed.finished_at) == ("queued", None, None)
     fence = claimed(database)
     assert fence is not None
-    assert on(database, lifecycle.seconds_run, fence) == 0.0
+    assert on(database, queue.seconds_run, fence) == 0.0
     on(
         database,
-        lifecycle.fail,
+        queue.fail,
         fence,
         Failure(code="no_targets", message="nothing to learn", permanent=True),
     )
@@ -355,5 +359,21 @@ def test_a_job_for_one_gpu_goes_to_no_other_device(database: Database) -> None:
     other = submitted(database)
     assert claimed(database) == Fence(other, 1, "worker-1")
     with database.writing() as session:
-        assert lifecycle.claim(session, "worker-1", 15.0, 0) is None
-        assert lifecycle.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")
+        assert queue.claim(session, "worker-1", 15.0, 0) is None
+        assert queue.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")
+
+
+def test_every_state_has_edges_and_ended_is_ended() -> None:
+    assert set(EDGES) == set(get_args(JobStatus))
+    assert {state for state, after in EDGES.items() if not after} == set(ENDED) - {"failed"}
+
+
+@pytest.mark.parametrize(
+    ("start", "to"), [("queued", "succeeded"), ("paused", "failed"), ("paused", "running")]
+)
+def test_a_job_moves_along_edges_only(database: Database, start: JobStatus, to: JobStatus) -> None:
+    job_id = submitted(database, make_spec(), paused=start == "paused")
+    with database.writing() as session, pytest.raises(LostJob):
+        change(session, transitions.get(session, job_id, lock=True), to)
+    with database.reading() as session:
+        assert transitions.get(session, job_id).status == start

@@ -24,8 +24,9 @@ from sqlalchemy import delete, func, select, update
 from app.contract.reports import Failure
 from app.contract.states import ENDED
 from app.errors import Conflict
-from app.jobs import lifecycle
-from app.jobs.lifecycle import MAX_FAILURES, Fence, LostJob
+from app.jobs import lifecycle, queue
+from app.jobs.queue import MAX_FAILURES
+from app.jobs.transitions import Fence, LostJob
 from app.storage.database import Database, database_now
 from app.storage.tables import Attempt, Job, JobEvent
 from tests.harness.submissions import submitted
@@ -76,7 +77,7 @@ class Queue(RuleBasedStateMachine):
     def claim(self, worker: str) -> Any:
         with self.database.writing() as session:
             session.execute(update(Job).values(not_before=0.0))  # nobody waits out a crash here
-            fence = lifecycle.claim(session, worker, 500.0)
+            fence = queue.claim(session, worker, 500.0)
         waiting = [job_id for job_id, own in self.model.items() if own.status == "queued"]
         assert (fence is None) == (not waiting)
         if fence is None:
@@ -89,31 +90,31 @@ class Queue(RuleBasedStateMachine):
 
     @rule(fence=fences)
     def beat(self, fence: Fence) -> None:
-        requested = self._by_holder(fence, lambda session: lifecycle.heartbeat(session, fence, 500.0))
+        requested = self._by_holder(fence, lambda session: queue.heartbeat(session, fence, 500.0))
         if self._holds(fence):
             assert requested == self.model[fence.job_id].requested
             self.model[fence.job_id].expired = False
 
     @rule(fence=fences, step=st.integers(1, 5))
     def checkpoint(self, fence: Fence, step: int) -> None:
-        self._by_holder(fence, lambda session: lifecycle.note_progress(session, fence, {"step": step}, step))
+        self._by_holder(fence, lambda session: queue.note_progress(session, fence, {"step": step}, step))
         own = self.model[fence.job_id]
         if self._holds(fence) and step > own.checkpoint:
             own.checkpoint, own.failures = step, 0
 
     @rule(fence=fences)
     def succeed(self, fence: Fence) -> None:
-        self._by_holder(fence, lambda session: lifecycle.succeed(session, fence, {"files": []}))
+        self._by_holder(fence, lambda session: queue.succeed(session, fence, {"files": []}))
         self._ends(fence, "succeeded")
 
     @rule(fence=fences)
     def fail(self, fence: Fence) -> None:
-        self._by_holder(fence, lambda session: lifecycle.fail(session, fence, BROKEN))
+        self._by_holder(fence, lambda session: queue.fail(session, fence, BROKEN))
         self._ends(fence, "failed")
 
     @rule(fence=fences)
     def crash(self, fence: Fence) -> None:
-        self._by_holder(fence, lambda session: lifecycle.crash(session, fence, CRASH))
+        self._by_holder(fence, lambda session: queue.crash(session, fence, CRASH))
         if not self._holds(fence):
             return
         own = self.model[fence.job_id]
@@ -125,13 +126,13 @@ class Queue(RuleBasedStateMachine):
 
     @rule(fence=fences)
     def release(self, fence: Fence) -> None:
-        self._by_holder(fence, lambda session: lifecycle.release(session, fence, "shut down"))
+        self._by_holder(fence, lambda session: queue.release(session, fence, "shut down"))
         if self._holds(fence):
             self._leaves(self.model[fence.job_id])
 
     @rule(fence=fences)
     def postpone(self, fence: Fence) -> None:
-        self._by_holder(fence, lambda session: lifecycle.postpone(session, fence, "no room", 60.0))
+        self._by_holder(fence, lambda session: queue.postpone(session, fence, "no room", 60.0))
         if self._holds(fence):
             self._leaves(self.model[fence.job_id])
 
@@ -147,7 +148,7 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def rescue(self) -> None:
         with self.database.writing() as session:
-            rescued = set(lifecycle.rescue(session))
+            rescued = set(queue.rescue(session))
         assert rescued == {job_id for job_id, own in self.model.items() if own.expired}
         self._rescued()
 
@@ -193,7 +194,7 @@ class Queue(RuleBasedStateMachine):
 
     @rule(fence=fences)
     def time_out(self, fence: Fence) -> None:
-        self._by_holder(fence, lambda session: lifecycle.fail(session, fence, TOO_LONG))
+        self._by_holder(fence, lambda session: queue.fail(session, fence, TOO_LONG))
         self.model[fence.job_id].timed_out |= self._holds(fence)
         self._ends(fence, "failed")
 
@@ -282,14 +283,14 @@ class Queue(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def queue(database: Database) -> type[Queue]:
+def machine(database: Database) -> type[Queue]:
     Queue.database = database
     return Queue
 
 
-def test_the_queue_is_what_its_model_says(queue: type[Queue]) -> None:
+def test_the_queue_is_what_its_model_says(machine: type[Queue]) -> None:
     run_state_machine_as_test(
-        queue,
+        machine,
         settings=settings(
             max_examples=40, stateful_step_count=40, deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

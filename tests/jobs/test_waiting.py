@@ -1,6 +1,6 @@
 import random
 
-from app.jobs import lifecycle
+from app.jobs import transitions
 from app.jobs.waiting import WaitingReasons
 from app.storage.database import Database
 from app.storage.tables import Job
@@ -18,7 +18,7 @@ def test_a_place_counted_from_another_is_the_same_as_one_counted_from_the_front(
     with database.writing() as session:
         session.get_one(Job, ids[7]).place = session.get_one(Job, ids[3]).place  # the ids decide
     with database.reading() as session:
-        waiting = [lifecycle.get(session, job_id) for job_id in chance.sample(ids, 30) + ids[:5]]
+        waiting = [transitions.get(session, job_id) for job_id in chance.sample(ids, 30) + ids[:5]]
         one = WaitingReasons(session)
         counted = positions([one] * len(waiting), waiting)
         assert counted == positions([WaitingReasons(session) for _ in waiting], waiting)
@@ -33,7 +33,7 @@ def test_jobs_of_one_transaction_share_an_outlook(database: Database) -> None:
         for _ in range(3):
             job_id = submitted(within)
             with within.writing() as session:
-                waiting = WaitingReasons.within(session).of(lifecycle.get(session, job_id))
+                waiting = WaitingReasons.within(session).of(transitions.get(session, job_id))
                 assert waiting is not None
                 found.append(waiting.queue_position)
         assert found == [2, 3, 4]

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from app.datasets import files
 from app.errors import BadSetting, InvalidRequest
-from app.jobs import lifecycle
+from app.jobs import lifecycle, queue
 from app.maintenance import backup, doctor
 from app.maintenance.data_folder import DataFolder, held_alone, held_by_worker
 from app.settings import Settings
@@ -60,7 +60,7 @@ def test_a_backup_under_load_holds_every_job_acknowledged_before_it(
     assert all(found[job_id] == "queued" for job_id in acknowledged)
     assert set(found.values()) <= {"queued", "cancelled"}
     with other.writing() as session:
-        fence = lifecycle.claim(session, "worker-1", 15.0)
+        fence = queue.claim(session, "worker-1", 15.0)
         assert fence is not None
         assert fence.job_id == acknowledged[0]
     assert (restored.files_dir / "file-1").exists()

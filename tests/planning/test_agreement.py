@@ -7,7 +7,7 @@ from typing import Any, get_args
 from fastapi.testclient import TestClient
 
 from app.contract.spec import OptimizerName, Spec
-from app.jobs import lifecycle
+from app.jobs import transitions
 from app.planning.devices import GIB, Device
 from app.settings import Settings
 from app.storage.database import Database
@@ -64,7 +64,7 @@ def test_drawn_questions_have_one_answer(client: TestClient, settings: Settings,
         submitted = client.post(f"{NATIVE}/training/with-accumulation", json=as_submission(question))
         assert submitted.status_code == 202, submitted.text
         with database.reading() as session:
-            spec = Spec.model_validate(lifecycle.get(session, submitted.json()["training_id"]).spec)
+            spec = Spec.model_validate(transitions.get(session, submitted.json()["training_id"]).spec)
         on_worker = supervisor._new_plan(spec, GPU)
         answer = calculated.json()
         device = answer["devices"][0]

@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 
 from app.contract.reports import Failure
 from app.devices import live_workers
-from app.jobs import lifecycle
+from app.jobs import queue
 from app.jobs.events import tell
-from app.jobs.lifecycle import Fence
+from app.jobs.transitions import Fence
 from app.main import create_app
 from app.planning.devices import GIB
 from app.planning.inputs import ShortCache
@@ -272,16 +272,16 @@ def test_a_stream_says_how_far_a_window_is(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     fence = Fence(job_id, 1, "worker-1")
     with database.writing() as session:
-        assert lifecycle.claim(session, "worker-1", 60.0) == fence
+        assert queue.claim(session, "worker-1", 60.0) == fence
         own = {"step": 3, "micro_step": 40, "accumulation_step": 8, "within_window": True}
-        lifecycle.note_progress(session, fence, own, 0)
+        queue.note_progress(session, fence, own, 0)
     told = []
     with client.stream("GET", f"{PATH}/{job_id}/events", headers={"Accept": "text/event-stream"}) as answer:
         for line in answer.iter_lines():
             told.append(line)
             if line == "event: progress":
                 with database.writing() as session:
-                    lifecycle.fail(session, fence, Failure(code="x", message="x", permanent=True))
+                    queue.fail(session, fence, Failure(code="x", message="x", permanent=True))
     at = told.index("event: progress")
     progress = {"attempt": 1, "step": 3, "micro_step": 40, "accumulation_step": 8}
     assert json.loads(told[at + 1].removeprefix("data: ")) == progress

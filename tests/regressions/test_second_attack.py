@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from app.contract.model_files import fingerprint_of_files
 from app.contract.reports import Failure
 from app.errors import QuotaExceeded, Unprocessable
-from app.jobs import lifecycle
-from app.jobs.lifecycle import Fence
+from app.jobs import lifecycle, queue
+from app.jobs.transitions import Fence
 from app.models import base_models
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
@@ -76,8 +76,8 @@ def timed_out(database: Database, count: int) -> list[str]:
             database, make_spec(timeout_seconds=1.0), config={"use_gradient_accumulation": True}
         )
         with database.writing() as session:
-            assert lifecycle.claim(session, "worker-1", 60.0) == Fence(job_id, 1, "worker-1")
-            lifecycle.fail(session, Fence(job_id, 1, "worker-1"), TOO_LONG)
+            assert queue.claim(session, "worker-1", 60.0) == Fence(job_id, 1, "worker-1")
+            queue.fail(session, Fence(job_id, 1, "worker-1"), TOO_LONG)
         ids.append(job_id)
     return ids
 

@@ -8,7 +8,7 @@ from sqlalchemy import insert, update
 
 from app.contract.reports import LogLine
 from app.contract.spec import MethodSpec
-from app.jobs import lifecycle
+from app.jobs import transitions
 from app.planning.changes import DEFAULT_LORA
 from app.planning.devices import GIB, Device
 from app.results import series as module
@@ -144,7 +144,7 @@ def test_accumulating_is_compared_with_single_micro_batches_of_the_same_size(dat
             job = session.get_one(Job, job_id)
             job.plan = {**job.plan, "accumulation_steps": steps}
     with database.reading() as session:
-        both = [lifecycle.get(session, several), lifecycle.get(session, single)]
+        both = [transitions.get(session, several), transitions.get(session, single)]
         first, second = performance.performances(session, both)
         assert performance.performance(session, both[0]).accumulation_overhead is None
     assert first.accumulation_overhead == pytest.approx(0.1)

@@ -18,7 +18,7 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from starlette.testclient import TestClient
 
 from app.errors import BadSetting
-from app.jobs import lifecycle
+from app.jobs import lifecycle, queue
 from app.main import create_app
 from app.settings import Settings
 from app.storage.database import Database
@@ -127,7 +127,7 @@ def test_each_end_and_each_pause_is_told_once(database: Database) -> None:
     fence = claimed(database)
     assert fence is not None
     with database.writing() as session:
-        lifecycle.succeed(session, fence, {"files": []})
+        queue.succeed(session, fence, {"files": []})
     submitted(database)  # without a webhook
     with database.reading() as session:
         told = session.execute(select(Delivery.job_id, Delivery.type).order_by(Delivery.id)).all()

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import select
 
 from app.contract.reports import WindowProgress
-from app.jobs import lifecycle
-from app.jobs.lifecycle import Fence, LostJob
+from app.jobs import queue, transitions
+from app.jobs.transitions import Fence, LostJob
 from app.statistics import totals
 from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, StepMetric
@@ -101,7 +101,7 @@ def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
 
 def test_whoever_lost_the_job_stores_nothing(database: Database, run: RunDirectory, fence: Fence) -> None:
     expire(database, fence.job_id)
-    on(database, lifecycle.rescue)
+    on(database, queue.rescue)
     with Reporter(run, 1) as reporter:
         reporter.step(line(1))
     with pytest.raises(LostJob):
@@ -165,7 +165,7 @@ def test_a_long_log_is_read_in_pieces_that_are_each_committed(
     assert pieces > 3
     assert [step for step, *_ in stored(database)] == list(range(1, 101))
     with database.reading() as session:
-        progress = lifecycle.get(session, fence.job_id).progress
+        progress = transitions.get(session, fence.job_id).progress
     assert (progress["samples_seen"], progress["tokens_seen"]) == (800, 8000)
 
 
@@ -183,7 +183,7 @@ def test_steps_that_are_made_again_count_once(database: Database, run: RunDirect
             reporter.step(line(step, attempt=2))
     read(database, run, fence)
     with database.reading() as session:
-        assert lifecycle.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
+        assert transitions.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
 
 
 def test_progress_within_a_window_is_told(database: Database, run: RunDirectory, fence: Fence) -> None:
@@ -192,13 +192,13 @@ def test_progress_within_a_window_is_told(database: Database, run: RunDirectory,
     run.write_progress(WindowProgress(attempt=1, step=1, micro_step=5, accumulation_step=3))
     read(database, run, fence)
     with database.reading() as session:
-        progress = lifecycle.get(session, fence.job_id).progress
+        progress = transitions.get(session, fence.job_id).progress
     assert (progress["step"], progress["micro_step"], progress["accumulation_step"]) == (1, 5, 3)
     assert progress["within_window"]
     run.write_progress(WindowProgress(attempt=7, step=1, micro_step=9, accumulation_step=9))
     read(database, run, fence)
     with database.reading() as session:
-        progress = lifecycle.get(session, fence.job_id).progress
+        progress = transitions.get(session, fence.job_id).progress
     assert (progress["accumulation_step"], progress["within_window"]) == (2, False)
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.pool import QueuePool
 from app.contract.plan import Plan
 from app.devices import gpus
 from app.devices.gpus import SeenGpu
-from app.jobs import lifecycle
+from app.jobs import lifecycle, queue, transitions
 from app.planning.devices import GIB
 from app.settings import Settings
 from app.storage.database import Database
@@ -57,7 +57,7 @@ def endless(settings: Settings, database: Database) -> str:
 
 def job(database: Database, job_id: str) -> Job:
     with database.reading() as session:
-        return lifecycle.get(session, job_id)
+        return transitions.get(session, job_id)
 
 
 def turn(supervisor: Supervisor) -> None:
@@ -125,7 +125,7 @@ def test_a_resume_keeps_the_plan_on_a_device_alike(
     assert (first.predicted, first.threads) == (False, 1)
     fence = supervisor.running[0].fence
     with database.writing() as session:
-        lifecycle.release(session, fence, "test")
+        queue.release(session, fence, "test")
     supervisor.leases.beat(database)
     supervisor.turn()
     assert supervisor.running == []
@@ -299,7 +299,7 @@ def test_leases_are_renewed_while_the_supervisor_is_held_up(
         turn(held_up)
         time.sleep(6)  # the main loop does nothing for two leases
         with database.writing() as session:
-            assert lifecycle.rescue(session) == []
+            assert queue.rescue(session) == []
         assert not held_up.running[0].lost
     assert job(database, job_id).status == "running"
     end_all(held_up)

@@ -1,0 +1,295 @@
+"""What workers do to jobs: claim one, keep its lease, note its progress, and give it back or end it.
+
+The states and the edges between them are drawn in transitions.py. The caller owns the transaction.
+"""
+
+from typing import Any
+
+from sqlalchemy import (
+    BindParameter,
+    Double,
+    Integer,
+    String,
+    and_,
+    bindparam,
+    case,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
+
+from app.contract.plan import Plan
+from app.contract.reports import Failure, Level
+from app.contract.states import JobStatus, Requested
+from app.contract.text import storable
+from app.jobs.events import tell, tell_of
+from app.jobs.transitions import Fence, LostJob, change, get, held
+from app.statistics import totals
+from app.storage.compiled import Prepared
+from app.storage.database import database_now
+from app.storage.session import Session
+from app.storage.tables import Attempt, Job
+
+MAX_FAILURES = 3
+"""A job ends as failed with this many crashes since its last new checkpoint."""
+
+RETRY_AFTER_SECONDS = (2.0, 10.0)
+"""Wait before a crashed job is claimed again, by the number of failures so far."""
+
+LONGEST_LEASE_SECONDS = 600.0
+"""A lease that ends later was given before the clock was set back, and may no longer hold."""
+
+
+def _claim(dialect: str) -> Any:
+    jobs: Any = Job.__table__
+    may_go_there = or_(jobs.c.gpu_id.is_(None), jobs.c.gpu_id == bindparam("gpu_id", type_=Integer))
+    following = (
+        select(jobs.c.id)
+        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now(), may_go_there)
+        .order_by(jobs.c.place, jobs.c.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
+    )
+    return (
+        update(jobs)
+        .where(jobs.c.id == following, jobs.c.status == "queued")
+        .values(
+            status="running",
+            worker_id=bindparam("worker"),
+            attempt=jobs.c.attempt + 1,
+            lease_until=database_now() + bindparam("lease_seconds", type_=Double),
+            started_at=func.coalesce(jobs.c.started_at, database_now()),
+        )
+        .returning(jobs.c.id, jobs.c.attempt)
+    )
+
+
+def _begin_attempt(dialect: str) -> Any:
+    given: dict[str, Any] = {name: bindparam(name) for name in ("job_id", "attempt", "worker_id")}
+    return insert(Attempt.__table__).values(given | {"claimed_at": database_now()})  # type: ignore[arg-type]
+
+
+_CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
+
+
+def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | None = None) -> Fence | None:
+    """The next queued job, now running under this worker with a new attempt; null if there is none.
+
+    Args:
+        gpu_id: the GPU that it is for; null: a CPU.
+    """
+    told = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
+    claimed = _CLAIM.run(session, told)
+    if not claimed:
+        return None
+    ((job_id, attempt),) = claimed
+    fence = Fence(job_id, attempt, worker_id)
+    _BEGIN_ATTEMPT.run(session, vars(fence))
+    message = f"Attempt {fence.attempt} started."
+    tell_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})
+    return fence
+
+
+def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
+    """The worker's own plan, with the attempt and on the job."""
+    content = plan.model_dump(mode="json")
+    change(session, fence, plan=content, device=device)
+    session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
+
+
+def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Requested | None:
+    """Renews the lease; gives what was requested of the job meanwhile.
+
+    Raises:
+        LostJob: the lease is gone.
+    """
+    return change(session, fence, lease_until=database_now() + lease_seconds)
+
+
+def note_progress(session: Session, fence: Fence, progress: dict[str, Any], checkpoint_step: int) -> None:
+    """What the trainer's log says so far. A checkpoint that moved on forgets the crashes before it."""
+    moved_on = literal(checkpoint_step) > Job.checkpoint_step
+    change(
+        session,
+        fence,
+        progress=progress,
+        failures=case((moved_on, 0), else_=Job.failures),
+        checkpoint_step=case((moved_on, checkpoint_step), else_=Job.checkpoint_step),
+    )
+
+
+def succeed(session: Session, fence: Fence, result: dict[str, Any]) -> None:
+    """The model is on disk, and the job is done."""
+    _end(session, fence, "succeeded", "Training succeeded.", result=result)
+
+
+def fail(session: Session, fence: Fence, failure: Failure) -> None:
+    """The job cannot be trained, and would fail the same way again."""
+    _end(session, fence, "failed", failure.message, level="error", error=_error(failure))
+
+
+def crash(session: Session, fence: Fence, failure: Failure) -> None:
+    """The trainer died. The job is queued again, and fails after `MAX_FAILURES` such ends in a row."""
+    failures = session.scalar(select(Job.failures).where(held(fence)))
+    if failures is None:
+        raise LostJob(fence.job_id)
+    if failures + 1 >= MAX_FAILURES:
+        last = Failure(
+            code=failure.code,
+            message=f"The trainer crashed {MAX_FAILURES} times without a new checkpoint: {failure.message}",
+            permanent=True,
+        )
+        fail(session, fence, last)
+        return
+    wait = RETRY_AFTER_SECONDS[min(failures, len(RETRY_AFTER_SECONDS) - 1)]
+    _leave(session, fence, f"crashed: {failure.message}", "warning", wait, failures + 1)
+
+
+def release(session: Session, fence: Fence, why: str) -> None:
+    """Gives a running job back: to the queue, or to the state that was requested of it."""
+    _leave(session, fence, why, "info", 0.0, Job.failures)
+
+
+def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
+    """Gives a running job back that its machine could not go on with: tried again after a while."""
+    _leave(session, fence, why, "warning", wait_seconds, Job.failures)
+
+
+def seconds_run(session: Session, fence: Fence) -> float:
+    """For how long earlier attempts at a job had it, since it was submitted or resumed after a timeout."""
+    timed_out = select(func.coalesce(func.max(Attempt.attempt), 0)).where(
+        Attempt.job_id == fence.job_id, Attempt.outcome == "failed"
+    )
+    earlier = select(func.sum(Attempt.ended_at - Attempt.claimed_at)).where(
+        Attempt.job_id == fence.job_id,
+        Attempt.attempt < fence.attempt,
+        Attempt.attempt > timed_out.scalar_subquery(),
+    )
+    return float(session.scalar(earlier) or 0.0)
+
+
+def waiting(session: Session) -> bool:
+    """Whether any job is queued, be it for later."""
+    return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
+
+
+def count_waiting(session: Session, owner: str | None, most: int) -> int:
+    """How many of an owner's jobs are queued or paused, counted up to `most`; null: of everybody's."""
+    ((waiting,),) = _COUNT_WAITING.run(session, {"owner": owner, "most": most})
+    return int(waiting)
+
+
+def _count_waiting(dialect: str) -> Any:
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    own = or_(owner.is_(None), Job.owner == owner)
+    waiting = or_(Job.status == "queued", Job.status == "paused")
+    waits = select(Job.id).where(waiting, own).limit(bindparam("most"))
+    return select(func.count()).select_from(waits.subquery())
+
+
+_COUNT_WAITING = Prepared(_count_waiting)
+
+
+def hold(session: Session, fence: Fence) -> None:
+    """Keeps others from the job until the transaction ends: what is told of it meanwhile stays in order.
+
+    Raises:
+        LostJob: it is no longer this worker's.
+    """
+    if session.scalar(select(Job.id).where(held(fence)).with_for_update()) is None:
+        raise LostJob(fence.job_id)
+
+
+def rescue(session: Session) -> list[str]:
+    """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts.
+
+    One that is not lost after all is refused whatever it writes, and its trainer holds the run directory
+    until it is gone.
+    """
+    lost = session.scalars(
+        select(Job)
+        .where(
+            Job.status == "running",
+            or_(
+                Job.lease_until < database_now(),
+                Job.lease_until > database_now() + LONGEST_LEASE_SECONDS,
+            ),
+        )
+        .with_for_update(skip_locked=True)
+    ).all()
+    for job in lost:
+        assert job.worker_id is not None
+        fence = Fence(job.id, job.attempt, job.worker_id)
+        _leave(session, fence, "its worker was lost", "warning", 0.0, Job.failures)
+    return [job.id for job in lost]
+
+
+def _end(
+    session: Session,
+    fence: Fence,
+    status: JobStatus,
+    message: str,
+    level: Level = "info",
+    *,
+    result: dict[str, Any] | None = None,
+    error: dict[str, Any] | None = None,
+) -> None:
+    change(
+        session,
+        fence,
+        status,
+        finished_at=database_now(),
+        lease_until=None,
+        requested=None,
+        result=result,
+        error=error,
+    )
+    _close_attempt(session, fence, status)
+    tell(session, get(session, fence.job_id), status, message, level=level)
+
+
+def _leave(
+    session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
+) -> None:
+    """Running to queued, or to what was requested meanwhile. A stop is still to be done then: whoever claims
+    the job next saves the model of its last checkpoint."""
+    requested = session.scalar(select(Job.requested).where(held(fence)))
+    status: JobStatus = (
+        "cancelled" if requested == "cancel" else "paused" if requested == "pause" else "queued"
+    )
+    change(
+        session,
+        fence,
+        status,
+        worker_id=None,
+        lease_until=None,
+        requested="stop" if requested == "stop" else None,
+        failures=failures,
+        not_before=database_now() + wait_seconds,
+        finished_at=database_now() if status == "cancelled" else None,
+    )
+    _close_attempt(session, fence, why)
+    job = get(session, fence.job_id)
+    session.refresh(job)
+    tell(session, job, status, f"Attempt {fence.attempt} ended: {why}. The job is {status}.", level=level)
+
+
+def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
+    session.execute(
+        update(Attempt)
+        .where(_of_attempt(fence))
+        .values(ended_at=database_now(), outcome=storable(outcome)[:500])
+    )
+    totals.keep(session, fence.job_id)
+
+
+def _error(failure: Failure) -> dict[str, Any]:
+    return {"code": failure.code, "message": storable(failure.message)}
+
+
+def _of_attempt(fence: Fence) -> Any:
+    return and_(Attempt.job_id == fence.job_id, Attempt.attempt == fence.attempt)

@@ -1,0 +1,106 @@
+"""A job's states, every edge between them, and the one way to write a job's row.
+
+    queued ──claim──► running ──► succeeded | failed | cancelled
+      ▲ │               │
+      │ └─► cancelled   ├─ release, rescue ──► queued   (an interruption is not a failure)
+      │ └─► paused ◄────┤ pause
+      └──── resume ─────┘
+
+Ended is ended, with one exception: a person may resume a job that timed out. Pausing, cancelling and
+stopping a running job are requests that its worker carries out. Everything that a worker writes about a job
+carries its fence (job, attempt, worker): where the job has moved on, nothing is written and `LostJob` is
+raised. People's edges are in lifecycle.py, workers' in queue.py. The caller owns the transaction.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, update
+
+from app.contract.states import JobStatus, Requested
+from app.errors import NotFound
+from app.storage.session import Session
+from app.storage.tables import Job
+
+EDGES: Mapping[JobStatus, frozenset[JobStatus]] = {
+    "queued": frozenset({"running", "paused", "cancelled"}),
+    "paused": frozenset({"queued", "cancelled"}),
+    "running": frozenset({"queued", "paused", "succeeded", "failed", "cancelled"}),
+    "succeeded": frozenset(),
+    "failed": frozenset({"queued"}),  # a job that timed out, resumed by a person
+    "cancelled": frozenset(),
+}
+"""The states that may follow each."""
+
+
+class LostJob(Exception):
+    """The job has another attempt, another worker, or another state by now."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What a worker must show to write about a job."""
+
+    job_id: str
+    attempt: int
+    worker_id: str
+
+
+def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
+    """Raises:
+    NotFound: no job has that id.
+    """
+    job = session.get(Job, job_id, with_for_update=lock or None)
+    if job is None:
+        raise NotFound(
+            f"No job has the id {job_id}: GET /gradient-accumulation/training, or accrue jobs, lists them."
+        )
+    return job
+
+
+def change(
+    session: Session, where: Fence | Job, to: JobStatus | None = None, **values: Any
+) -> Requested | None:
+    """Writes a job's row, and moves the job along an edge.
+
+    Only the claim, which finds the row that it writes, has a statement of its own (queue.py).
+
+    Args:
+        where: a worker's fence, or a job that this session has locked.
+        to: the new state; null: the same.
+        values: other columns.
+
+    Returns:
+        What is requested of the job.
+
+    Raises:
+        LostJob: the job is no longer this worker's, or no edge leads there from its state.
+    """
+    condition = held(where) if isinstance(where, Fence) else Job.id == where.id
+    if to is not None:
+        condition = and_(condition, Job.status.in_([state for state, after in EDGES.items() if to in after]))
+        values["status"] = to
+    row = session.execute(
+        update(Job)
+        .where(condition)
+        .values(**values)
+        .returning(Job.requested)
+        .execution_options(synchronize_session=False)
+    ).one_or_none()
+    if row is None:
+        raise LostJob(where.job_id if isinstance(where, Fence) else where.id)
+    if isinstance(where, Job):
+        session.refresh(where)
+    requested: Requested | None = row.requested
+    return requested
+
+
+def held(fence: Fence) -> ColumnElement[bool]:
+    """The job of a fence, while it is this worker's."""
+    return and_(
+        Job.id == fence.job_id,
+        Job.attempt == fence.attempt,
+        Job.worker_id == fence.worker_id,
+        Job.status == "running",
+    )
