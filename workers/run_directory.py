@@ -60,7 +60,7 @@ PROGRESS_EVERY_SECONDS = 1.0
 _FINISH = "finish"
 
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
-"""A folder of which the trainer is to see nothing but what it needs."""
+"""A folder of which the trainer is to see nothing but what it needs, and the files that it needs (JSON)."""
 
 
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
@@ -119,10 +119,11 @@ class RunDirectory:
 
     def ask_to_finish(self) -> None:
         """The trainer is to end after the window at hand, and to save its model."""
-        append_plain(self.path / _FINISH).close()
+        with contextlib.suppress(NotPlain):  # something else lies there: it says the same
+            append_plain(self.path / _FINISH).close()
 
     def is_to_finish(self) -> bool:
-        return (self.path / _FINISH).exists()
+        return os.path.lexists(self.path / _FINISH)  # also where the trainer has put a broken link there
 
     def write_completions(self, completions: Completions) -> None:
         write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))
@@ -147,7 +148,7 @@ class RunDirectory:
         """What lies in the directory, be it data or what the trainer printed: it changes while it works."""
         sizes = 0
         for path in (*self.path.glob("*"), *self.path.glob("*/*")):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 sizes += path.lstat().st_size
         return sizes
 

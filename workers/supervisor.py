@@ -43,6 +43,7 @@ from workers.profiler_process import ProfilerProcess
 from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, RunDirectory
 from workers.slots import Slots
 from workers.trainer_process import TrainerProcess, why_it_ended
+from workers.training.isolation import named_view
 
 log = structlog.get_logger("accrue.worker")
 
@@ -121,7 +122,8 @@ class Supervisor:
     def turn(self) -> None:
         """One look at everything that runs. Leases are kept elsewhere (`LeaseKeeper`)."""
         for running in list(self.running):
-            self._heed(running)
+            with self._guarded(running):
+                self._heed(running)
         self._see_off()
         for running in list(self.running):
             with self._guarded(running):
@@ -238,8 +240,8 @@ class Supervisor:
         fail_point("supervisor.ordered")
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
-        hides = self.settings.data_dir.resolve() if self.settings.trainer_isolation else None
-        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, hides=hides)
+        view = named_view(self.settings.data_dir, order) if self.settings.trainer_isolation else ""
+        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, view=view)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
         times_out = None

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from app import FOLDER, PREFIX
 from app.contract import fail_points
@@ -68,7 +67,7 @@ class TrainerProcess:
         *,
         network: bool = True,
         device_lock: int | None = None,
-        hides: Path | None = None,
+        view: str = "",
     ) -> None:
         """
         Args:
@@ -76,7 +75,8 @@ class TrainerProcess:
                 its lease does.
             network: whether it may use it.
             device_lock: a descriptor that it keeps open while it lives.
-            hides: a folder of which it is to see nothing but what it needs, where the machine allows that.
+            view: what it is to see of which folder, where the machine allows that (`isolation.named_view`);
+                empty: everything.
 
         Raises:
             OSError: the process cannot be started.
@@ -95,7 +95,7 @@ class TrainerProcess:
                     env={
                         **_environment(device, theirs, silence_seconds),
                         TOKEN_VARIABLE: str(token),
-                        HIDDEN_VARIABLE: "" if hides is None else str(hides),
+                        HIDDEN_VARIABLE: view,
                     },
                     pass_fds=[theirs, token, *([] if device_lock is None else [device_lock])],
                     start_new_session=True,

@@ -62,10 +62,12 @@ class Streams:
         with self._counting:
             if self._open[key_id] >= MOST_OF_A_KEY or self._open.total() >= MOST:
                 close()
-                raise TooManyRequests(
-                    f"{self._open[key_id]} downloads of this key are under way: let them end.",
-                    retry_after_seconds=5,
+                own = self._open[key_id]
+                of = "this key" if own >= MOST_OF_A_KEY else "all keys"
+                message = (
+                    f"{own if own >= MOST_OF_A_KEY else MOST} downloads of {of} are under way: try again "
                 )
+                raise TooManyRequests(message + "once some have ended.", retry_after_seconds=5)
             self._open[key_id] += 1
 
         def ended() -> None:

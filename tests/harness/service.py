@@ -115,15 +115,18 @@ class Accrue:
         return RunDirectory(self.data / "runs" / job_id)
 
     def trainer_of(self, job_id: str) -> int | None:
-        """The process id of the job's trainer, from the process table."""
+        """The process id of the job's trainer, from the process table: the innermost of those that enclose
+        it (enclosure.py)."""
+        parents: dict[int, int] = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
             if b"workers.training" in words and any(word.endswith(job_id.encode()) for word in words):
-                return int(entry.name)
-        return None
+                parents[int(entry.name)] = parent
+        return next((pid for pid in parents if pid not in parents.values()), None)
 
     def steps_logged(self, job_id: str) -> int:
         path = self.run(job_id).metrics

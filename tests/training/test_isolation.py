@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +12,57 @@ import pytest
 
 from tests.harness.runs import lay_order
 from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
+from workers.training.isolation import named_view
 
 ROOT = Path(__file__).parents[2]
 
 LOOK = """
-import ctypes, json, os, subprocess, sys, tempfile
+import ctypes, json, os, resource, subprocess, sys, tempfile
 from pathlib import Path
 from workers.run_directory import RunDirectory
 from workers.training import isolation
+from workers.training.enclosure import enclosed
 from workers.training.isolation import isolate
 
-run = RunDirectory(Path(sys.argv[1]))
-order = run.order()
-done = isolate(run.path, order)
-hidden = Path(sys.argv[2])
-(run.path / "written").write_text("by the trainer")
-try:
-    Path(order.data_file).write_text("changed")
-    changed = True
-except OSError:
-    changed = False
+run, hidden = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
+outside, shared = os.getppid(), Path(sys.argv[3])
+
 def attempt(work):
     try:
         return work()
     except OSError:
         return None
 
-libc = ctypes.CDLL(None, use_errno=True)
-parent = f"/proc/{os.getppid()}"
-print(json.dumps({
-    "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
-    "seen": sorted(str(path.relative_to(hidden)) for path in hidden.rglob("*")),
-    "of_others": [attempt(lambda: Path(f"{parent}/{name}/environ").read_bytes().decode())
-                  for name in (".", f"task/{os.getppid()}")],
-    "root_of_others": attempt(lambda: os.listdir(f"{parent}/root{hidden}")),
-    "taken_away": libc.umount2(os.fsencode(hidden), 2) == 0,
-    "by_a_child": subprocess.run(["umount", "-l", str(hidden)], capture_output=True).returncode == 0,
-    "elsewhere": [attempt(lambda: Path(name).open("ab")) is None
-                  for name in (isolation.__file__, json.__file__, "/etc/planted",
-                               "/proc/sys/kernel/core_pattern")],
-    "of_its_own": [attempt(lambda: Path(name).write_text("x")) is not None
-                   for name in (f"{tempfile.gettempdir()}/{os.getpid()}.own", f"/dev/shm/{os.getpid()}.own")],
-    "model": attempt(lambda: (Path(order.model_path) / "planted").write_text("for everybody")),
-}))
+def look(apart):
+    done = apart and isolate(run.path)
+    order = run.order()
+    (run.path / "written").write_text("by the trainer")
+    changed = attempt(lambda: Path(order.data_file).write_text("changed")) is not None
+    libc, parent = ctypes.CDLL(None, use_errno=True), f"/proc/{outside}"
+    (Path(tempfile.gettempdir()) / "left").write_text("by the trainer")
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/"))
+    print(json.dumps({
+        "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
+        "seen": sorted(str(path.relative_to(hidden)) for path in hidden.rglob("*")),
+        "of_others": [attempt(lambda: Path(f"{parent}/{name}/environ").read_bytes().decode())
+                      for name in (".", f"task/{outside}")],
+        "root_of_others": attempt(lambda: os.listdir(f"{parent}/root{hidden}")),
+        "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
+        "limited": attempt(lambda: resource.prlimit(outside, resource.RLIMIT_CORE, (0, 0))) is not None,
+        "taken_away": libc.umount2(os.fsencode(hidden), 2) == 0,
+        "by_a_child": subprocess.run(["umount", "-l", str(hidden)], capture_output=True).returncode == 0,
+        "elsewhere": [attempt(lambda: Path(name).open("ab")) is None
+                      for name in (isolation.__file__, json.__file__, "/etc/planted",
+                                   str(Path.home() / ".cache" / "planted"), "/proc/sys/kernel/core_pattern")],
+        "of_its_own": [attempt(lambda: Path(name).write_text("x")) is not None
+                       for name in (f"{tempfile.gettempdir()}/own", "/dev/shm/own", "/tmp/own")],
+        "shared": attempt(lambda: shared.read_text()),
+        "compiles_in": cache.is_relative_to(tempfile.gettempdir()),
+        "model": attempt(lambda: (Path(order.model_path) / "planted").write_text("for all")),
+    }), flush=True)
+    return 0
+
+sys.exit(enclosed(look, apart=bool(os.environ["ACCRUE_HIDDEN_FOLDER"])))
 """
 
 
@@ -77,10 +86,21 @@ def laid(folder: Path) -> RunDirectory:
     return run
 
 
-def look(run: RunDirectory, hidden: str, *words: str) -> dict[str, Any]:
-    command = [*words, sys.executable, "-c", LOOK, str(run.path), str(run.path.parent.parent)]
-    env = {**os.environ, HIDDEN_VARIABLE: hidden}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+def look(run: RunDirectory, hidden: Path | None, *words: str) -> dict[str, Any]:
+    """What a process that is isolated as a trainer is can do.
+
+    Args:
+        hidden: the folder that is named to it; null: none.
+        words: before the command.
+    """
+    shared = Path(tempfile.gettempdir()) / f"accrue-test-{os.getpid()}"
+    shared.write_text("of somebody else")
+    command = [*words, sys.executable, "-c", LOOK, str(run.path), str(run.path.parent.parent), str(shared)]
+    env = {**os.environ, HIDDEN_VARIABLE: "" if hidden is None else named_view(hidden, run.order())}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    finally:
+        shared.unlink()
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -92,7 +112,7 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
     link = folder.parent / "link"
     link.symlink_to(folder)
     for hidden in (folder, link):  # by whichever name
-        seen = look(run, str(hidden))
+        seen = look(run, hidden)
         if not seen["isolated"]:
             pytest.skip("this machine lets no process change its view")
         assert seen["seen"] == [
@@ -103,8 +123,13 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
         assert seen["root_of_others"] is None
         assert not seen["taken_away"]
         assert not seen["by_a_child"]
-        assert seen["elsewhere"] == [True] * 4
-        assert seen["of_its_own"] == [True, True]
+        assert seen["elsewhere"] == [True] * 5
+        assert seen["of_its_own"] == [True] * 3
+        assert seen["shared"] is None
+        assert seen["compiles_in"]
+        assert seen["processes"] <= 3
+        assert not seen["limited"]
+        assert not (Path(tempfile.gettempdir()) / "left").exists()
         assert (run.path / "written").read_text() == "by the trainer"
         (run.path / "written").unlink()
     assert (folder / "accrue.db").read_text() == "everybody's jobs"
@@ -113,29 +138,46 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
 def test_where_it_is_not_allowed_everything_stays_as_it_is(folder: Path) -> None:
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
-    assert not look(run, "")["isolated"]  # nobody asked for it
-    seen = look(run, str(folder.parent / "elsewhere"))
+    assert not look(run, None)["isolated"]  # it was not requested
+    seen = look(run, folder.parent / "elsewhere")
     assert not seen["isolated"]
     assert "accrue.db" in seen["seen"]
     if os.getuid() == 0:
-        forbidden = look(run, str(folder), "setpriv", "--bounding-set=-sys_admin")
+        forbidden = look(run, folder, "setpriv", "--bounding-set=-sys_admin")
         assert not forbidden["isolated"]
         assert "files/file-2" in forbidden["seen"]
 
 
-def test_a_model_that_is_made_for_a_job_is_there_for_the_next(folder: Path) -> None:
+def test_the_order_in_the_trainer_s_own_folder_decides_nothing(folder: Path) -> None:
+    """What an earlier attempt left behind may have rewritten it."""
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
-    (folder / "models").mkdir()
-    run.write_order(
-        run.order().model_copy(update={"model_path": str(folder / "models" / "accrue" / "tiny-gpt2")})
-    )
-    seen = look(run, str(folder))
+    view = named_view(folder, run.order())
+    planted = {"data_file": str(folder / "files" / "file-2"), "model_path": str(folder / "x")}
+    run.write_order(run.order().model_copy(update=planted))
+    env = {**os.environ, HIDDEN_VARIABLE: view}
+    script = LOOK.replace("order = run.order()", "order = run.order(); order = order.model_copy(update={"
+                          "'data_file': str(hidden / 'files' / 'file-1')})")  # fmt: skip
+    command = [sys.executable, "-c", script, str(run.path), str(folder), "/none"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    seen = json.loads(done.stdout)
     if not seen["isolated"]:
         pytest.skip("this machine lets no process change its view")
-    assert "models" in seen["seen"]
-    (folder / "models" / "accrue" / "tiny-gpt2").mkdir(parents=True)
-    assert look(run, str(folder))["model"] is None  # once it is made, nobody writes there
+    assert "files/file-2" not in seen["seen"]
+    assert "accrue.db" not in seen["seen"]
+
+
+def test_the_base_model_is_made_before_and_never_written_by_a_trainer(folder: Path) -> None:
+    (folder.parent / "scratch").mkdir()
+    run = laid(folder)
+    model = folder / "models" / "accrue" / "tiny-gpt2"
+    model.mkdir(parents=True)
+    run.write_order(run.order().model_copy(update={"model_path": str(model)}))
+    seen = look(run, folder)
+    if not seen["isolated"]:
+        pytest.skip("this machine lets no process change its view")
+    assert "models/accrue/tiny-gpt2" in seen["seen"]
+    assert seen["model"] is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user can be taken on by root alone")
@@ -151,7 +193,7 @@ def test_another_user_than_root_is_isolated_as_well(folder: Path) -> None:
         [*nobody, sys.executable, "-c", "import workers.training.isolation"], cwd=ROOT
     ).returncode:
         pytest.skip("another user cannot read this checkout")
-    seen = look(run, str(folder), *nobody)
+    seen = look(run, folder, *nobody)
     if not seen["isolated"]:
         pytest.skip("this machine lets no user have a view of its own")
     assert "accrue.db" not in seen["seen"]

@@ -320,6 +320,37 @@ def test_a_stop_ends_training_with_a_model(
     assert ended.result["steps"] < 100_000
 
 
+@pytest.mark.parametrize("kind", ["a broken link", "a folder"])
+def test_whatever_a_trainer_puts_in_the_place_of_the_finish_mark_costs_the_worker_nothing(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    mark = supervisor.running[0].run.path / "finish"
+    mark.mkdir() if kind == "a folder" else mark.symlink_to("nowhere")
+    supervisor.running[0].requested = "stop"
+    turn(supervisor)
+    assert supervisor.running[0].run.is_to_finish()
+    assert job(database, job_id).status == "running"
+
+
+def test_an_error_about_one_trainer_is_that_job_s_crash(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    job_id = endless(settings, database)
+    turn(supervisor)
+
+    def broken(running: object) -> bool:
+        raise NotADirectoryError(20, "Not a directory")
+
+    monkeypatch.setattr(supervisor, "_is_stuck", broken)
+    supervisor.turn()
+    assert job(database, job_id).status == "queued"
+    assert "Attempt 1 ended: crashed: NotADirectoryError" in told(database, job_id)
+
+
 def test_a_gpu_that_is_too_hot_is_given_time_to_cool_down(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,8 +21,10 @@ from app.datasets import previews
 from app.models import base_models
 from app.settings import Settings
 from app.storage.database import Database
+from workers.training.enclosure import enclosed
 from workers.training.faults import CannotTrain
-from workers.training.isolation import code_and_caches, see_only
+from workers.training.fetching import fetch, fetched_first
+from workers.training.isolation import give_up_powers, see_only
 from workers.training.limits import limit_memory
 from workers.training.model import load_tokenizer, prepare_files
 from workers.training.preview import preview
@@ -143,11 +145,36 @@ def _look(
     """
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
     os.dup2(sys.stderr.fileno(), 2)
-    if hidden is not None:
-        local = Path(model).resolve()
-        needed = {data: False, folder.resolve(): True, **dict(code_and_caches())}
-        needed |= {local: False} if local.exists() else {hidden / "models": True}
-        see_only(hidden, needed)
+    if hidden is None:
+        _answer(make, order, model, data, folder)
+        return
+    fetched_first(lambda: _fetch(order, model))  # what is missing is missed below
+
+    def look(apart: bool) -> int:
+        if apart:
+            see_only(hidden, {data: False, Path(model).resolve(): False, folder.resolve(): True})
+        else:
+            give_up_powers()
+        _answer(make, order, model, data, folder)
+        return 0
+
+    enclosed(look, apart=True)
+
+
+def _fetch(order: PreviewOrder, model: str) -> int:
+    with suppress(OSError, ValueError, ImportError):
+        fetch(order.model, model)
+    return 0
+
+
+def _answer(
+    make: Callable[[PreviewOrder, str, Path, Path], DatasetPreview],
+    order: PreviewOrder,
+    model: str,
+    data: Path,
+    folder: Path,
+) -> None:
+    """Makes the preview under limits, and writes it, or the error, into the folder."""
     limit_memory(_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also once nobody waits any more
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -9,15 +9,26 @@ import argparse
 import contextlib
 import errno
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
 from app.contract.reports import Failure
-from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, Reporter, RunDirectory, RunDirectoryInUse
+from workers.run_directory import (
+    DISK_FULL,
+    HIDDEN_VARIABLE,
+    INTERRUPTED,
+    NO_ROOM,
+    Reporter,
+    RunDirectory,
+    RunDirectoryInUse,
+)
+from workers.training.enclosure import enclosed
 from workers.training.faults import CannotTrain, Interrupted
-from workers.training.isolation import isolate
+from workers.training.fetching import fetch, fetched_first, first_line
+from workers.training.isolation import give_up_powers, isolate
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 
@@ -52,18 +63,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.training", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run directory with a spec.json")
     run = RunDirectory(parser.parse_args().run_dir.absolute())
-    with contextlib.suppress(OSError, ValueError):  # without an order, or a broken one: told below
-        isolate(run.path, run.order())
-    die_with_parent()  # now, since a changed view forgets what was asked of the parent's death
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     limit()
     stop = StopSignal()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    isolated = bool(os.environ.get(HIDDEN_VARIABLE))
+    if isolated and (status := fetched_first(lambda: _fetch(run))) != 0:
+        return status
+
+    def train(apart: bool) -> int:
+        if apart:
+            isolate(run.path)
+        elif isolated:
+            give_up_powers()
+        die_with_parent()  # now, since a changed view forgets what was asked of the parent's death
+        try:
+            with run.locked():
+                return attempt(run, stop)
+        except RunDirectoryInUse as error:
+            log.error("%s", error)
+            return INTERRUPTED  # no fault of the job's: another attempt is about to end
+
+    return enclosed(train, apart=isolated)
+
+
+def _fetch(run: RunDirectory) -> int:
+    """Puts the base model's files where the trainer can read them: it can write to its run alone."""
+    die_with_parent()
+    order = run.order()
     try:
-        with run.locked():
-            return attempt(run, stop)
-    except RunDirectoryInUse as error:
-        log.error("%s", error)
-        return INTERRUPTED  # no fault of the job's: another attempt is about to end
+        fetch(order.spec.model, order.model_path)
+    except (OSError, ValueError, ImportError) as error:
+        first = first_line(error, order, run.base)
+        message = f"the model {order.spec.model.name} could not be loaded: {first}"
+        run.write_failure(Failure(code="model_not_loaded", message=message, permanent=True))
+        return 1
+    return 0
 
 
 def attempt(run: RunDirectory, stop: StopSignal) -> int:

@@ -1,11 +1,14 @@
-"""A trainer's own view of the machine: of the data folder it sees its own run and its own data alone.
+"""A trainer's own view of the machine: of the data folder it sees its own run and its own data alone, and the
+folders for temporary files are its own.
 
 A model's files and training data come from strangers, and some library that reads them may one day be talked
-into opening another file. What a trainer cannot see it cannot put into the model that it trains. Where the
-machine does not let a process change its view (no Linux, a container without namespaces), it stays as it is.
+into opening another file, or running something. What a trainer cannot see it cannot put into the model that
+it trains, and what it cannot write no other trainer reads. Where the machine does not let a process change
+its view (no Linux, a container without namespaces), it stays as it is.
 """
 
 import ctypes
+import json
 import logging
 import os
 import sys
@@ -20,10 +23,9 @@ from workers.run_directory import HIDDEN_VARIABLE
 
 log = logging.getLogger("accrue.trainer")
 
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
-_READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _RECURSIVE = 1, 2, 4, 32, 4096, 16384
 _DETACH = 2
-"""Of unshare(2), mount(2) and umount2(2)."""
+"""Of mount(2) and umount2(2)."""
 
 _MOUNT_SETATTR, _HERE, _ALL_BELOW, _MOUNT_READ_ONLY = 442, -100, 0x8000, 1
 """Of mount_setattr(2), whose number is the same on every architecture."""
@@ -32,78 +34,105 @@ _NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS, _SET_DUMPABLE = 38, 24, 4
 _ANY_FILE, _MOST_POWERS, _CAPABILITIES_3 = 1, 64, 0x20080522
 """Of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the one of capabilities(7) that is kept."""
 
+_SHARED = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders that every process may write to: an isolated one has empty ones of its own."""
 
-def isolate(run: Path, order: Order) -> bool:
-    """Hides the data folder that the supervisor names but for this run. Call it before there is a second
-    thread.
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Where compiled code is kept, and run from."""
+
+
+def named_view(folder: Path, order: Order) -> str:
+    """What `isolate` is to be told, by whoever starts a trainer: not the trainer's own folder, which it may
+    write to.
+
+    Args:
+        folder: of which the trainer is to see what it needs alone.
+    """
+    return json.dumps({"folder": str(folder.resolve()), "files": [str(path) for path in _needed(order)]})
+
+
+def isolate(run: Path) -> bool:
+    """Hides the data folder that the supervisor names but for this run, and what it says that is needed.
+
+    Call it in a process with mounts of its own (enclosure.py), before there is a second thread.
 
     Returns:
         Whether anything is hidden now.
     """
-    named = os.environ.get(HIDDEN_VARIABLE)
+    named = json.loads(os.environ.get(HIDDEN_VARIABLE) or "{}")
     if not named:
         return False
-    needed = {run.resolve(): True, **dict(_needed(order))}
-    hidden = Path(named).resolve()
-    return hidden in run.resolve().parents and see_only(hidden, needed)
+    needed = {Path(path): False for path in named["files"]}
+    hidden = Path(named["folder"])
+    return hidden in run.resolve().parents and see_only(hidden, {**needed, run.resolve(): True})
 
 
 def see_only(hidden: Path, needed: Mapping[Path, bool]) -> bool:
-    """Replaces a folder, as this process sees it, by an empty one with what is needed of it; and gives up the
-    powers with which that could be undone, or other processes looked into.
+    """Replaces a folder, as this process sees it, by an empty one with what is needed of it, and the folders
+    for temporary files by empty ones; and gives up the powers with which that could be undone, or other
+    processes looked into.
 
     Args:
-        needed: paths, and whether they are written to. Those elsewhere stay as they are.
+        needed: paths, and whether they are written to. Those elsewhere stay as they are, read-only.
 
     Returns:
         Whether it is hidden now.
     """
-    if sys.platform != "linux" or hidden in needed:
+    if sys.platform != "linux":
         return False
+    needed = {**dict.fromkeys(code_and_caches(), False), **needed}
+    own = {Path(path).resolve() for path in (*_SHARED, tempfile.gettempdir()) if Path(path).exists()}
     try:
-        _own_view()
-        _hide(hidden, {path: own for path, own in needed.items() if hidden in path.parents and path.exists()})
+        if hidden in needed:
+            raise OSError(0, f"{hidden} itself is needed")
+        for folder in sorted({hidden, *own}, key=lambda path: len(path.parts)):
+            _hide(folder, needed)
+        written = {**needed, **dict.fromkeys(own, True)}
         with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
-            _write_only_to({path: is_written for path, is_written in needed.items() if path.exists()})
+            _write_only_to({path: is_written for path, is_written in written.items() if path.exists()})
     except OSError as error:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
         return False
     finally:
-        _give_up_powers()
+        give_up_powers()
+        os.environ.update({name: str(Path(tempfile.gettempdir()) / name.lower()) for name in _CACHES})
     return True
 
 
-def _hide(hidden: Path, needed: Mapping[Path, bool]) -> None:
+def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
     """Puts an empty folder in the place of another, with what is needed of that.
 
     Raises:
         OSError: it could not be done; everything is as it was.
     """
+    folder.mkdir(parents=True, exist_ok=True)  # where it lies in one that was hidden before
     with ExitStack() as opened:
         kept: list[tuple[Path, int, bool]] = []
         for path in sorted(needed):  # in our own view: what was opened in another cannot be put into it
-            descriptor = os.open(path, os.O_PATH)
-            opened.callback(os.close, descriptor)
-            kept.append((path, descriptor, path.is_dir()))
-        _mount("tmpfs", hidden, "tmpfs", _NO_SUID | _NO_DEV)
+            if folder in path.parents and path.exists():
+                descriptor = os.open(path, os.O_PATH)
+                opened.callback(os.close, descriptor)
+                kept.append((path, descriptor, path.is_dir()))
+        mode = folder.stat().st_mode & 0o7777
+        _mount("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEV)
         try:
+            folder.chmod(mode)
             for path, descriptor, is_folder in kept:
                 _put_back(path, descriptor, is_folder=is_folder, is_written=needed[path])
         except OSError:
-            _libc().umount2(os.fsencode(hidden), _DETACH)
+            _libc().umount2(os.fsencode(folder), _DETACH)
             raise
 
 
 def _write_only_to(needed: Mapping[Path, bool]) -> None:
-    """Makes every file system read-only but the folders that are written to, /dev/shm, and what the kernel
-    shows in /proc: what is run outside of the trainer, such as the code of other trainers, is not for it to
+    """Makes every file system read-only but the folders that are written to, and what the kernel shows in
+    /proc: what is run outside of the trainer, such as the code of other trainers, is not for it to
     change.
 
     Raises:
         OSError: it could not be done; everything is as it was.
     """
-    chosen = {path: True for path in (Path("/dev/shm"), Path("/proc")) if path.exists()}
-    chosen |= {**needed, Path("/proc/sys"): False}
+    chosen = {Path("/proc"): True, **needed, Path("/proc/sys"): False}
     outer_first = sorted(chosen, key=lambda path: len(path.parts))  # what lies deeper decides for itself
     for path in outer_first:
         if path != Path("/proc"):
@@ -128,25 +157,23 @@ def _set_attributes(path: Path, *, read_only: bool) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
 
 
-def _needed(order: Order) -> Iterator[tuple[Path, bool]]:
+def _needed(order: Order) -> Iterator[Path]:
     for name in (order.data_file, order.validation_file):
         if name is not None:
-            yield Path(name).resolve(), False
+            yield Path(name).resolve()
     model = Path(order.model_path)
-    if model.is_absolute():  # else the hub's; the built-in one is made there once, for all jobs
-        there = next(each for each in (model, *model.parents) if each.exists())
-        yield there.resolve(), there != model
-    yield from code_and_caches()
+    if model.is_absolute():  # else the hub's
+        yield model.resolve()
 
 
-def code_and_caches() -> Iterator[tuple[Path, bool]]:
-    """Where Python, its packages and the hub's cache are, should somebody keep them in the data folder."""
+def code_and_caches() -> Iterator[Path]:
+    """Where Python, its packages and the hub's cache are, should somebody keep them in a hidden folder."""
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
-            yield Path(os.environ[variable]).resolve(), True
-    yield from ((path.resolve(), True) for path in (Path.home() / ".cache", Path(tempfile.gettempdir())))
+            yield Path(os.environ[variable]).resolve()
+    yield (Path.home() / ".cache").resolve()
     code = (FOLDER, Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry))
-    yield from ((path.resolve(), False) for path in code)
+    yield from (path.resolve() for path in code)
 
 
 def _put_back(path: Path, descriptor: int, *, is_folder: bool, is_written: bool) -> None:
@@ -161,22 +188,7 @@ def _put_back(path: Path, descriptor: int, *, is_folder: bool, is_written: bool)
             _mount("none", path, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEV)
 
 
-def _own_view() -> None:
-    """Raises:
-    OSError: this machine does not allow it.
-    """
-    user, group = os.getuid(), os.getgid()
-    flags = _NEW_MOUNTS if user == 0 else _NEW_MOUNTS | _NEW_USER
-    if _libc().unshare(flags) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    if user != 0:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    _mount("none", Path("/"), None, _RECURSIVE | _PRIVATE)
-
-
-def _give_up_powers() -> None:
+def give_up_powers() -> None:
     """Keeps of root's powers that of reading and writing files of all users.
 
     Without the others a mount cannot be taken away again, no device be made, no file be opened by its number,

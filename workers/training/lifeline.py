@@ -1,16 +1,12 @@
 """A trainer does not outlive its supervisor, however that one ends."""
 
 import contextlib
-import ctypes
 import os
 import select
-import signal
-import sys
 import threading
 
 from workers.run_directory import LIFELINE_VARIABLE, SILENCE_VARIABLE
-
-_PR_SET_PDEATHSIG = 1
+from workers.training import enclosure
 
 
 def die_with_parent() -> None:
@@ -23,8 +19,7 @@ def die_with_parent() -> None:
     descriptor = os.environ.get(LIFELINE_VARIABLE)
     if descriptor is None:
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    enclosure.die_with_parent()
     silence = os.environ.get(SILENCE_VARIABLE)
     patience = float(silence) if silence is not None else None
     threading.Thread(target=_watch, args=(int(descriptor), patience), daemon=True, name="lifeline").start()

@@ -21,9 +21,9 @@ from app.contract.plan import Plan
 from app.contract.spec import LoraSpec, MethodSpec, RunPrecision, Spec
 from workers.run_directory import RunDirectory, sync, write_whole
 from workers.training.faults import CannotTrain
+from workers.training.fetching import fetch, first_line
 from workers.training.loss import backbone_of
-from workers.training.model_files import check_tokenizer, source_of, stage
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.model_files import check_tokenizer, stage
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,9 +45,7 @@ def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
         CannotTrain: the files are not those that the job was submitted with, or are not safe to load.
         OSError, ValueError: there are none.
     """
-    if model.source == "built_in":
-        ensure_tiny_gpt2(Path(path))
-    source = source_of(model, path)
+    source = fetch(model, path)
     if model.fingerprint is not None and fingerprint_of_files(source) != model.fingerprint:
         raise CannotTrain(
             "model_changed",
@@ -68,7 +66,7 @@ def staged(order: Order, run: RunDirectory) -> Path:
     except (OSError, ValueError, ImportError) as error:
         raise CannotTrain(
             "model_not_loaded",
-            f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order, run.base)}",
+            f"the model {order.spec.model.name} could not be loaded: {first_line(error, order, run.base)}",
         ) from error
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
     if known.exists() and json.loads(known.read_text())["fingerprint"] != found:
@@ -124,11 +122,11 @@ def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
                 raise
             model, notes = _read(order, folder, "eager"), ["the model has no sdpa attention: eager is used"]
     except ImportError as error:
-        raise CannotTrain("not_installed", _first_line(error, order, folder)) from error
+        raise CannotTrain("not_installed", first_line(error, order, folder)) from error
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise CannotTrain(
             "model_not_loaded",
-            f"the model {order.spec.model.name} could not be loaded: {_first_line(error, order, folder)}",
+            f"the model {order.spec.model.name} could not be loaded: {first_line(error, order, folder)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
         _check_positions(model, order.spec)
@@ -415,13 +413,6 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str
     partial.rename(target)
     sync(target.parent)
     return tuple(sorted(file.name for file in target.iterdir()))
-
-
-def _first_line(error: Exception, order: Order, folder: Path) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    for path in (str(folder), order.model_path):
-        first = first.replace(path, order.spec.model.name)
-    return first[:500]
 
 
 def routes(model: Any) -> bool:

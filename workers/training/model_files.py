@@ -7,15 +7,12 @@ its configurations rewritten to the fields that are known to be harmless.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.contract.architecture import ModelReference
-from workers.run_directory import TOKEN_VARIABLE
 from workers.training.faults import CannotTrain
 
 LARGEST_CONFIG_BYTES = 2**20
@@ -59,36 +56,6 @@ _GENERATION_FIELDS = frozenset({
     "bos_token_id", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "min_p", "pad_token_id",
     "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
 })  # fmt: skip
-
-
-def hub_token() -> str | None:
-    """The token that the supervisor passed on, read once; null: the hub's own rules hold (run by hand)."""
-    descriptor = os.environ.pop(TOKEN_VARIABLE, None)
-    if descriptor is None:
-        return None
-    with os.fdopen(int(descriptor), "rb") as pipe:
-        return pipe.read().decode() or None
-
-
-def source_of(model: ModelReference, path: str) -> Path:
-    """The folder with a model's files; a hub model is downloaded first, and the token forgotten after.
-
-    Raises:
-        OSError, ValueError: it cannot be had.
-    """
-    token = hub_token()
-    if model.source != "hub":
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # is documented
-
-    disable_progress_bars()
-    wanted = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
-    other = ["*/*", "consolidated*"]  # the same weights in the format of the model's makers
-    try:
-        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=other, token=token))
-    finally:
-        os.environ.pop("HF_TOKEN", None)
 
 
 def stage(source: Path, target: Path) -> Path:

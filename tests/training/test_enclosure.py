@@ -1,0 +1,106 @@
+"""A process tree of its own: signals go in, the end comes out, and nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runs import until
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from workers.training.enclosure import enclosed
+
+def work(apart):
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    (folder / "apart").write_text(str(apart))
+    match what:
+        case "status": return 75
+        case "exit": sys.exit(74)
+        case "raise": raise ValueError("broken")
+        case "killed": os.kill(os.getpid(), signal.SIGKILL)
+        case "crashed": os.kill(os.getpid(), signal.SIGSEGV)
+        case "orphan" | "waits":
+            if what == "orphan" and os.fork() == 0:
+                os.setsid()
+                if os.fork() > 0:
+                    os._exit(0)
+                while True:
+                    (folder / "alive").touch()
+                    time.sleep(0.01)
+            if what == "orphan":
+                while not (folder / "alive").exists():
+                    time.sleep(0.01)
+                return 0
+            stopped = []
+            signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+            (folder / "ready").touch()
+            while not stopped:
+                (folder / "alive").touch()
+                time.sleep(0.01)
+            return 7
+
+sys.exit(enclosed(work, apart=sys.argv[3] == "apart"))
+"""
+
+
+def started(what: str, folder: Path, how: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, what, str(folder), how], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+
+
+def is_still(folder: Path) -> bool:
+    """Whether what touched a file all the time is gone."""
+    seen = (folder / "alive").stat().st_mtime_ns
+    try:
+        until(lambda: (folder / "alive").stat().st_mtime_ns != seen, 0.5)
+    except TimeoutError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("how", ["apart", "together"])
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [("status", 75), ("exit", 74), ("raise", 1), ("killed", -signal.SIGKILL), ("crashed", -signal.SIGSEGV)],
+)
+def test_it_ends_as_the_work_ended(tmp_path: Path, what: str, status: int, how: str) -> None:
+    assert started(what, tmp_path, how).wait(30) == status
+
+
+@pytest.mark.parametrize("how", ["apart", "together"])
+def test_a_signal_goes_in_and_the_answer_comes_out(tmp_path: Path, how: str) -> None:
+    process = started("waits", tmp_path, how)
+    until((tmp_path / "ready").exists, 30)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 7
+
+
+@pytest.mark.parametrize("how", ["apart", "together"])
+def test_what_the_work_leaves_behind_is_ended(tmp_path: Path, how: str) -> None:
+    assert started("orphan", tmp_path, how).wait(30) == 0
+    assert is_still(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["apart", "together"])
+def test_killing_the_outermost_process_ends_the_work(tmp_path: Path, how: str) -> None:
+    process = started("waits", tmp_path, how)
+    until((tmp_path / "ready").exists, 30)
+    process.kill()
+    process.wait()
+    until(lambda: is_still(tmp_path), 10)
+
+
+def test_as_root_there_are_process_ids_of_its_own(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("another user may not be allowed to")
+    allowed = subprocess.run(["unshare", "--pid", "--mount", "true"], capture_output=True).returncode == 0
+    assert started("status", tmp_path, "apart").wait(30) == 75
+    assert (tmp_path / "apart").read_text() == str(allowed)

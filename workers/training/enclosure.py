@@ -1,0 +1,180 @@
+"""A process tree of its own: nothing outlives the work that is done in it, and it sees no other process.
+
+    this process    passes signals on, and ends as the work ended
+      └─ init       the first of its process ids: when it ends, the kernel ends everything below it
+           └─ work
+
+Where the machine does not let a process have process ids of its own (no Linux, a container without
+namespaces), init ends what is left of its descendants instead.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("accrue.trainer")
+
+_NEW_MOUNTS, _NEW_USER, _NEW_PROCESS_IDS = 0x00020000, 0x10000000, 0x20000000
+"""Of unshare(2)."""
+_NO_SUID, _NO_DEV, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 16384, 1 << 18
+"""Of mount(2)."""
+_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+"""Of prctl(2)."""
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+_SIGNALLED = 128
+"""Added to a signal's number in init's exit status, as shells do."""
+
+Work = Callable[[], int]
+
+
+def enclosed(work: Callable[[bool], int], *, apart: bool) -> int:
+    """Does work in a process tree of its own. Call it before there is a second thread.
+
+    This process ends by the signal that the work was ended by, if it was.
+
+    Args:
+        work: gives the exit status; is called with whether it has mounts and process ids of its own.
+        apart: it should, where the machine allows that.
+
+    Returns:
+        The exit status.
+    """
+    own = apart and _own_namespaces()
+    with _passed_on_later():
+        init = os.fork()
+        if init == 0:
+            _end(lambda: _init(lambda: work(own), own=own))
+        _pass_on(init)
+    status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1])
+    ended_by = -status if status < 0 else status - _SIGNALLED
+    if ended_by > 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(ended_by, signal.SIG_DFL)
+        os.kill(os.getpid(), ended_by)
+    return status
+
+
+def in_a_child(work: Work) -> int:
+    """Does work in a child process that ends with this one; gives its exit status, negative for a signal."""
+    with _passed_on_later():
+        child = os.fork()
+        if child == 0:
+            _end(work)
+        before = _pass_on(child)
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def die_with_parent() -> None:
+    """The kernel ends this process when the thread that started it ends. Forgotten when powers change."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+
+
+def _init(work: Work, *, own: bool) -> int:
+    """Waits for the work, and for the orphans that it leaves."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if own:
+        flags = _NO_SUID | _NO_DEV | _NO_EXEC
+        libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(flags), None)  # a container may forbid it
+    elif sys.platform == "linux":
+        libc.prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+    with _passed_on_later():
+        handlers = {number: signal.getsignal(number) for number in _PASSED_ON}
+        child = os.fork()
+        if child == 0:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            _end(work)
+        _pass_on(child)
+    status = _wait_for(child)
+    if not own:
+        _end_orphans()
+    return status if status >= 0 else _SIGNALLED - status
+
+
+def _end(work: Work) -> None:
+    """Does work in a child that was just forked, and ends it."""
+    status = 1
+    try:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        status = work()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait_for(child: int) -> int:
+    """The exit status of a child; others, which were adopted, are let go of meanwhile."""
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _end_orphans() -> None:
+    """Ends the descendants that were adopted, and theirs, which are adopted then."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    with contextlib.suppress(OSError):
+        while found := children.read_text().split():
+            for child in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+            os.wait()
+
+
+@contextlib.contextmanager
+def _passed_on_later() -> Iterator[None]:
+    """Holds the signals back that are passed on, until it is known to whom."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+
+
+def _pass_on(child: int) -> dict[int, Any]:
+    """Passes signals on to a child; gives the handlers before."""
+
+    def pass_on(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    return {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+
+
+def _own_namespaces() -> bool:
+    """Gives this process mounts of its own, and its children process ids of their own."""
+    if sys.platform != "linux":
+        return False
+    user, group = os.getuid(), os.getgid()
+    flags = _NEW_MOUNTS | _NEW_PROCESS_IDS | (0 if user == 0 else _NEW_USER)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags) != 0:
+        log.info("the trainer has no view of its own: %s", os.strerror(ctypes.get_errno()))
+        return False
+    if user != 0:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "/")
+    return True
