@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING
 from sqlalchemy import inspect, make_url, text
 
 from app.storage.database import Database
-from app.storage.tables import Base
 
 if TYPE_CHECKING:
     from alembic.config import Config
-
-_STAMP = """CREATE TABLE alembic_version (
-    version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
-)"""
-"""What alembic remembers the revision in."""
 
 _APP = Path(__file__).resolve().parents[1]
 _ALEMBIC = _APP / "alembic" if (_APP / "alembic").is_dir() else _APP.parent / "alembic"
@@ -29,16 +23,12 @@ _ALEMBIC = _APP / "alembic" if (_APP / "alembic").is_dir() else _APP.parent / "a
 def migrate(url: str) -> None:
     """Brings the database to the newest revision; processes that start together do it one after another.
 
-    An empty SQLite database is given its tables at once rather than step by step, and one that is at the
-    newest revision is left alone: a service starts sooner without alembic.
+    One that is at the newest revision is left alone: a service starts sooner without Alembic.
     """
     database = Database(url)
     try:
         with _one_at_a_time(url):
-            at = current_revision(database)
-            if at is None and database.is_sqlite:
-                at = _all_at_once(database)
-            if at != newest_revision():
+            if current_revision(database) != newest_revision():
                 _step_by_step(url, "head")
             _only_for_its_owner(url)
     finally:
@@ -74,20 +64,6 @@ def current_revision(database: Database) -> str | None:
 def newest_revision() -> str:
     """The newest revision that this code has: the steps are numbered, as are their files' names."""
     return max(path.name.partition("_")[0] for path in (_ALEMBIC / "versions").glob("[0-9]*_*.py"))
-
-
-def _all_at_once(database: Database) -> str | None:
-    """Gives the revision, or null where there are tables already."""
-    with database.writing() as session:
-        connection = session.connection()
-        if inspect(connection).get_table_names():
-            return None
-        Base.metadata.create_all(connection)
-        connection.execute(text(_STAMP))
-        connection.execute(
-            text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": newest_revision()}
-        )
-    return newest_revision()
 
 
 def _step_by_step(url: str, revision: str) -> None:
