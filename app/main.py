@@ -39,13 +39,13 @@ from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.migrations import migrate
 from app.storage.waits import Waits
-from app.web import dashboard, documentation, openapi, problem_details
+from app.web import dashboard, documentation, openapi
 from app.web.dependencies import authorised
+from app.web.downloads import Streams
+from app.web.error_bodies import Problem
 from app.web.event_stream import EventStream
 from app.web.latency import LatencyGauge
 from app.web.middleware import NATIVE, EveryRequest
-from app.web.problem_details import Problem
-from app.web.streams import Streams
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
@@ -123,7 +123,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
     retention = Retention(app.state.database, settings)
     webhooks = _webhooks(settings, app.state.database)
     _add_middleware(app, settings, audit, is_mounted=authenticate is not None)
-    problem_details.install(app)
+    error_bodies.install(app)
     _add_routes(app)
     openapi.describe(app)
     return app

@@ -22,8 +22,8 @@ from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
 from app.web.content_type import is_multipart, names_a_charset
+from app.web.error_bodies import known, problem_response, unexpected
 from app.web.latency import LatencyGauge
-from app.web.problem_details import known, problem_response, unexpected
 
 log = structlog.get_logger("accrue.service")
 

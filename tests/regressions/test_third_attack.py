@@ -30,7 +30,7 @@ from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
-from app.web.streams import MOST_OF_A_KEY, ClosedStream, Streams
+from app.web.downloads import MOST_OF_A_KEY, ClosedStream, Streams
 from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submission, submitted

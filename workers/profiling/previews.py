@@ -22,7 +22,7 @@ from app.models import base_models
 from app.settings import Settings
 from app.storage.database import Database
 from workers.training.enclosure import enclosed
-from workers.training.faults import CannotTrain
+from workers.training.endings import CannotTrain
 from workers.training.fetching import fetch, fetched_first
 from workers.training.isolation import give_up_powers, see_only
 from workers.training.limits import limit_memory

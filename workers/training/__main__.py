@@ -26,7 +26,7 @@ from workers.run_directory import (
     RunDirectoryInUse,
 )
 from workers.training.enclosure import enclosed
-from workers.training.faults import CannotTrain, Interrupted
+from workers.training.endings import CannotTrain, Interrupted
 from workers.training.fetching import fetch, fetched_first, first_line
 from workers.training.isolation import give_up_powers, isolate
 from workers.training.lifeline import die_with_parent

@@ -16,7 +16,7 @@ from workers.training import guards
 from workers.training import model as models
 from workers.training.accumulate import cut, make_room, observe_routing
 from workers.training.batches import Groups
-from workers.training.faults import CannotTrain
+from workers.training.endings import CannotTrain
 from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
 from workers.training.start import Training

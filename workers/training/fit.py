@@ -24,7 +24,7 @@ from workers.training import model as models
 from workers.training.accumulate import Trained, train_window
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
-from workers.training.faults import Interrupted, StopRequested
+from workers.training.endings import Interrupted, StopRequested
 from workers.training.loader import Indices
 from workers.training.optimizer import set_rate
 from workers.training.report import log_line, tell_start

@@ -20,7 +20,7 @@ from app.contract.order import Order
 from app.contract.plan import Plan
 from app.contract.spec import LoraSpec, MethodSpec, RunPrecision, Spec
 from workers.run_directory import RunDirectory, sync, write_whole
-from workers.training.faults import CannotTrain
+from workers.training.endings import CannotTrain
 from workers.training.fetching import fetch, first_line
 from workers.training.loss import backbone_of
 from workers.training.model_files import check_tokenizer, stage

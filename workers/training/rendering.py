@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from app import FOLDER, PREFIX
-from workers.training.faults import CannotTrain
+from workers.training.endings import CannotTrain
 from workers.training.isolation import give_up_powers
 from workers.training.limits import limit_memory
 

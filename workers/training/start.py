@@ -17,7 +17,7 @@ from workers.training.balance import Balance, balance_of
 from workers.training.batches import Buckets, Form, collate
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, prepare
-from workers.training.faults import CannotTrain, Interrupted, StopRequested
+from workers.training.endings import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import gradients_for
 from workers.training.loader import Indices, Loader
 from workers.training.loss import TokenLoss
