@@ -39,7 +39,7 @@ from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.migrations import migrate
 from app.storage.waits import Waits
-from app.web import dashboard, documentation, openapi
+from app.web import dashboard, documentation, error_bodies, openapi
 from app.web.dependencies import authorised
 from app.web.downloads import Streams
 from app.web.error_bodies import Problem

@@ -104,7 +104,7 @@ class LeaseKeeper:
                 thread.join(self._settings.lease_seconds)
 
     def beat(self, database: Database) -> None:
-        """One round: every lease, the worker's own sign of life, and the rescue of lost jobs.
+        """One round: every lease, the worker's own sign of life, and the return of lost jobs to the queue.
 
         Its own leases come first: should the clock have jumped ahead, they are not lost.
         """
@@ -114,7 +114,7 @@ class LeaseKeeper:
         with database.writing() as session:
             live_workers.beat(session, self._row())
             live_workers.forget(session, [], SILENT_SECONDS)
-            for job_id in queue.rescue(session):
+            for job_id in queue.reclaim_expired(session):
                 log.warning("job rescued from a lost worker", job=job_id)
 
     def enforce(self) -> None:

@@ -230,7 +230,7 @@ class Supervisor:
             queue.store_plan(session, fence, plan, _name(device))
             if not earlier.predicted and resumed is None:
                 message = "Another device: the job goes on with a new plan, and the same effective batches."
-                events.tell(
+                events.record_event(
                     session, transitions.get(session, job.id), "plan_changed", message, level="warning"
                 )
         run = RunDirectory(self.settings.runs_dir / fence.job_id)

@@ -29,10 +29,10 @@ def benchmark(
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of every micro-batch")] = 8,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of every sample")] = 128,
     steps: Annotated[
-        str, typer.Option(help="Accumulation steps to measure; the first is compared with")
+        str, typer.Option(help="Accumulation steps to measure; the first is the baseline")
     ] = "1,16",
-    micro_batches: Annotated[int, typer.Option(min=16, help="That each job works through")] = 192,
-    rounds: Annotated[int, typer.Option(min=1, help="Jobs of each kind, by turns")] = 3,
+    micro_batches: Annotated[int, typer.Option(min=16, help="Micro-batches per job")] = 192,
+    rounds: Annotated[int, typer.Option(min=1, help="Jobs per setting, run alternately")] = 3,
     png: Annotated[Path | None, typer.Option(help="Also draw it into this file", dir_okay=False)] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from app.storage.database import Database
     from app.storage.tables import Key
 
-commands = typer.Typer(
-    no_args_is_help=True, help="API keys: with the first one made, nobody comes in without."
-)
+commands = typer.Typer(no_args_is_help=True, help="API keys: once one exists, every request needs one.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON")]
 

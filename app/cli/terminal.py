@@ -115,7 +115,7 @@ def show_tuning(job: dict[str, Any]) -> int:
     )
     console.print(table)
     console.print(
-        "Chosen is the leanest of the fastest. Later plans for this model, method and length on such a "
+        "Chosen: the smallest of the fastest sizes. Later plans for this model, method and length on such a "
         "device go by this."
     )
     return 0

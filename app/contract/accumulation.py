@@ -48,7 +48,10 @@ class AccumulationConfig(Request):
     )
     max_memory_usage: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that may be used")
     memory_safety_margin: float | None = Field(
-        None, ge=0, lt=1, description="Share kept free; null: from measured residuals, 0.1 without any"
+        None,
+        ge=0,
+        lt=1,
+        description="Share of memory kept free; null: from measured prediction errors, or 0.1 without any",
     )
     auto_adjust_batch_size: Flag = Field(
         True, description="Smaller micro-batches where memory asks for it; the effective batch stays"
@@ -97,7 +100,7 @@ class AccumulationConfig(Request):
         None,
         ge=1,
         le=MAX_EFFECTIVE_BATCH,
-        description="As far as noise_scale and loss_variance may go; null: eight times the effective batch",
+        description="Upper limit of noise_scale and loss_variance; null: eight times the effective batch",
     )
     loss_variance_threshold: float = Field(
         0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"

@@ -40,7 +40,7 @@ def next_id(session: Session, job_id: str) -> str:
     return f"{prefix}{int(digits, 16) + 1:014x}{made[_TIME.stop :]}"
 
 
-def tell(
+def record_event(
     session: Session,
     job: Job,
     kind: str,
@@ -59,10 +59,10 @@ def tell(
                 host=urlsplit(job.webhook_url).hostname, attempts=0, not_before=now,
             )
         )  # fmt: skip
-    tell_of(session, job.id, job.attempt, kind, message, level=level, data=data)
+    record_event_of(session, job.id, job.attempt, kind, message, level=level, data=data)
 
 
-def tell_of(
+def record_event_of(
     session: Session,
     job_id: str,
     attempt: int,

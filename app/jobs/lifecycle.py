@@ -14,8 +14,8 @@ from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, Requested
 from app.errors import Conflict
-from app.jobs.events import tell
-from app.jobs.queue import rescue
+from app.jobs.events import record_event
+from app.jobs.queue import reclaim_expired
 from app.jobs.transitions import change, get
 from app.statistics import counters
 from app.storage.compiled import Prepared
@@ -89,7 +89,7 @@ def submit(session: Session, submission: Submission) -> Job:
     in_json = {name: _as_json(values[name]) for name in _IN_JSON if values[name] is not None}
     _INSERT.run(session, values | in_json)
     job = DetachedJob(**values)
-    tell(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
+    record_event(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
          f"{submission.spec.effective_batch_size}.")  # fmt: skip
     return job
 
@@ -104,7 +104,7 @@ def cancel(session: Session, job_id: str) -> Job:
     Raises:
         NotFound, Conflict: no such job, or it has ended otherwise. Cancelling twice is fine.
     """
-    rescue(session)  # where no worker is left to carry the request out
+    reclaim_expired(session)  # where no worker is left to carry the request out
     job = get(session, job_id, lock=True)
     if job.status in ENDED and job.status != "cancelled":
         raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to cancel.")
@@ -112,13 +112,13 @@ def cancel(session: Session, job_id: str) -> Job:
         _request(session, job, "cancel")
     elif job.status != "cancelled":
         change(session, job, "cancelled", requested=None, finished_at=database_now())
-        tell(session, job, "cancelled", "Job cancelled.")
+        record_event(session, job, "cancelled", "Job cancelled.")
     return job
 
 
 def pause(session: Session, job_id: str) -> Job:
     """Holds a waiting job back; a running one writes a checkpoint first."""
-    rescue(session)
+    reclaim_expired(session)
     job = get(session, job_id, lock=True)
     if job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to pause.")
@@ -127,7 +127,7 @@ def pause(session: Session, job_id: str) -> Job:
         _request(session, job, "pause")
     elif job.status == "queued":
         change(session, job, "paused")
-        tell(session, job, "paused", "Job paused.")
+        record_event(session, job, "paused", "Job paused.")
     return job
 
 
@@ -137,7 +137,7 @@ def stop(session: Session, job_id: str) -> Job:
     Raises:
         NotFound, Conflict: no such job, or there is nothing of it to keep.
     """
-    rescue(session)
+    reclaim_expired(session)
     job = get(session, job_id, lock=True)
     if job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to stop.")
@@ -161,7 +161,7 @@ def resume(session: Session, job_id: str) -> Job:
     job = get(session, job_id, lock=True)
     if job.status == "paused":
         change(session, job, "queued", not_before=0.0)
-        tell(session, job, "queued", "Job resumed.")
+        record_event(session, job, "queued", "Job resumed.")
     elif job.status == "running" and job.requested == "pause":
         change(session, job, requested=None)
     elif timed_out(job):
@@ -177,7 +177,7 @@ def resume(session: Session, job_id: str) -> Job:
             worker_id=None,
             place=_now(session) - job.priority * AGEING_SECONDS,
         )
-        tell(session, job, "queued", "Job resumed: it has its timeout_seconds once more.")
+        record_event(session, job, "queued", "Job resumed: with its full timeout_seconds again.")
     elif job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
     else:
@@ -249,7 +249,11 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
 def _request(session: Session, job: Job, what: Requested) -> None:
     if job.requested != what:
         change(session, job, requested=what)
-        tell(session, job, f"{what}_requested", f"To be {_DONE[what]}.")
+        record_event(session, job, f"{what}_requested", _REQUESTED[what])
 
 
-_DONE: dict[Requested, str] = {"pause": "paused", "cancel": "cancelled", "stop": "stopped"}
+_REQUESTED: dict[Requested, str] = {
+    "pause": "Pause requested.",
+    "cancel": "Cancellation requested.",
+    "stop": "Stop requested.",
+}

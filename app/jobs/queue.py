@@ -25,7 +25,7 @@ from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
 from app.contract.states import JobStatus, Requested
 from app.contract.text import storable
-from app.jobs.events import tell, tell_of
+from app.jobs.events import record_event, record_event_of
 from app.jobs.transitions import Fence, LostJob, change, get, held
 from app.statistics import totals
 from app.storage.compiled import Prepared
@@ -90,7 +90,7 @@ def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | 
     fence = Fence(job_id, attempt, worker_id)
     _BEGIN_ATTEMPT.run(session, vars(fence))
     message = f"Attempt {fence.attempt} started."
-    tell_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})
+    record_event_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})
     return fence
 
 
@@ -204,7 +204,7 @@ def hold(session: Session, fence: Fence) -> None:
         raise LostJob(fence.job_id)
 
 
-def rescue(session: Session) -> list[str]:
+def reclaim_expired(session: Session) -> list[str]:
     """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts.
 
     One that is not lost after all is refused whatever it writes, and its trainer holds the run directory
@@ -249,7 +249,7 @@ def _end(
         error=error,
     )
     _close_attempt(session, fence, status)
-    tell(session, get(session, fence.job_id), status, message, level=level)
+    record_event(session, get(session, fence.job_id), status, message, level=level)
 
 
 def _leave(
@@ -275,7 +275,9 @@ def _leave(
     _close_attempt(session, fence, why)
     job = get(session, fence.job_id)
     session.refresh(job)
-    tell(session, job, status, f"Attempt {fence.attempt} ended: {why}. The job is {status}.", level=level)
+    record_event(
+        session, job, status, f"Attempt {fence.attempt} ended: {why}. The job is {status}.", level=level
+    )
 
 
 def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:

@@ -29,7 +29,7 @@ from app.storage.tables import Job, JobEvent
 from app.storage.waits import Waits
 from app.submissions import admission
 from app.submissions.dispatch import as_json, submitted
-from app.submissions.idempotency import Once
+from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -129,7 +129,7 @@ def stop(session: Writing, training_id: JobId) -> JobAnswer:
 
 @router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
 def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
-    """What timed out goes on from its last checkpoint, and has its `timeout_seconds` once more."""
+    """A job that timed out continues from its last checkpoint, with its full `timeout_seconds` again."""
     return _answer(session, admission.resume(session, training_id, settings))
 
 
@@ -220,7 +220,7 @@ async def _as_sent_events(
 
 
 async def _submitted(
-    request: Request, requested: TrainingRequest, once: Once, *, planned: bool = False
+    request: Request, requested: TrainingRequest, once: IdempotentRequest, *, planned: bool = False
 ) -> Response:
     inputs, settings = planning_inputs_of(request), request.app.state.settings
     check = partial(admission.check, requested, inputs, settings, planned=planned)

@@ -192,9 +192,8 @@ class TrainingConfig(Request):
             and given.get("weight_decay")
         ):
             raise ValueError(
-                "optimizer adam is taken for adamw, which is the same without weight_decay; with it "
-                "they differ: "
-                "say adamw, or leave weight_decay out"
+                "optimizer adam is treated as adamw, which is identical only without weight_decay: use "
+                "adamw, or leave weight_decay out"
             )
         return given
 
@@ -230,18 +229,19 @@ class JobOptions(AccumulationConfig):
         fail_fast=True,
         min_length=1,
         max_length=1024,
-        description="One: the job waits for that GPU; several: so many are planned for",
+        description="With one id, the job waits for that GPU; with several, the plan is for that many GPUs",
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")
     webhook_url: WebhookUrl | None = Field(
-        None, description="Told, signed, when the job ends or is paused; default: the service's own"
+        None,
+        description="Receives a signed notification when the job ends or is paused; default: the service's URL",
     )
     profile: Flag = Field(False, description="torch.profiler over one settled window, as an artifact")
     tune: Tune | None = Field(
         None,
-        description="Measure micro-batches of several sizes: first, to train with the leanest of the "
+        description="Measure micro-batches of several sizes: first, to train with the smallest of the "
         "fastest; or only, which makes no model",
     )
 
@@ -407,7 +407,9 @@ class DryRunAnswer(Answer):
     effective_batch_size: int
     accumulation_steps: int
     actual_batch_size_per_gpu: int
-    predicted_tokens: int | None = Field(None, description="Of all samples of the run; by an earlier job")
+    predicted_tokens: int | None = Field(
+        None, description="Tokens in all samples of the run, estimated from an earlier job"
+    )
     predicted_duration_seconds: float | None = None
     gpu_hours: float | None = Field(None, description="On GPUs: the duration on all devices, in hours")
     gpu_cost: float | None = Field(

@@ -2,7 +2,7 @@
 
     queued ──claim──► running ──► succeeded | failed | cancelled
       ▲ │               │
-      │ └─► cancelled   ├─ release, rescue ──► queued   (an interruption is not a failure)
+      │ └─► cancelled   ├─ release, reclaim ──► queued   (an interruption is not a failure)
       │ └─► paused ◄────┤ pause
       └──── resume ─────┘
 

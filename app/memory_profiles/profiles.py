@@ -39,7 +39,7 @@ _FORGOTTEN_AFTER = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProfileKey:
     """A profile by what it depends on."""
 
     model_name: str
@@ -132,7 +132,7 @@ def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
     )
 
 
-def ask(session: Session, wanted: Wanted) -> None:
+def ask(session: Session, wanted: ProfileKey) -> None:
     """Wants a profile, unless it is there, wanted already, or known not to be possible."""
     if there(session, wanted.key):
         return
@@ -150,7 +150,7 @@ def ask(session: Session, wanted: Wanted) -> None:
     session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
 
 
-def want(database: Database, wanted: Wanted) -> list[str] | None:
+def want(database: Database, wanted: ProfileKey) -> list[str] | None:
     """Wants a profile, if it isn't there; gives what a person should know of it, as `outcome` does."""
     with database.reading() as session:
         if there(session, wanted.key):
@@ -163,7 +163,7 @@ def want(database: Database, wanted: Wanted) -> list[str] | None:
     return outcome(database, wanted)
 
 
-def outcome(database: Database, wanted: Wanted) -> list[str] | None:
+def outcome(database: Database, wanted: ProfileKey) -> list[str] | None:
     """What a person should know of a profile that was wanted; null: it is still being made."""
     with database.reading() as session:
         request = session.get(ProfileRequest, wanted.key)
@@ -174,7 +174,7 @@ def outcome(database: Database, wanted: Wanted) -> list[str] | None:
     return None
 
 
-async def wait_for(database: Database, wanted: Wanted, seconds: float, gone: Gone = never) -> list[str]:
+async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone: Gone = never) -> list[str]:
     """Wants a profile and waits until it is there, cannot be made, or the time is over; holds no thread.
 
     With no worker to make it nobody waits. Gives what a person should know of it.

@@ -101,7 +101,7 @@ def _of_memory(figures: Figures) -> list[str]:
         return [
             f"{steps:.0f} micro-batches a step of {figures.micro_batch} at most, at {of_memory}: with "
             "gradient_checkpointing more samples fit at once. It costs about a third more computation, which "
-            "pays where so few keep the device idle."
+            "is worthwhile if such small micro-batches leave the device idle."
         ]
     return [f"{steps:.0f} micro-batches a step: if memory allows, larger ones keep the device busier."]
 

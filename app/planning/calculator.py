@@ -16,7 +16,7 @@ from app.devices import gpus, live_workers
 from app.devices.gpus import first_devices, select_devices
 from app.errors import Unprocessable
 from app.memory_profiles import measurements, profiles
-from app.memory_profiles.profiles import Wanted
+from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models
 from app.planning.answers import RawQuestion, advised, answer, answer_raw
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
@@ -52,7 +52,7 @@ async def calculated(
 
     async def profiled(recipe: Recipe, sequence: int) -> list[str]:
         base = looked_up.base
-        wanted = Wanted(looked_up.model_name, base.architecture, base.config, recipe, sequence)
+        wanted = ProfileKey(looked_up.model_name, base.architecture, base.config, recipe, sequence)
         left = max(0.0, until - time.monotonic())
         return await profiles.wait_for(database, wanted, left, request.is_disconnected)
 

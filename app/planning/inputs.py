@@ -12,7 +12,7 @@ from app.contract.memory_profile import Recipe
 from app.contract.spec import Spec
 from app.devices import live_workers
 from app.memory_profiles import measurements, profiles
-from app.memory_profiles.profiles import Wanted
+from app.memory_profiles.profiles import ProfileKey
 from app.planning.devices import Device
 from app.planning.estimate import Estimate, Estimates
 from app.planning.planner import Known
@@ -115,7 +115,7 @@ class PlanningInputs:
         """What `make` gives for a spec on a device, of what the caller may know."""
         return self._kept.get(("plan", self.database.viewer.owner, spec, device), make)
 
-    def want(self, wanted: Wanted) -> None:
+    def want(self, wanted: ProfileKey) -> None:
         """Has a profile made, if it isn't there; nobody waits for it."""
         self._kept.get(("wanted", wanted.key), lambda: profiles.want(self.database, wanted))
 

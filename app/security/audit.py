@@ -32,7 +32,7 @@ STRANGERS_A_MINUTE = 100
 
 
 @dataclass(frozen=True)
-class Deed:
+class AuditRecord:
     """One request."""
 
     at: float
@@ -55,7 +55,7 @@ class AuditLog:
     def __init__(self, database: Database, kept_days: float) -> None:
         self._database = database
         self._kept_seconds = 86400 * kept_days
-        self._waiting: queue.Queue[Deed | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[AuditRecord | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._write_on, name="audit", daemon=True)
         self._strangers: tuple[int, int] = (0, 0)
         """A minute, and how many requests of strangers came in it."""
@@ -64,7 +64,7 @@ class AuditLog:
         self._forget_old()
         self._thread.start()
 
-    def note(self, deed: Deed, *, is_known: bool = True) -> None:
+    def note(self, deed: AuditRecord, *, is_known: bool = True) -> None:
         """Notes a request; never waits.
 
         Args:
@@ -129,5 +129,5 @@ class AuditLog:
             session.execute(old, execution_options={"synchronize_session": False})
 
 
-def _row(deed: Deed) -> dict[str, Any]:
+def _row(deed: AuditRecord) -> dict[str, Any]:
     return {"id": new_id("audit"), **asdict(deed)}

@@ -18,7 +18,7 @@ from app.errors import Conflict, QuotaExceeded, Unprocessable
 from app.jobs import configurations, lifecycle, queue, transitions
 from app.jobs.lifecycle import Submission
 from app.jobs.schemas import DatasetConfig, TrainingRequest
-from app.memory_profiles.profiles import Wanted
+from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models
 from app.models.base_models import BaseModel
 from app.planning.devices import Device
@@ -31,7 +31,7 @@ from app.storage.database import Database, take_turns
 from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.freeze import Data, freeze
-from app.submissions.idempotency import Answer, Once
+from app.submissions.idempotency import Answer, IdempotentRequest
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 
@@ -45,7 +45,7 @@ class Checked:
     """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
     speed: Speed | None
     """What the plan's duration is from."""
-    wanted: Wanted
+    wanted: ProfileKey
     """The profile that the plan is made from, once it is there: until then it is by formula."""
 
 
@@ -120,7 +120,7 @@ def store(
     checked: Checked,
     database: Database,
     settings: Settings,
-    once: Once,
+    once: IdempotentRequest,
     answer: Callable[[Session, Job], Answer],
     status: int = 200,
 ) -> Answer | Response:
@@ -243,12 +243,14 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _wanted(spec: Spec, base: BaseModel, device: Device) -> Wanted:
+def _wanted(spec: Spec, base: BaseModel, device: Device) -> ProfileKey:
     recipe = recipe_of(spec, device)
-    return Wanted(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
+    return ProfileKey(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
 
 
-def _plan(spec: Spec, wanted: Wanted, device: Device, inputs: PlanningInputs) -> tuple[Plan, Speed | None]:
+def _plan(
+    spec: Spec, wanted: ProfileKey, device: Device, inputs: PlanningInputs
+) -> tuple[Plan, Speed | None]:
     """The plan by the best estimate there is, and what its duration is from.
 
     Where there is no simulation one is wanted for the next time.
@@ -258,7 +260,7 @@ def _plan(spec: Spec, wanted: Wanted, device: Device, inputs: PlanningInputs) ->
 
 
 def _new_plan(
-    spec: Spec, wanted: Wanted, device: Device, inputs: PlanningInputs
+    spec: Spec, wanted: ProfileKey, device: Device, inputs: PlanningInputs
 ) -> tuple[Plan, Speed | None]:
     inputs.want(wanted)
     speed = inputs.speed(spec, device)

@@ -13,13 +13,13 @@ from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions import admission
 from app.submissions.admission import Checked
-from app.submissions.idempotency import Once
+from app.submissions.idempotency import IdempotentRequest
 
 
 async def submitted(
     request: Request,
     database: Database,
-    once: Once,
+    once: IdempotentRequest,
     check: Callable[[], Checked],
     answer: Callable[[Session, Job], BaseModel],
     *,

@@ -26,7 +26,7 @@ class _Answered(Exception):
 
 
 @dataclass(frozen=True)
-class Once:
+class IdempotentRequest:
     """A request that may come again: its key, if it has one, whose it is, and what it says."""
 
     key: str | None
@@ -34,9 +34,9 @@ class Once:
     said: bytes
     """Everything by which it differs from another request, as a digest."""
 
-    def with_content(self, digest: str) -> "Once":
+    def with_content(self, digest: str) -> "IdempotentRequest":
         """The same of a request whose body was read elsewhere."""
-        return Once(self.key, self.owner, hashlib.sha256(self.said + digest.encode()).digest())
+        return IdempotentRequest(self.key, self.owner, hashlib.sha256(self.said + digest.encode()).digest())
 
     def make(
         self, database: Database, create: Callable[[Session], Answer], status: int = 200

@@ -20,7 +20,7 @@ from app.security.scopes import Scope
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session, Viewer
-from app.submissions.idempotency import Once
+from app.submissions.idempotency import IdempotentRequest
 from app.web.content_type import is_multipart
 from app.web.query_parameters import check_names
 
@@ -81,11 +81,11 @@ async def _once(
         str | None,
         Header(min_length=1, max_length=255, description="The same again is done once, for a day"),
     ] = None,
-) -> Once:
+) -> IdempotentRequest:
     said = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())
     if not is_multipart(request.headers):
         said.update(await request.body())
-    return Once(idempotency_key, caller.key_id or "", said.digest())
+    return IdempotentRequest(idempotency_key, caller.key_id or "", said.digest())
 
 
 def _reading(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
@@ -116,7 +116,7 @@ WholeDatabase = Annotated[Database, Depends(_whole_database)]
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]
-CurrentOnce = Annotated[Once, Depends(_once)]
+CurrentOnce = Annotated[IdempotentRequest, Depends(_once)]
 Limit = Annotated[int, Query(ge=1, le=100, description="At most so many")]
 After = Annotated[str | None, Query(max_length=100, description="The last id of the page before")]
 

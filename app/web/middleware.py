@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.contract.text import is_storable, storable
 from app.errors import AccrueError, Forbidden, InvalidRequest, TooLarge
 from app.observability.prometheus import Exposition
-from app.security.audit import AuditLog, Deed
+from app.security.audit import AuditLog, AuditRecord
 from app.security.authentication import admit, bearer
 from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
@@ -103,8 +103,10 @@ class EveryRequest:
             seconds = time.perf_counter() - began
             self.latency.add(seconds)
             self.exposition.answered(scope["method"], _template(scope), status, seconds)
-            tell = log.debug if scope["method"] in _READING and status < HTTPStatus.BAD_REQUEST else log.info
-            tell("request", method=scope["method"], path=scope["path"], status=status,
+            log_request = (
+                log.debug if scope["method"] in _READING and status < HTTPStatus.BAD_REQUEST else log.info
+            )
+            log_request("request", method=scope["method"], path=scope["path"], status=status,
                  milliseconds=round(1000 * seconds, 1))  # fmt: skip
             self._note(scope, status, identifier)
             structlog.contextvars.clear_contextvars()
@@ -118,7 +120,7 @@ class EveryRequest:
         key_id = caller.key_id if caller is not None else None
         address = scope["client"][0] if scope.get("client") else "?"
         path = storable(scope["path"])[:_LONGEST_PATH]
-        deed = Deed(time.time(), key_id, scope["method"], path, status, address, identifier)
+        deed = AuditRecord(time.time(), key_id, scope["method"], path, status, address, identifier)
         self.audit.note(deed, is_known=caller is not None)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:

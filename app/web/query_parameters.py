@@ -29,12 +29,12 @@ def check_names(request: Request) -> None:
     for name, _ in request.query_params.multi_items():
         shown = name[:100] or "query"
         if name not in known and not is_filter(name):
-            told = ", ".join(sorted(known)) or "none"
+            accepted = ", ".join(sorted(known)) or "none"
             raise Unprocessable(
-                f"{name[:100]!r} is no parameter of this request; there are: {told}.", field=shown
+                f"Unknown query parameter {name[:100]!r}; this request accepts: {accepted}.", field=shown
             )
         if name in seen and not known.get(name, False):
-            raise Unprocessable(f"{name[:100]!r} is there twice: leave one out.", field=shown)
+            raise Unprocessable(f"Query parameter {name[:100]!r} is given twice: remove one.", field=shown)
         seen.add(name)
 
 

@@ -91,7 +91,7 @@ def _leaves_its_kind(value: Any) -> bool:
     return value not in ({}, None)
 
 
-def test_whatever_follows_whatever(accrue: Accrue) -> None:
+def test_random_sequences_of_calls(accrue: Accrue) -> None:
     class Calls(SCHEMA.as_state_machine()):  # type: ignore[misc]
         """What one answer names goes into the next request."""
 

@@ -36,7 +36,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """This project's trainer, as a job runs it."""
     from workers.run_directory import Reporter
     from workers.training import certificate
-    from workers.training.endings import StopRequested
+    from workers.training.exceptions import StopRequested
     from workers.training.fit import train
     from workers.training.start import start
     from workers.training.trackers import Trackers

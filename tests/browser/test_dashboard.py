@@ -52,7 +52,7 @@ def test_from_a_plan_to_a_model(
     page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
 ) -> None:
     page.goto("./")
-    page.get_by_label("Bring JSON lines").set_input_files(data)
+    page.get_by_label("Upload JSON lines").set_input_files(data)
     expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
     plan(page, Epochs="30", Sequence_length="24", Learning_rate="1e-3", Effective_batch="16", Held_back="0.1")
     expect(prediction(page).get_by_text("It fits")).to_be_visible()
@@ -113,7 +113,7 @@ def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
     expect(label).to_have_text("→ Effective batch: 32")
     plan(page, Effective_batch="48")
     expect(label).to_have_text("→ Effective batch: 48")
-    page.get_by_label("Say").select_option("split")
+    page.get_by_label("Batch given as").select_option("split")
     plan(page, Batch_size="6", Accumulation_steps="7")
     expect(label).to_have_text("→ Effective batch: 42")
     plan(page, Devices="3")
@@ -125,7 +125,7 @@ def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
 def test_the_effective_batch_that_is_shown_is_the_one_that_is_trained(page: Page, data: Path) -> None:
     page.goto("./#/plan?batch=split&micro=6&steps=7&count=3")
     expect(page.locator("output")).to_have_text("→ Effective batch: 126")
-    page.get_by_label("Bring JSON lines").set_input_files(data)
+    page.get_by_label("Upload JSON lines").set_input_files(data)
     expect(page.locator("#field-file")).to_have_value(re.compile("^file-"))
     page.get_by_role("button", name="Check only").click()
     told = page.locator("form p", has_text="This would run")
@@ -139,11 +139,11 @@ def test_a_file_that_is_not_taken_leaves_none_chosen(
 ) -> None:
     page.goto("./")
     chosen = page.locator("#field-file")
-    page.get_by_label("Bring JSON lines").set_input_files(data)
+    page.get_by_label("Upload JSON lines").set_input_files(data)
     expect(chosen).to_have_value(re.compile("^file-"))
     table = tmp_path / "table.csv"
     table.write_text("prompt,completion\n1,2\n")
-    page.get_by_label("Bring JSON lines").set_input_files(table)
+    page.get_by_label("Upload JSON lines").set_input_files(table)
     expect(page.get_by_role("alert").filter(has_text="table.csv was not taken")).to_contain_text("Line 1")
     expect(chosen).to_have_value("")
     noticed.faults.clear()  # a browser writes every answer of 400 into its console
@@ -173,7 +173,7 @@ def test_data_is_looked_at_token_by_token(
     page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
 ) -> None:
     page.goto("./")
-    page.get_by_label("Bring JSON lines").set_input_files(data)
+    page.get_by_label("Upload JSON lines").set_input_files(data)
     expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
     worker = service.start("worker", ACCRUE_PROFILER="true")
     page.get_by_role("button", name="Look at the data").click()
@@ -292,7 +292,7 @@ def test_every_page_is_accessible_and_fits(
     pages = {
         "plan": ("plan?model=meta-llama%2FLlama-3.1-8B&method=lora&checkpointing=true&gpus=24GB", "It fits"),
         "jobs": ("jobs", "took"),
-        "job": (f"job/{trained[1]}", "What came of it"),
+        "job": (f"job/{trained[1]}", "Result"),
         "compare": (f"compare?ids={','.join(trained)}", "× "),
         "gpus": ("gpus", "alive"),
         "recommendations": (f"recommendations?training_id={trained[1]}", "Plan it so"),

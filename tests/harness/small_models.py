@@ -15,7 +15,7 @@ from transformers import (
     OPTConfig,
 )
 
-from workers.training.batches import Form, MicroBatch, Row, collate
+from workers.training.batches import BatchLayout, MicroBatch, Row, collate
 from workers.training.loss import TokenLoss
 
 VOCABULARY = 61
@@ -88,7 +88,7 @@ class Window64:
 
     def batch(self, group: list[int], *, weighted: bool = False, **form: Any) -> MicroBatch:
         weights = [self.weights[i] for i in group] if weighted else None
-        return collate([self.rows[i] for i in group], Form(0, **form), weights)
+        return collate([self.rows[i] for i in group], BatchLayout(0, **form), weights)
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:

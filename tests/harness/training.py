@@ -13,7 +13,7 @@ from app.contract.reports import Outcome
 from tests.harness.runs import events_of
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
-from workers.training.endings import Interrupted
+from workers.training.exceptions import Interrupted
 from workers.training.loss import Forward
 from workers.training.replica import Replica
 

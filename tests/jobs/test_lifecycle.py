@@ -81,9 +81,9 @@ def test_a_lost_worker_s_job_is_taken_up_and_its_late_writes_are_refused(databas
     job_id = submitted(database)
     lost = claimed(database)
     assert lost is not None
-    assert on(database, queue.rescue) == []
+    assert on(database, queue.reclaim_expired) == []
     expire(database, job_id)
-    assert on(database, queue.rescue) == [job_id]
+    assert on(database, queue.reclaim_expired) == [job_id]
     again = claimed(database, "worker-2")
     assert again == Fence(job_id, 2, "worker-2")
     with pytest.raises(LostJob):
@@ -159,7 +159,7 @@ def test_a_request_survives_a_lost_worker(database: Database) -> None:
     claimed(database)
     on(database, lifecycle.cancel, job_id)
     expire(database, job_id)
-    on(database, queue.rescue)
+    on(database, queue.reclaim_expired)
     assert state(database, job_id).status == "cancelled"
 
 
@@ -201,7 +201,7 @@ def test_only_ended_jobs_are_deleted_with_all_that_is_theirs(database: Database)
             transitions.get(session, job_id)
 
 
-def test_every_change_of_state_is_told(database: Database) -> None:
+def test_every_transition_records_an_event(database: Database) -> None:
     job_id = submitted(database)
     fence = claimed(database)
     assert fence is not None
@@ -237,7 +237,7 @@ def test_a_clock_that_jumps_ahead_takes_no_job_from_a_worker_that_lives(database
     assert lost is not None
     with clock_moved(database, 3600) as moved:
         on(moved, queue.heartbeat, held, 15.0)  # a worker renews before it rescues
-        assert on(moved, queue.rescue) == [dead]
+        assert on(moved, queue.reclaim_expired) == [dead]
         assert state(moved, live).status == "running"
         again = claimed(moved, "worker-1")
         assert again is not None
@@ -252,7 +252,7 @@ def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Databas
     claimed(database, "worker-2")
     with clock_moved(database, -3600) as moved:
         on(moved, queue.heartbeat, held, 15.0)
-        assert on(moved, queue.rescue) == [dead]
+        assert on(moved, queue.reclaim_expired) == [dead]
         assert state(moved, live).status == "running"
 
 

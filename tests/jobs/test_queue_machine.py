@@ -146,9 +146,9 @@ class Queue(RuleBasedStateMachine):
             self.model[job_id].expired = True
 
     @rule()
-    def rescue(self) -> None:
+    def reclaim_expired(self) -> None:
         with self.database.writing() as session:
-            rescued = set(queue.rescue(session))
+            rescued = set(queue.reclaim_expired(session))
         assert rescued == {job_id for job_id, own in self.model.items() if own.expired}
         self._rescued()
 

@@ -8,7 +8,7 @@ from app.jobs.schemas import DatasetConfig, TrainingConfig, TrainingRequest
 
 
 @pytest.mark.parametrize("name", ["accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"])
-def test_what_fingers_know_is_taken(name: str) -> None:
+def test_field_aliases_are_accepted(name: str) -> None:
     assert AccumulationConfig.model_validate({name: 4}).accumulation_steps == 4
 
 

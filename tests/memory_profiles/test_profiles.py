@@ -8,7 +8,7 @@ import pytest
 from app.contract.memory_profile import KINDS, Curve, Line, Profile, Recipe, Stretch
 from app.errors import NotFound
 from app.memory_profiles import profiles
-from app.memory_profiles.profiles import Wanted
+from app.memory_profiles.profiles import ProfileKey
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB
@@ -19,8 +19,8 @@ CPU = Recipe(device="cpu", precision="fp32")
 ARCHITECTURE = from_config(TINY_GPT2)
 
 
-def wanted(sequence: int = 64, **recipe: Any) -> Wanted:
-    return Wanted("accrue/tiny-gpt2", ARCHITECTURE, TINY_GPT2, CPU.model_copy(update=recipe), sequence)
+def wanted(sequence: int = 64, **recipe: Any) -> ProfileKey:
+    return ProfileKey("accrue/tiny-gpt2", ARCHITECTURE, TINY_GPT2, CPU.model_copy(update=recipe), sequence)
 
 
 def profile(per_row: float = GIB) -> Profile:
@@ -39,7 +39,7 @@ def profile(per_row: float = GIB) -> Profile:
     return Profile(source="simulated", curve=curve, checked_rows=None, check_error=None, seconds=1.0)
 
 
-def make(database: Database, one: Wanted, made: Profile) -> None:
+def make(database: Database, one: ProfileKey, made: Profile) -> None:
     """Wants a profile, and makes it."""
     with database.writing() as session:
         profiles.ask(session, one)

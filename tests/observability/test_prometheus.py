@@ -4,7 +4,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from app.jobs import lifecycle, queue
-from app.jobs.events import tell
+from app.jobs.events import record_event
 from app.jobs.transitions import Fence
 from app.storage.database import Database
 from app.storage.tables import Job
@@ -52,7 +52,7 @@ def test_counters_do_not_fall_when_jobs_are_deleted(client: TestClient) -> None:
     fence = Fence(job_id, 1, "worker-1")
     with database.writing() as session:
         assert queue.claim(session, "worker-1", 60.0) == fence
-        tell(session, session.get_one(Job, job_id), "out_of_memory", "smaller micro-batches")
+        record_event(session, session.get_one(Job, job_id), "out_of_memory", "smaller micro-batches")
         queue.succeed(session, fence, {"files": [], "trained_tokens": 700})
     names = ("accrue_job_seconds_total", "accrue_trained_tokens_total", "accrue_oom_recoveries_total")
     before = {name: scraped(client)[name] for name in names}

@@ -54,7 +54,7 @@ def highest(tape: Tape) -> int:
     ],
     ids=str,
 )
-def test_and_so_it_has_under_every_option(family: str, options: dict[str, Any]) -> None:
+def test_the_unrolled_peak_is_exact_for_every_option(family: str, options: dict[str, Any]) -> None:
     unrolled, whole = tapes(FAMILIES[family], Recipe(device="cuda", **options))
     assert highest(unrolled) == pytest.approx(highest(whole), rel=1e-5)  # LAMB keeps a scalar a parameter
     assert replay(unrolled).peak_reserved == pytest.approx(replay(whole).peak_reserved, rel=0.005)

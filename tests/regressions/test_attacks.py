@@ -16,13 +16,13 @@ from app.contract.examples import BadLine, parse_line
 from app.datasets import files
 from app.errors import ReplacedDatabase
 from app.jobs import lifecycle
-from app.jobs.events import tell_of
+from app.jobs.events import record_event_of
 from app.main import create_app
 from app.maintenance.data_folder import clean
 from app.maintenance.retention import forget
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
-from app.security.audit import STRANGERS_A_MINUTE, AuditLog, Deed
+from app.security.audit import STRANGERS_A_MINUTE, AuditLog, AuditRecord
 from app.settings import Settings
 from app.storage import pending
 from app.storage.database import Database
@@ -96,7 +96,7 @@ def test_an_address_with_nul_is_refused_and_others_deeds_are_recorded(
 
 def test_one_deed_that_cannot_be_stored_takes_no_other_with_it(database: Database) -> None:
     audit = AuditLog(database, 365.0)
-    deeds = [Deed(1.0, None, "POST", path, 200, "::1", "req") for path in ("/a", "/b")]
+    deeds = [AuditRecord(1.0, None, "POST", path, 200, "::1", "req") for path in ("/a", "/b")]
     rows = [{"id": new_id("audit"), **vars(deed)} for deed in deeds]
     rows[0]["status"] = None  # which the table does not take
     audit._store(rows)
@@ -413,7 +413,7 @@ def test_events_stay_in_order_when_a_host_s_clock_is_behind(
     for behind in (0, 3600, 7200):
         monkeypatch.setattr(ids.time, "time_ns", lambda behind=behind: now - behind * 10**9)
         with database.writing() as session:
-            tell_of(session, job_id, 0, f"behind-{behind}", "")
+            record_event_of(session, job_id, 0, f"behind-{behind}", "")
     with database.reading() as session:
         types = session.scalars(
             select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from app.contract.reports import Failure
 from app.devices import live_workers
 from app.jobs import queue
-from app.jobs.events import tell
+from app.jobs.events import record_event
 from app.jobs.transitions import Fence
 from app.main import create_app
 from app.planning.devices import GIB
@@ -135,7 +135,7 @@ def test_inline_samples_that_are_none(client: TestClient, given: dict[str, Any],
 
 
 def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestClient) -> None:
-    from app.jobs.events import tell_of
+    from app.jobs.events import record_event_of
     from tests.harness.log_lines import line
     from workers.ingest import _store_metrics
 
@@ -147,7 +147,9 @@ def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestC
             session, job,
             [line(step, loss=1 / step).model_copy(update={"time": now + step}) for step in range(1, 31)],
         )  # fmt: skip
-        tell_of(session, job, 1, "evaluation", "evaluated", data={"step": 20, "loss": 0.25, "best": True})
+        record_event_of(
+            session, job, 1, "evaluation", "evaluated", data={"step": 20, "loss": 0.25, "best": True}
+        )
     events: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True, "last_id": None}
     while page["has_more"]:
@@ -261,7 +263,7 @@ def test_evaluations_are_among_the_metrics(client: TestClient) -> None:
     with database.writing() as session:
         for step, loss in ((2, 3.5), (4, None)):
             data = {"step": step, "loss": loss}
-            tell(session, session.get_one(Job, job_id), "evaluation", "evaluated", data=data)
+            record_event(session, session.get_one(Job, job_id), "evaluation", "evaluated", data=data)
     found = client.get(f"{PATH}/{job_id}/metrics").json()["evaluations"]
     assert found == [{"step": 2, "loss": 3.5}, {"step": 4, "loss": None}]
     assert client.get(f"{PATH}/{job_id}/metrics?from_step=3").json()["evaluations"] == found[1:]

@@ -22,8 +22,8 @@ from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.table import compared
 from tests.harness.training import interrupted_at, run_to_end, spoil
 from workers.training.balance import balance_of
-from workers.training.batches import Form, MicroBatch, Row, collate
-from workers.training.gradients import Held
+from workers.training.batches import BatchLayout, MicroBatch, Row, collate
+from workers.training.gradients import SeparateAccumulator
 from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, LossScale, Window
 
@@ -51,7 +51,7 @@ def targets_of(rows: list[Row]) -> int:
 
 
 def batch_of(rows: list[Row], **form: Any) -> MicroBatch:
-    return collate(rows, Form(0, **form))
+    return collate(rows, BatchLayout(0, **form))
 
 
 def vector(model: Any, gradients: dict[Tensor, Tensor]) -> Tensor:
@@ -71,7 +71,7 @@ def window_of(
     parameters = list(model.parameters())
     balance = balance_of(model, "window")
     loss = TokenLoss(model, smoothing=smoothing, routed=balance is not None)
-    kept = Held(parameters) if held else None
+    kept = SeparateAccumulator(parameters) if held else None
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=kept)
     batches = [batch_of(rows[i : i + size], routed=balance is not None) for i in range(0, len(rows), size)]
     if balance is not None:

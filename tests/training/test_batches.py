@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
-from workers.training.batches import Cursor, Form, after, collate, cut_window, epoch_order, window_at
+from workers.training.batches import BatchLayout, Cursor, after, collate, cut_window, epoch_order, window_at
 
 lengths_of_windows = st.lists(st.integers(1, 500), min_size=1, max_size=80)
 cuts = st.one_of(
@@ -103,7 +103,7 @@ def test_targets_are_the_next_tokens_that_count() -> None:
         (np.array([10, 11, 12, 13], np.int32), np.array([False, False, True, True])),
         (np.array([20, 21], np.int32), np.array([True, True])),
     ]
-    batch = collate(rows, Form(pad_id=99))
+    batch = collate(rows, BatchLayout(pad_id=99))
     assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 21, 99, 99]]
     assert batch.predicted.tolist() == [1, 2, 4]
     assert batch.targets.tolist() == [12, 13, 21]

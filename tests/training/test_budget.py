@@ -27,7 +27,7 @@ def test_a_learned_budget_comes_to_rest_just_below_what_fits(limit: int) -> None
             own.failed(tokens)
             failures += 1
         else:
-            own.went_well(tokens)
+            own.window_fitted(tokens)
     assert limit / 1.2 - 1 <= own.tokens(0) <= limit  # growing by less than a tenth is not tried
     assert failures <= 16
 
@@ -36,13 +36,13 @@ def test_a_budget_never_grows_beyond_the_plan() -> None:
     own = budget(TokenBudget(tokens=600))
     own.failed(1000)
     for _ in range(10 * WINDOWS_BEFORE_GROWTH):
-        own.went_well(100)
+        own.window_fitted(100)
     assert own.rule() == TokenBudget(tokens=600)
 
 
 def test_without_a_failure_nothing_is_learned() -> None:
     own = budget(FixedSize(samples=8))
-    assert own.went_well(100) is None
+    assert own.window_fitted(100) is None
     assert own.rule() == FixedSize(samples=8)
 
 

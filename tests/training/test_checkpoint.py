@@ -10,7 +10,7 @@ from torch import nn
 
 from workers.training import checkpoint
 from workers.training.checkpoint import AllDamaged
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.state import (
     Evaluations,
     Fallbacks,

@@ -50,7 +50,7 @@ def test_the_training_is_what_it_would_be_without(tmp_path: Path) -> None:
     ).read_bytes()
 
 
-def test_adapters_are_asked_too(tmp_path: Path) -> None:
+def test_completions_with_adapters(tmp_path: Path) -> None:
     lora = LoraSpec(r=4, alpha=8, dropout=0.1, target_modules=None, merge=False)
     made = trained(tmp_path / "run", 2, method=MethodSpec(name="lora", lora=lora)).completions()
     assert made is not None

@@ -8,7 +8,7 @@ from app.contract.spec import DataSpec
 from tests.harness.data import of, spec
 from tests.harness.runs import write_texts
 from workers.training.data import Samples, prepare
-from workers.training.endings import CannotTrain, Interrupted
+from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.tiny_gpt2 import make_tokenizer
 
 EOS = 256

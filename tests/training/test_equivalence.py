@@ -22,7 +22,7 @@ from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import loss
 from workers.training.balance import balance_of
 from workers.training.batches import Groups, cut_window
-from workers.training.gradients import Held, InPlace
+from workers.training.gradients import InPlace, SeparateAccumulator
 from workers.training.loss import TokenLoss
 from workers.training.model import recompute_activations, with_adapters
 from workers.training.window import Window
@@ -79,7 +79,9 @@ def gradient(setting: Setting, data: Window64, groups: Groups) -> Tensor:
     token_loss = TokenLoss(
         model, smoothing=setting.smoothing, chunked=setting.chunked, routed=balance is not None
     )
-    kept: Any = Held(parameters, host=torch.device("cpu")) if setting.on_cpu else InPlace(parameters)
+    kept: Any = (
+        SeparateAccumulator(parameters, host=torch.device("cpu")) if setting.on_cpu else InPlace(parameters)
+    )
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=kept)
     batches = [
         data.batch(group, weighted=setting.weighted, packed=setting.packed, routed=balance is not None)
@@ -98,7 +100,7 @@ def gradient(setting: Setting, data: Window64, groups: Groups) -> Tensor:
         [found[p].flatten() if p in found else torch.zeros_like(p).flatten() for p in parameters]
     )
     window.abandon()
-    if isinstance(kept, Held):
+    if isinstance(kept, SeparateAccumulator):
         kept.release()
     return whole.clone()
 

@@ -17,7 +17,7 @@ from tests.harness.training import interrupted_at, of_kind, raw_log, run_to_end,
 from workers.training import loader, memory
 from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.loss import TokenLoss
 
 OPTIMIZERS = ("adamw", "lion", "lamb", "lars", "sgd", "adafactor")

@@ -14,7 +14,7 @@ from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import interrupted_at, run_to_end, spoil, weights
 from workers.training import model as models
 from workers.training.checkpoint import newest_first
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.model import recompute_activations
 
 

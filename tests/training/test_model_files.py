@@ -16,7 +16,7 @@ from app.contract.plan import FixedSize
 from tests.harness.runs import events_of, lay_order, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.model import load_tokenizer, staged
 from workers.training.model_files import stage
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2

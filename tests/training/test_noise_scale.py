@@ -11,7 +11,7 @@ from tests.harness.runs import events_of, lay_order, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.training import run_to_end
 from workers.training import model as models
-from workers.training.batches import Form, collate
+from workers.training.batches import BatchLayout, collate
 from workers.training.data import Samples
 from workers.training.loss import TokenLoss
 from workers.training.noise_scale import LEAST, Measurement, estimate
@@ -76,7 +76,7 @@ def true_noise_scale(run_folder: Path) -> float:
     squares, total, weighted = 0.0, torch.zeros(()), torch.zeros(())
     for sample, count in enumerate(counts):
         model.zero_grad(set_to_none=True)
-        loss(collate([samples.read(sample)], Form(tokenizer.pad_token_id))).loss_sum.backward()
+        loss(collate([samples.read(sample)], BatchLayout(tokenizer.pad_token_id))).loss_sum.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         squares += float(gradient.square().sum())
         total, weighted = total + gradient, weighted + count * gradient

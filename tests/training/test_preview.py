@@ -11,7 +11,7 @@ from app.contract.preview import DatasetPreview, PreviewOrder
 from tests.harness.data import of, spec
 from tests.harness.specs import make_spec
 from workers.training.data import Samples, prepare
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.preview import MOST_EXAMPLES, preview
 from workers.training.tiny_gpt2 import make_tokenizer
 

@@ -148,7 +148,9 @@ def test_what_is_refused_is_tried_again_under_the_same_id(
     assert len(receiver.got) == 3  # nobody followed the redirect
 
 
-def test_it_is_given_up_at_last(database: Database, receiver: Receiver, delivering: Deliverer) -> None:
+def test_a_delivery_stops_after_its_last_retry(
+    database: Database, receiver: Receiver, delivering: Deliverer
+) -> None:
     receiver.statuses = [503] * 10
     cancelled(database, receiver.url)
     until(lambda: outcomes(database) == [(3, None, "it was answered by 503")], 10)
@@ -229,7 +231,7 @@ def test_somebody_to_tell_may_not_be_on_a_private_network(settings: Settings) ->
     create_app(settings.model_copy(update={**own, "webhook_private_addresses": True}))
 
 
-def test_somebody_to_tell_needs_a_secret(settings: Settings) -> None:
+def test_a_webhook_url_requires_a_secret(settings: Settings) -> None:
     with pytest.raises(BadSetting, match="always signed"):
         create_app(settings.model_copy(update={"webhook_url": "https://example.org/"}))
 

@@ -101,7 +101,7 @@ def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
 
 def test_whoever_lost_the_job_stores_nothing(database: Database, run: RunDirectory, fence: Fence) -> None:
     expire(database, fence.job_id)
-    on(database, queue.rescue)
+    on(database, queue.reclaim_expired)
     with Reporter(run, 1) as reporter:
         reporter.step(line(1))
     with pytest.raises(LostJob):

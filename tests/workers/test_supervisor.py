@@ -299,7 +299,7 @@ def test_leases_are_renewed_while_the_supervisor_is_held_up(
         turn(held_up)
         time.sleep(6)  # the main loop does nothing for two leases
         with database.writing() as session:
-            assert queue.rescue(session) == []
+            assert queue.reclaim_expired(session) == []
         assert not held_up.running[0].lost
     assert job(database, job_id).status == "running"
     end_all(held_up)

@@ -22,9 +22,9 @@ from app.models import base_models
 from app.settings import Settings
 from app.storage.database import Database
 from workers.training.enclosure import enclosed
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetched_first
-from workers.training.isolation import give_up_powers, see_only
+from workers.training.isolation import drop_capabilities, restrict_view
 from workers.training.limits import limit_memory
 from workers.training.model import load_tokenizer, prepare_files
 from workers.training.preview import preview
@@ -152,9 +152,9 @@ def _look(
 
     def look(apart: bool) -> int:
         if apart:
-            see_only(hidden, {data: False, Path(model).resolve(): False, folder.resolve(): True})
+            restrict_view(hidden, {data: False, Path(model).resolve(): False, folder.resolve(): True})
         else:
-            give_up_powers()
+            drop_capabilities()
         _answer(make, order, model, data, folder)
         return 0
 

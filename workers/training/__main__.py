@@ -26,9 +26,9 @@ from workers.run_directory import (
     RunDirectoryInUse,
 )
 from workers.training.enclosure import enclosed
-from workers.training.endings import CannotTrain, Interrupted
+from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.fetching import fetch, fetched_first, first_line
-from workers.training.isolation import give_up_powers, isolate
+from workers.training.isolation import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 
@@ -74,7 +74,7 @@ def main() -> int:
         if apart:
             isolate(run.path)
         elif isolated:
-            give_up_powers()
+            drop_capabilities()
         die_with_parent()  # now, since a changed view forgets what was asked of the parent's death
         try:
             with run.locked():
@@ -109,7 +109,7 @@ def attempt(run: RunDirectory, stop: StopSignal) -> int:
 
             run.write_outcome(fit(run, order, reporter, stop))
         except Interrupted:
-            reporter.event("interrupted", "Told to stop: a checkpoint was written.")
+            reporter.event("interrupted", "A stop was requested: a checkpoint was written.")
             return INTERRUPTED
         except CannotTrain as error:
             run.write_failure(Failure(code=error.code, message=str(error), permanent=True))

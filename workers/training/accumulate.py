@@ -15,7 +15,7 @@ from workers.training import guards
 from workers.training import model as models
 from workers.training.batches import Cursor, Groups, tokens_of
 from workers.training.decision import Observed, Verdict, decide
-from workers.training.endings import StopRequested
+from workers.training.exceptions import StopRequested
 from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
 from workers.training.start import Training

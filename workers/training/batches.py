@@ -72,7 +72,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Form:
+class BatchLayout:
     """How samples are laid into a micro-batch."""
 
     pad_id: int
@@ -233,7 +233,7 @@ Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """A sample's tokens, and which of them count."""
 
 
-def collate(rows: Sequence[Row], form: Form, weights: Sequence[float] | None = None) -> MicroBatch:
+def collate(rows: Sequence[Row], form: BatchLayout, weights: Sequence[float] | None = None) -> MicroBatch:
     """Lays samples into a micro-batch.
 
     Args:

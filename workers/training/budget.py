@@ -103,7 +103,7 @@ class Budget:
         learned.largest_done = learned.windows_since_failure = 0
         return learned.tokens
 
-    def went_well(self, largest: int) -> int | None:
+    def window_fitted(self, largest: int) -> int | None:
         """A window fitted; after enough of them the budget goes half way back to what failed, and never
         beyond the plan's.
 

@@ -16,7 +16,7 @@ from workers.training import guards
 from workers.training import model as models
 from workers.training.accumulate import cut, make_room, observe_routing
 from workers.training.batches import Groups
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
 from workers.training.start import Training
@@ -176,17 +176,14 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
         message = f"The first window's gradient in {splits} differs by {error:.1e} (tolerance {tolerance:g})."
         training.reporter.event("certificate", message, **figures)
     elif flips or (models.routes(training.replica.model) and not _counts_choices(training)):
-        told = f"decided {flips} choices" if flips else "may have decided choices"
-        message = (
-            f"The first window's gradient in {splits} differs by {error:.1e}: rounding {told} of experts "
-            "otherwise."
-        )
+        changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
+        message = f"The first window's gradient in {splits} differs by {error:.1e}: rounding {changed}."
         training.reporter.event("certificate", message, "warning", **figures)
     elif (exact := in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
         message = (
             f"The first window's gradient in {splits} differs by {error:.1e}, more than the {tolerance:g} "
-            f"usual in {training.order.plan.precision}; in fp64 it differs by {exact:.1e}: the model's "
-            "units are switched by rounding, and its samples are not mixed."
+            f"usual in {training.order.plan.precision}; in fp64 it differs by only {exact:.1e}: "
+            "rounding switches some of the model's units on or off; its samples are not mixed."
         )
         training.reporter.event("certificate", message, "warning", **figures, error_in_fp64=exact)
     else:

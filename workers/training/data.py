@@ -24,7 +24,7 @@ from app.contract.examples import (
 )
 from app.contract.spec import DataSpec
 from workers.run_directory import sync, write_whole
-from workers.training.endings import CannotTrain, Interrupted
+from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.rendering import Renderer
 
 Tokens = npt.NDArray[np.int32]

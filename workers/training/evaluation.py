@@ -7,14 +7,14 @@ import torch
 
 from app.contract.plan import TokenBudget
 from app.contract.spec import EarlyStopping
-from workers.training.batches import Form, collate, cut_window
+from workers.training.batches import BatchLayout, collate, cut_window
 from workers.training.data import Samples
 from workers.training.replica import Replica
 from workers.training.state import RunState
 
 
 def validation_loss(
-    replica: Replica, samples: Samples, form: Form, tokens: int, between: Callable[[], None]
+    replica: Replica, samples: Samples, form: BatchLayout, tokens: int, between: Callable[[], None]
 ) -> float:
     """Weighted token losses over the set, divided by their weights once. One read from the device.
 

@@ -24,7 +24,7 @@ from workers.training import model as models
 from workers.training.accumulate import Trained, train_window
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
-from workers.training.endings import Interrupted, StopRequested
+from workers.training.exceptions import Interrupted, StopRequested
 from workers.training.loader import Indices
 from workers.training.optimizer import set_rate
 from workers.training.report import log_line, tell_start
@@ -164,7 +164,7 @@ def evaluate(training: Training) -> None:
                 raise
             tokens //= 2
     if not isfinite(loss):
-        message = f"The validation loss at step {state.step} is no number: it is passed over."
+        message = f"The validation loss at step {state.step} is not finite, and is ignored."
         training.reporter.event("evaluation", message, "warning", step=state.step, loss=None, best=False)
         state.evaluations.at_step = state.step
         return
@@ -278,7 +278,7 @@ def _count(training: Training, window: Indices, trained: Trained) -> None:
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     lengths = loader.lengths(window)
-    larger = training.budget.went_well(
+    larger = training.budget.window_fitted(
         max(tokens_of(lengths[group], loader.form.packed) for group in trained.groups)
     )
     if larger is not None:

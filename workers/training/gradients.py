@@ -28,7 +28,7 @@ class InPlace:
         self.forget()
 
 
-class Held:
+class SeparateAccumulator:
     """Summed outside of `grad`, which each backward leaves empty as soon as a parameter's gradient is known.
 
     Costs 4 bytes a parameter where that is more precise than the parameter, and no device memory between
@@ -78,7 +78,7 @@ class Held:
 
 def gradients_for(
     parameters: Sequence[Tensor], *, in_fp32: bool, host: torch.device | None
-) -> InPlace | Held:
+) -> InPlace | SeparateAccumulator:
     """Where gradients are summed: held where they are wanted elsewhere, or in fp32 for lower precisions."""
     low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-    return Held(parameters, host=host) if host or (low and in_fp32) else InPlace(parameters)
+    return SeparateAccumulator(parameters, host=host) if host or (low and in_fp32) else InPlace(parameters)

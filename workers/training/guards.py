@@ -9,7 +9,7 @@ import torch
 
 from app.contract.plan import Plan
 from workers.training.decision import Totals, Verdict
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.memory import GIB
 from workers.training.window import Closed, Window
 

@@ -64,10 +64,10 @@ def isolate(run: Path) -> bool:
         return False
     needed = {Path(path): False for path in named["files"]}
     hidden = Path(named["folder"])
-    return hidden in run.resolve().parents and see_only(hidden, {**needed, run.resolve(): True})
+    return hidden in run.resolve().parents and restrict_view(hidden, {**needed, run.resolve(): True})
 
 
-def see_only(hidden: Path, needed: Mapping[Path, bool]) -> bool:
+def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
     """Replaces a folder, as this process sees it, by an empty one with what is needed of it, and the folders
     for temporary files by empty ones; and gives up the powers with which that could be undone, or other
     processes looked into.
@@ -94,7 +94,7 @@ def see_only(hidden: Path, needed: Mapping[Path, bool]) -> bool:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
         return False
     finally:
-        give_up_powers()
+        drop_capabilities()
         os.environ.update({name: str(Path(tempfile.gettempdir()) / name.lower()) for name in _CACHES})
     return True
 
@@ -188,7 +188,7 @@ def _put_back(path: Path, descriptor: int, *, is_folder: bool, is_written: bool)
             _mount("none", path, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEV)
 
 
-def give_up_powers() -> None:
+def drop_capabilities() -> None:
     """Keeps of root's powers that of reading and writing files of all users.
 
     Without the others a mount cannot be taken away again, no device be made, no file be opened by its number,

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from workers.training.batches import (
+    BatchLayout,
     Buckets,
     Cursor,
-    Form,
     Groups,
     MicroBatch,
     collate,
@@ -38,7 +38,7 @@ class Loader:
     """
 
     def __init__(
-        self, samples: Samples, validation: Samples | None, form: Form, device: torch.device, seed: int
+        self, samples: Samples, validation: Samples | None, form: BatchLayout, device: torch.device, seed: int
     ) -> None:
         self.samples = samples
         self.validation = validation

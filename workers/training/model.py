@@ -20,7 +20,7 @@ from app.contract.order import Order
 from app.contract.plan import Plan
 from app.contract.spec import LoraSpec, MethodSpec, RunPrecision, Spec
 from workers.run_directory import RunDirectory, sync, write_whole
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
 from workers.training.loss import backbone_of
 from workers.training.model_files import check_tokenizer, stage
@@ -169,7 +169,7 @@ def _read(order: Order, folder: Path, attention: str) -> Any:
 
 
 def _check_weights(order: Order, found: dict[str, Any]) -> None:
-    """Every weight must come from the files: one that does not would begin at random. Tied weights, which are
+    """Every weight must come from the files: others would be initialised at random. Tied weights, which are
     stored once, are not among those reported.
 
     Raises:
@@ -183,7 +183,7 @@ def _check_weights(order: Order, found: dict[str, Any]) -> None:
             raise CannotTrain(
                 "model_not_loaded",
                 f"{len(names)} weights {what} the files of {order.spec.model.name}: {some}{more}. They would "
-                "begin at random: put the whole model there",
+                "be initialised at random: provide the complete model",
             )
     if found.get("error_msgs"):
         raise CannotTrain(

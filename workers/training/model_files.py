@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 
 LARGEST_CONFIG_BYTES = 2**20
 LARGEST_TOKENIZER_BYTES = 256 * 2**20

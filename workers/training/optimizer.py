@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from app.contract.spec import OptimizerSpec
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 
 
 def make_optimizer(

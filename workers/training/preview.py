@@ -10,7 +10,7 @@ import numpy as np
 
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewOrder
 from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 
 MOST_EXAMPLES = 1000
 """Of a larger file as many are looked at, spread evenly."""

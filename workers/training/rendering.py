@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from app import FOLDER, PREFIX
-from workers.training.endings import CannotTrain
-from workers.training.isolation import give_up_powers
+from workers.training.exceptions import CannotTrain
+from workers.training.isolation import drop_capabilities
 from workers.training.limits import limit_memory
 
 CPU_SECONDS = 5
@@ -118,7 +118,7 @@ def main() -> None:
 
     limit_memory(MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    give_up_powers()  # once more: a program that was started anew can be looked into again
+    drop_capabilities()  # once more: a program that was started anew can be looked into again
     first = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
         _limit_time()

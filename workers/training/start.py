@@ -14,10 +14,10 @@ from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, memory, ramp
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
-from workers.training.batches import Buckets, Form, collate
+from workers.training.batches import BatchLayout, Buckets, collate
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, prepare
-from workers.training.endings import CannotTrain, Interrupted, StopRequested
+from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import gradients_for
 from workers.training.loader import Indices, Loader
 from workers.training.loss import TokenLoss
@@ -203,10 +203,10 @@ def _window(order: Order, model: Any, optimizer: torch.optim.Optimizer, scale: L
     )
 
 
-def _form(order: Order, tokenizer: Any, balance: Balance | None) -> Form:
+def _form(order: Order, tokenizer: Any, balance: Balance | None) -> BatchLayout:
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     budget = order.rank.micro_batch_size * order.spec.data.max_length
-    return Form(
+    return BatchLayout(
         pad_id=pad_id,
         packed=order.spec.data.packing,
         routed=balance is not None,
@@ -233,8 +233,8 @@ def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter
         replica.token_loss.head = None
         reporter.event(
             "changed",
-            f"The model does more to its logits than its output head says (loss differs by {error:.1e}): its "
-            "own are taken, whole, which needs more memory.",
+            f"The model changes its logits after the output head (loss differs by {error:.1e}), so its own "
+            "full logits are used, which needs more memory.",
             "warning",
             loss_error=error,
         )
@@ -242,7 +242,7 @@ def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter
 
 def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
     """Falls back to padding where the model's attention does not keep packed samples apart."""
-    packed, padded = loader.form, Form(loader.form.pad_id, routed=loader.form.routed)
+    packed, padded = loader.form, BatchLayout(loader.form.pad_id, routed=loader.form.routed)
     if fallbacks.padded and packed.packed:
         loader.form = padded
     if not loader.form.packed or fallbacks.padded is False:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from workers.training.batches import Cursor, after
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 
 VERSION = 2
 

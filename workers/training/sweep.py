@@ -31,7 +31,7 @@ _LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 
 
 def sweep(training: Training) -> Tuning:
-    """Measures, and says which micro-batch is the leanest of the fastest.
+    """Measures, and returns the smallest of the fastest micro-batches.
 
     Raises:
         StopRequested: told to stop; nothing was changed.
@@ -68,11 +68,12 @@ def settle(training: Training, tuning: Tuning) -> None:
     before = training.budget.tokens(0)
     training.budget.measured(tuning.token_budget)
     chosen = next((each for each in tuning.tried if each.token_budget == tuning.token_budget), None)
-    speed = f": {chosen.samples_per_second:.3g} samples/s" if chosen is not None else ""
+    speed = f" ({chosen.samples_per_second:.3g} samples/s)" if chosen is not None else ""
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {tuning.token_budget} tokens are the leanest of the fastest{speed}, of "
-        f"{len(tuning.tried)} sizes measured on {tuning.samples} samples; planned were {before}.",
+        f"Micro-batches of at most {tuning.token_budget} tokens{speed} are the smallest that are as "
+        "fast as the "
+        f"fastest of {len(tuning.tried)} sizes, measured on {tuning.samples} samples; the plan had {before}.",
         **tuning.model_dump(mode="json"),
     )
 

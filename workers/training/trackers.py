@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 from app.contract.order import Order
 from app.contract.reports import LogLine
 from app.contract.spec import Tracker
-from workers.training.endings import CannotTrain
+from workers.training.exceptions import CannotTrain
 
 FIGURES = (
     "loss", "loss_ema", "aux_loss", "learning_rate", "grad_norm", "effective_batch_size",

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from workers.training import memory
 from workers.training.decision import Observed, Totals, Verdict, decide
-from workers.training.gradients import Held, InPlace
+from workers.training.gradients import InPlace, SeparateAccumulator
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Window:
         clipping: Clipping = Clipping(),
         loss_scale: LossScale | None = None,
         *,
-        gradients: InPlace | Held | None = None,
+        gradients: InPlace | SeparateAccumulator | None = None,
         layers: Mapping[str, Sequence[Tensor]] | None = None,
         keep_micro_losses: bool = False,
     ) -> None:

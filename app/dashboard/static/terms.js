@@ -16,7 +16,7 @@ const TERMS = {
     "adamw keeps two numbers beside each weight, in 8 bits adamw_8bit. sgd without momentum and adafactor keep next to none. adamw is right unless memory is short.",
   precision: "auto: bf16 where the GPU has it, fp16 where it has not, fp32 on a CPU.",
   checkpointing:
-    "Keeps fewer activations and reckons them again when they are needed: about a third more time, much less memory for long samples.",
+    "Keeps fewer activations and recomputes them when they are needed: about a third more time, much less memory for long samples.",
   effective:
     "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides memory and speed alone. 32 is a good start.",
   micro: "Samples that go through the model at once. As many as fit keep the device busy; gradients of several are added up.",
@@ -32,17 +32,17 @@ const TERMS = {
     "The length of the whole window's gradient before clipping. Spikes are samples that stand out; growth is a rate that is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
-    "The peak of the training process at each step, beside what the plan reckons with: micro-batches of samples of full length, which may be larger than those that came.",
+    "The peak of the training process at each step, next to the plan's prediction, which assumes that every sample has full length, so it may be higher than what was needed.",
   prediction:
-    "Predicted over measured peak at the largest micro-batch that really came along. Above zero: less was needed than predicted.",
+    "Predicted over measured peak at the largest micro-batch that actually occurred. Above zero: less was needed than predicted.",
   noise_scale:
-    "The batch beyond which more samples per step hardly help: as far as the measured noise of the gradients tells. Well above your batch: a larger one would pay.",
+    "The batch beyond which more samples per step hardly help: estimated from the measured noise of the gradients. If it is well above your batch, a larger batch is worthwhile.",
   certificate:
     "Before the first step the first window's gradient was made in two different splits; this is the largest relative difference. It shows that accumulating changes nothing for this model.",
   evidence:
     "measured: in a run on this service; simulated: the training step without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source.",
   completions:
-    "Samples that were not learned from, cut where the model is to go on. What it makes of them now, beside what the untrained model made of them and what the sample says.",
+    "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 

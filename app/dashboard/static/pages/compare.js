@@ -16,7 +16,7 @@ const COLUMNS = [
   "Loss",
   "At its own end",
   "Noise",
-  "Noise to the first",
+  "Noise relative to the first",
   "Tokens/s",
   "Peak GiB",
   "Padding",

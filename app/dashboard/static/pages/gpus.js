@@ -71,7 +71,7 @@ function showWorkers(section, workers) {
     h("h2", {}, "Workers"),
     table(
       "Newest first",
-      [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Runs" }, { title: "Last heard of" }],
+      [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Runs" }, { title: "Last seen" }],
       workers.map((worker) => [
         worker.hostname,
         h("span", { class: worker.alive ? "is-ok" : "muted" }, worker.alive ? "alive" : "silent"),

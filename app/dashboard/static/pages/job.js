@@ -262,7 +262,7 @@ async function showOutcome(outcome, job, signal) {
   const noise = result.noise_scale;
   fill(
     outcome,
-    h("h2", {}, "What came of it"),
+    h("h2", {}, "Result"),
     h(
       "dl",
       { class: "facts" },
@@ -328,7 +328,7 @@ function settings(job) {
   return h(
     "details",
     { class: "panel" },
-    h("summary", {}, "Everything that was chosen"),
+    h("summary", {}, "Full configuration"),
     list("Training", job.training_config),
     list("Accumulation", job.config),
     list("Data", job.dataset),

@@ -135,7 +135,7 @@ export async function show(main, { chosen, signal }) {
       "fieldset",
       { class: "fields" },
       h("legend", {}, "Batch"),
-      wide(field("batch", "Say", inputs.batch)),
+      wide(field("batch", "Batch given as", inputs.batch)),
       field("target", "Effective batch", inputs.target, "effective"),
       field("micro", "Batch size", inputs.micro, "micro"),
       field("steps", "Accumulation steps", inputs.steps, "steps"),
@@ -326,7 +326,7 @@ function dryRun(job) {
   const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
   const time =
     job.predicted_duration_seconds === null
-      ? "how long it takes nobody has measured yet"
+      ? "duration not measured yet"
       : `about ${duration(job.predicted_duration_seconds)}`;
   const cost = job.gpu_cost === null ? "" : `, for ${number(job.gpu_cost)}`;
   return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}${cost}. ${plan.warnings.join(" ")}`;
@@ -446,7 +446,7 @@ function takeIt(other, values, apply) {
   return h(
     "button",
     { type: "button", class: "quiet", "aria-label": `Take ${other.change}`, onclick: () => apply(Object.assign({}, ...changes)) },
-    "Take",
+    "Apply",
   );
 }
 
@@ -561,7 +561,7 @@ function fileChoice(chooser) {
     upload: h(
       "div",
       { class: "field" },
-      h("label", { for: "field-upload" }, "Bring JSON lines (text, prompt/completion or messages)"),
+      h("label", { for: "field-upload" }, "Upload JSON lines (text, prompt/completion or messages)"),
       picker,
       told,
     ),
