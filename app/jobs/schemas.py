@@ -236,7 +236,7 @@ class JobOptions(AccumulationConfig):
     auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")
     webhook_url: WebhookUrl | None = Field(
         None,
-        description="Receives a signed notification when the job ends or is paused; default: the service's URL",
+        description="Notified, with a signature, when the job ends or is paused; null: the service's URL",
     )
     profile: Flag = Field(False, description="torch.profiler over one settled window, as an artifact")
     tune: Tune | None = Field(

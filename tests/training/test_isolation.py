@@ -39,7 +39,7 @@ def look(apart):
     (run.path / "written").write_text("by the trainer")
     changed = attempt(lambda: Path(order.data_file).write_text("changed")) is not None
     libc, parent = ctypes.CDLL(None, use_errno=True), f"/proc/{outside}"
-    (Path(tempfile.gettempdir()) / "left").write_text("by the trainer")
+    shared.with_suffix(".left").write_text("by the trainer")
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/"))
     print(json.dumps({
         "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
@@ -99,11 +99,13 @@ def look(run: RunDirectory, hidden: Path | None, *words: str) -> dict[str, Any]:
     env = {**os.environ, HIDDEN_VARIABLE: "" if hidden is None else named_view(hidden, run.order())}
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+        left = shared.with_suffix(".left").exists()
     finally:
         shared.unlink()
+        shared.with_suffix(".left").unlink(missing_ok=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return {**found, "left": left}
 
 
 def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
@@ -129,7 +131,7 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
         assert seen["compiles_in"]
         assert seen["processes"] <= 3
         assert not seen["limited"]
-        assert not (Path(tempfile.gettempdir()) / "left").exists()
+        assert not seen["left"]
         assert (run.path / "written").read_text() == "by the trainer"
         (run.path / "written").unlink()
     assert (folder / "accrue.db").read_text() == "everybody's jobs"
@@ -158,7 +160,7 @@ def test_the_order_in_the_trainer_s_own_folder_decides_nothing(folder: Path) -> 
     env = {**os.environ, HIDDEN_VARIABLE: view}
     script = LOOK.replace("order = run.order()", "order = run.order(); order = order.model_copy(update={"
                           "'data_file': str(hidden / 'files' / 'file-1')})")  # fmt: skip
-    command = [sys.executable, "-c", script, str(run.path), str(folder), "/none"]
+    command = [sys.executable, "-c", script, str(run.path), str(folder), str(folder.parent / "none")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     seen = json.loads(done.stdout)
     if not seen["isolated"]:
