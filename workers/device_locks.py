@@ -1,4 +1,4 @@
-"""A device is used by one trainer at a time, whoever's it is: held by a lock that its trainer inherits.
+"""A device is used by one trainer at a time, even with several workers: the trainer inherits a lock on it.
 
 The lock is the trainer's, not the worker's: it is free again as soon as the trainer is gone, also where its
 worker was halted and cannot say so.

@@ -34,7 +34,7 @@ _CHUNKS_AT_ONCE = 16
 """Then the caller commits: a long log is read in several transactions, none of them as long as a lease."""
 
 _NEW_SECONDS = 10.0
-"""A line so old was there before: what the GPU was then, nobody knows."""
+"""A line so old was there before: the GPU's temperature at that time is unknown."""
 
 _GIB = 2**30
 

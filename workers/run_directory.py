@@ -108,7 +108,7 @@ class RunDirectory:
         return self._read("outcome.json", Outcome)
 
     def write_progress(self, progress: WindowProgress) -> None:
-        """Not made durable: after a power cut nobody asks for it."""
+        """Not made durable: it is of no use after a power cut."""
         partial = self.path / ".progress.json.partial"
         with create_plain(partial) as file:
             file.write(progress.model_dump_json().encode())

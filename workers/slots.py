@@ -39,7 +39,7 @@ class Slots:
         return [device for device in self.there() if self._aside_until.get(device.id, 0.0) <= now]
 
     def temperature(self, device: Device) -> float | None:
-        """Degrees Celsius of a GPU, as of a moment ago; null: nobody knows, as of a CPU."""
+        """Degrees Celsius of a GPU, as of a moment ago; null: unknown, as of a CPU."""
         if device.kind == "cpu":
             return None
         return next((gpu.temperature_celsius for gpu in gpus.seen() if gpu.id == device.id), None)

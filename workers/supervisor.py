@@ -136,7 +136,7 @@ class Supervisor:
             self._lose(running)
         elif running.trainer.status() is not None:
             if self.stopped and now > running.lease_ends:
-                self._forget(running)  # its end could not be written: whoever comes next takes the job up
+                self._forget(running)  # its end could not be written: the next worker takes the job up
         elif running.requested == "stop" and not running.run.is_to_finish():
             running.run.ask_to_finish()
         elif running.requested in ("pause", "cancel") and not running.stopping:
@@ -380,7 +380,7 @@ class Supervisor:
         """No trouble with one job, and none with the database, ends the worker.
 
         A database that does not answer is asked again at the next turn; leases decide meanwhile. The one
-        broad except of the supervisor: what nobody foresaw about a job is that job's crash.
+        broad except of the supervisor: an unexpected error about a job is that job's crash.
         """
         try:
             yield

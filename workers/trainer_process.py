@@ -110,7 +110,7 @@ class TrainerProcess:
         self._kill_at: float | None = None
         self._closed = False
         self._signalling = threading.Lock()
-        """Between looking whether it lives and a signal nobody may reap it: its id could be another's."""
+        """Held from checking that it lives until it is signalled: reaped in between, its id may be reused."""
 
     @property
     def pid(self) -> int:

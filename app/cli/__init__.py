@@ -32,7 +32,7 @@ def main() -> None:
     except (AccrueError, ServiceError) as error:
         errors.print(f"accrue: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
-    except BrokenPipeError:  # whoever read has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         sys.stderr.close()
         sys.exit(1)
 

@@ -76,8 +76,7 @@ def end(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list
         typer.echo(f"{row.id} ({row.name}) is revoked.")
         if not any_valid(session):
             typer.echo(
-                "No key is left that opens the service, and without one nobody comes in: accrue keys create "
-                "NAME --scope admin",
+                "No valid key is left, and every request needs one: accrue keys create NAME --scope admin",
                 err=True,
             )
 

@@ -1,4 +1,4 @@
-"""The accrue command's part for whoever runs the service: nothing of it speaks HTTP."""
+"""Commands for running the service; none of them uses HTTP."""
 
 import gc
 import json

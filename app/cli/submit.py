@@ -245,7 +245,7 @@ def _submit(
         answer = client.post("/gradient-accumulation/training/with-accumulation", body)
         queued = not body.get("dry_run", False)
     finally:
-        if uploaded is not None and not queued:  # nobody would miss it
+        if uploaded is not None and not queued:  # it was uploaded for this job alone
             with suppress(ServiceError):
                 client.delete(f"/v1/files/{uploaded}")
     return answer

@@ -127,7 +127,7 @@ class RequestedSplit(Frozen):
     accumulation_steps: int | None
     micro_batch_size: int | None
     devices: int
-    """Devices that the effective batch was reckoned for."""
+    """Devices that the effective batch was computed for."""
 
 
 class MemoryLimits(Frozen):

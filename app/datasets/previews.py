@@ -20,7 +20,7 @@ from app.storage.tables import File, PreviewRequest
 from app.storage.waits import Gone, never, until_found
 
 _FORGOTTEN_AFTER = 600.0
-"""Seconds after which nobody waits: the service that asked has gone."""
+"""Seconds after which a request is abandoned: the service that made it is gone."""
 
 
 async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gone = never) -> DatasetPreview:
@@ -35,7 +35,7 @@ async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gon
     try:
         found = await until_found(lambda: _look(database, request_id), seconds, gone)
     finally:
-        with CancelScope(shield=True):  # also where whoever asked has gone
+        with CancelScope(shield=True):  # also if the client is gone
             await to_thread.run_sync(_forget, database, request_id)
     if found is None:
         raise Unavailable(
@@ -71,13 +71,13 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
 
 
 def waiting(session: Session) -> bool:
-    """Whether anybody waits for a look that nobody takes."""
+    """Whether a requested preview is not being made yet."""
     free = PreviewRequest.claimed_at.is_(None)
     return session.scalar(select(PreviewRequest.id).where(free).limit(1)) is not None
 
 
 def store(session: Session, request_id: str, made: DatasetPreview | None, error: str | None = None) -> None:
-    """Gives what was found to whoever waits, or why there is nothing."""
+    """Stores a preview, or the reason why there is none, for the request that waits for it."""
     told = storable_values(made.model_dump(mode="json")) if made is not None else None
     values = {"answer": told, "error": error and storable(error)}
     session.execute(update(PreviewRequest).where(PreviewRequest.id == request_id).values(values))

@@ -42,7 +42,7 @@ class SeenGpu:
 
 
 class _Gauge:
-    """nvidia-smi takes a while: one look serves everybody for a moment; one that hangs holds nobody up."""
+    """nvidia-smi takes a while: its answer is shared for a moment, and one that hangs delays no caller."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

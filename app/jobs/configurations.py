@@ -9,7 +9,7 @@ def find(session: Session, config_id: str, field: str | None = None, *, lock: bo
     """A configuration.
 
     Args:
-        lock: until the transaction ends nobody else can change it.
+        lock: no other transaction can change it until this one ends.
 
     Raises:
     NotFound: no configuration has that id.

@@ -71,7 +71,7 @@ class Documents:
 
 
 def tagged(request: Request, document: Document) -> Response:
-    """The document, or nothing but a 304 to whoever has it already."""
+    """The document, or 304 if the client has it already."""
     shown = request.headers.get("if-none-match")
     if shown is not None and document.tag in (each.strip().removeprefix("W/") for each in shown.split(",")):
         return Response(status_code=304, headers={"ETag": document.tag})

@@ -138,7 +138,7 @@ def _what_is_wrong(path: Path) -> str | None:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """In one go, as of one moment: in WAL mode nobody who writes has to wait. On the disk when it returns."""
+    """In one go, as of one moment: in WAL mode no writer has to wait. On the disk when it returns."""
     with (
         contextlib.closing(sqlite3.connect(source, timeout=30)) as old,
         contextlib.closing(sqlite3.connect(target)) as new,

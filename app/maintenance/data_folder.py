@@ -27,7 +27,7 @@ _SERVED, _WORKED_IN = ".in-use", ".worked-in"
 
 
 class DataFolder:
-    """A service's: from `hold()` to `release()` nobody restores a backup into it."""
+    """A service's: between `hold()` and `release()` no backup is restored into it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

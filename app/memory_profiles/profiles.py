@@ -35,7 +35,7 @@ _CLAIM_SECONDS = 60.0
 """A request that was claimed this long ago is anybody's again."""
 
 _FORGOTTEN_AFTER = 24 * 3600.0
-"""Seconds after which nobody waits for a request, and what failed may be tried again."""
+"""Seconds after which no client waits for a request any more, and one that failed may be tried again."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def outcome(database: Database, wanted: ProfileKey) -> list[str] | None:
 async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone: Gone = never) -> list[str]:
     """Wants a profile and waits until it is there, cannot be made, or the time is over; holds no thread.
 
-    With no worker to make it nobody waits. Gives what a person should know of it.
+    Returns at once if there is no worker to make it. Returns warnings for the user.
     """
     told = await to_thread.run_sync(want, database, wanted)
     if told is None:
@@ -188,7 +188,7 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
 
 
 def claim(session: Session) -> ProfileRequest | None:
-    """The newest request that nobody works on: whoever asked for older ones has had an answer by formula."""
+    """The newest request that is not being worked on: older ones were answered by formula meanwhile."""
     free = _free()
     newest = (
         select(ProfileRequest.key)
@@ -206,7 +206,7 @@ def claim(session: Session) -> ProfileRequest | None:
 
 
 def waiting(session: Session) -> bool:
-    """Whether anybody waits for a profile that nobody makes."""
+    """Whether a requested profile is not being made yet."""
     return session.scalar(select(ProfileRequest.key).where(_free()).limit(1)) is not None
 
 

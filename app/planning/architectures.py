@@ -12,7 +12,7 @@ _LONGEST_LIST = 10_000
 
 
 class UnknownArchitecture(ValueError):
-    """A config.json that is not one of a causal language model this can reckon with."""
+    """A config.json of something other than a supported causal language model."""
 
 
 def named(name: str) -> Architecture | None:

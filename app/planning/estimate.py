@@ -127,7 +127,7 @@ class ByMeasurement:
 class ByComparison:
     """By formula, corrected by as much as the formula is off for a step of which more is known.
 
-    So that two steps are told apart by what changes between them, and not by who reckoned them.
+    So that two steps differ by what changes between them, and not by how they were estimated.
     """
 
     formula: Estimate
@@ -140,11 +140,11 @@ class ByComparison:
         return self.formula.expected_error
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
-        own, known, reckoned = (
+        own, known, estimated = (
             estimate.memory(rows, accumulating=accumulating)
             for estimate in (self.formula, self.known, self.known_by_formula)
         )
-        return own.scaled(known.peak_process_bytes / reckoned.peak_process_bytes)
+        return own.scaled(known.peak_process_bytes / estimated.peak_process_bytes)
 
 
 Estimates = Callable[[Recipe, int], Estimate]

@@ -116,7 +116,7 @@ class PlanningInputs:
         return self._kept.get(("plan", self.database.viewer.owner, spec, device), make)
 
     def want(self, wanted: ProfileKey) -> None:
-        """Has a profile made, if it isn't there; nobody waits for it."""
+        """Requests a profile that does not exist yet, without waiting for it."""
         self._kept.get(("wanted", wanted.key), lambda: profiles.want(self.database, wanted))
 
     def _found(self, key: Hashable, look_up: Callable[..., Value], *arguments: object) -> Value:

@@ -145,7 +145,7 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
     if spec.split.devices > len(solution.ranks):
         warnings.append(
-            f"the trainer uses one device: the effective batch reckoned for {spec.split.devices} is kept by "
+            f"the trainer uses one device: the effective batch computed for {spec.split.devices} is kept by "
             "accumulating more"
         )
     return warnings

@@ -1,4 +1,4 @@
-"""What to choose where nobody chose: rules, each with its evidence."""
+"""Recommended values for what the user left open: rules, each with its evidence."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

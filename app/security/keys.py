@@ -59,7 +59,7 @@ def is_well_formed(key: str) -> bool:
 def create(
     session: Session, name: str, scopes: Iterable[Scope], expires_in_seconds: float | None
 ) -> tuple[Key, str]:
-    """A key's row, and the key itself, which nobody can find out later."""
+    """A key's row, and the key itself, which cannot be recovered later."""
     key = new_key()
     now = session.scalar(select(database_now())) or 0.0
     row = Key(
@@ -88,7 +88,7 @@ def revoke(session: Session, key_id: str) -> Key:
 
 
 def any_made(session: Session) -> bool:
-    """Whether a key was ever made: from then on nobody comes in without."""
+    """Whether a key was ever created: from then on every request needs one."""
     return session.scalar(select(Key.id).limit(1)) is not None
 
 

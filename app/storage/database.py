@@ -338,9 +338,9 @@ def _sqlite_begin(connection: Connection, patience_seconds: float) -> None:
 def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> bool:
     """Waits for the write lock in short, uneven naps; false where it cannot be had.
 
-    That may be for a reason that no patience mends: whoever asks SQLite once more then hears it.
+    That may be for a reason that waiting does not change: the caller's next statement raises it.
 
-    SQLite's own wait backs off to a tenth of a second, in which whoever came later overtakes.
+    SQLite's own wait backs off to a tenth of a second, during which later writers overtake.
     """
     until = time.monotonic() + patience_seconds
     nap = _FIRST_NAP

@@ -1,8 +1,8 @@
 """Group commit: what several callers want written at about the same time is written in one transaction.
 
-A commit waits for the disk, and threads that reckon at once only take turns. So one thread takes whatever
-came while it was at work: it prepares each, writes all of them, commits once, and only then is anybody
-answered. What cannot be written is taken back alone; what cannot be committed is committed for nobody.
+A commit waits for the disk, and threads that compute at the same time only take turns. So one thread takes
+whatever came while it was at work: it prepares each, writes all of them, commits once, and only then is
+anybody answered. What cannot be written is taken back alone; if the commit fails, it fails for all of them.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class _Write:
     error: BaseException | None = None
 
     def tell(self) -> None:
-        if self.outcome.done():  # nobody waits any more
+        if self.outcome.done():  # the client is gone
             return
         if self.error is None:
             self.outcome.set_result(self.result)

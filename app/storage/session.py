@@ -1,4 +1,4 @@
-"""Sessions, and whose a job, a file or a configuration is: in every query, whoever wrote the query.
+"""Sessions, and whose a job, a file or a configuration is: in every query.
 
 A session that is opened for a viewer sees and makes only what is that viewer's. One that is opened for
 everybody, such as a worker's, sees everything. The rules hold for this class of session alone: an

@@ -1,6 +1,6 @@
 """Waiting for a worker's answer without holding a thread, and for only so many answers at once.
 
-A thread that waits serves nobody else, and there are forty: who waits does it on the event loop, and looks
+A waiting thread serves no other request, and there are forty: waiting is done on the event loop, which looks
 into the database from a thread for a moment now and then.
 """
 
@@ -23,7 +23,7 @@ _FIRST_LOOK, _LONGEST_PAUSE = 0.02, 0.25
 
 Found = TypeVar("Found")
 Gone = Callable[[], Awaitable[bool]]
-"""Whether whoever asked is no longer there, as `Request.is_disconnected`."""
+"""Whether the client is gone, as `Request.is_disconnected`."""
 
 
 class Waits:
@@ -58,7 +58,7 @@ class Waits:
 
 
 async def never() -> bool:
-    """Of whoever waits on their own account."""
+    """For callers that are no HTTP client."""
     return False
 
 

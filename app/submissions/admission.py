@@ -182,7 +182,7 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
     """Who is told of the job's end.
 
     Raises:
-        Unprocessable: nobody can be told, or not there.
+        Unprocessable: there is no secret to sign with, or the URL is not allowed.
     """
     url = requested.webhook_url or settings.webhook_url
     if url is None:
@@ -203,7 +203,7 @@ _NEARLY = 200
 
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:
-    """`jobs.resume`, within the quota of whoever's job it is: what timed out waits again."""
+    """`lifecycle.resume`, within the quota of the job's owner: a job that timed out is queued again."""
     job, most = transitions.get(session, job_id), settings.max_queued_jobs
     if lifecycle.timed_out(job):
         take_turns(session, f"quota of {job.owner}")
@@ -311,7 +311,7 @@ def _devices(
 ) -> list[Device]:
     """The devices that the job is planned for: those named, else the first of those that workers have.
 
-    Declared devices are for those who ask beforehand: while no worker lives, nobody knows any better.
+    Declared devices are used for planning as long as there is no worker.
 
     Raises:
         Unprocessable: a GPU was named that no worker has, or that is not one alone.

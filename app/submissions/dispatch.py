@@ -31,7 +31,7 @@ async def submitted(
     Args:
         database: as the caller sees it.
         check: raises where there is nothing to store.
-        alone: in a thread of its own, which keeps nobody waiting.
+        alone: in a thread of its own, so that other submissions do not wait for it.
     """
 
     def store(checked: Checked, database: Database) -> Response:

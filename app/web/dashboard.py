@@ -1,4 +1,4 @@
-"""The dashboard: a page and its modules, as they lie in `app/dashboard`. They hold nobody's data."""
+"""The dashboard: a page and its modules, as they lie in `app/dashboard`. They contain no data."""
 
 import gzip
 from functools import lru_cache

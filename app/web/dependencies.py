@@ -111,7 +111,7 @@ authorised = Depends(_caller)
 
 CurrentSettings = Annotated[Settings, Depends(_settings)]
 WholeDatabase = Annotated[Database, Depends(_whole_database)]
-"""For those few routes that anybody may ask, and that tell of nobody's things."""
+"""For the few routes that need no key, and show nothing that belongs to one."""
 
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]

@@ -73,7 +73,7 @@ class EventStream:
         """A job's events behind the last one known, oldest first, to the one that ends it, or to the job's
         deletion; and between them how far a window is that takes longer than a second.
 
-        Yields null where nothing happened for a while, so that whoever is gone is noticed.
+        Yields null if nothing happened for a while, so that a client that is gone is noticed.
         """
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_again_and_again())

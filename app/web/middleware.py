@@ -64,7 +64,7 @@ class EveryRequest:
     ) -> None:
         """
         Args:
-            is_mounted: another application lets nobody in whom it does not know.
+            is_mounted: another application authenticates its users.
         """
         self.app = app
         self.audit = audit

@@ -70,7 +70,7 @@ _OTHER_KINDS = ("_type", "_parsing", "literal_error", "missing", "extra_forbidde
 
 
 MOST_TOLD = 20
-"""Problems that one answer names: whoever mends these sends the rest again."""
+"""Problems that one answer names: after fixing these, the client sends the request again."""
 _MOST_LOOKED_AT = 200
 
 

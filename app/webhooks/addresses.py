@@ -83,7 +83,7 @@ def _host_and_port(url: str) -> tuple[str, int]:
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is of the public internet, and nobody's own network; one in IPv6's clothes is undressed."""
+    """Whether it is a public internet address; an IPv4 address within an IPv6 one is checked as such."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
         if address in _NAT64:
@@ -92,7 +92,7 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
-        if address.is_site_local:  # fec0::/10, which is deprecated and still nobody's but the site's
+        if address.is_site_local:  # fec0::/10, deprecated, and still private
             return False
     if any(address in network for network in _NOBODY_S_RECEIVERS):  # of the other version: never in
         return False

@@ -1,6 +1,6 @@
 """Delivers what is to be told, again and again for a day, from a thread of the service.
 
-Several services over one database share the work: a delivery is taken for a minute by whoever claims it.
+Several services over one database share the work: each claims a delivery for a minute.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _AT_ONCE = 6
 """Deliveries under way."""
 
 _OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
-"""Of them: whoever's receivers never answer delays their own."""
+"""Of them: receivers that never answer delay only their own."""
 
 _LOOKED_AT = 200
 """Deliveries that are due, among which one is chosen."""

@@ -46,7 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     for device in ("cuda", "cpu"):  # what is imported and compiled on first use
-        previews.answer_one(database, settings)  # for whoever waits already
+        previews.answer_one(database, settings)  # requested before the imports were done
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
     changes = Changes(database)

@@ -48,7 +48,7 @@ _served: dict[str | None, float] = {}
 
 
 def answer_one(database: Database, settings: Settings) -> bool:
-    """Looks at what was asked for first; false where nobody waits."""
+    """Makes the preview that was requested first; false if there is none."""
     with database.reading() as session:
         if not previews.waiting(session):
             return False
@@ -176,7 +176,7 @@ def _answer(
 ) -> None:
     """Makes the preview under limits, and writes it, or the error, into the folder."""
     limit_memory(_MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also once nobody waits any more
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also after the wait is over
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         found = _Found(preview=make(order, model, data, folder))

@@ -42,8 +42,7 @@ _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def named_view(folder: Path, order: Order) -> str:
-    """What `isolate` is to be told, by whoever starts a trainer: not the trainer's own folder, which it may
-    write to.
+    """What the supervisor passes to `isolate`, in the environment: the trainer may write to its own folder.
 
     Args:
         folder: of which the trainer is to see what it needs alone.

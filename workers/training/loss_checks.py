@@ -1,4 +1,4 @@
-"""Checks on one or two samples at the start, that a faster way to reckon the loss gives the model's own."""
+"""Checks on one or two samples at the start, that a faster way to compute the loss gives the model's own."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ from workers.training.model_files import check_tokenizer, stage
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16": 2e-2}
-"""How far two ways to reckon the same may differ, relatively, by precision."""
+"""How far two ways to compute the same may differ, relatively, by precision."""
 
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10
@@ -406,7 +406,7 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str
         adapters.write_text(
             json.dumps({**json.loads(adapters.read_text()), "base_model_name_or_path": base}, indent=2)
         )
-    (partial / "README.md").unlink(missing_ok=True)  # peft's, a form that nobody has filled in
+    (partial / "README.md").unlink(missing_ok=True)  # peft's, a template that is not filled in
     for path in (*partial.iterdir(), partial):
         sync(path)
     shutil.rmtree(target, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Micro-batches of several sizes, measured between two windows of the run, on its data and device.
 
 Each passes forward and backward over the same samples; nothing is applied, so that the run goes on as if
-nobody had measured. It comes after the first steps, once the optimizer's states are there.
+nothing had been measured. It comes after the first steps, once the optimizer's states are there.
 """
 
 import math
