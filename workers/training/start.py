@@ -121,20 +121,9 @@ def start(
     state = _resume(run, model, optimizer, reporter)
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
-    scale = _loss_scale(state) if plan.precision == "fp16" else None
-    balance = balance_of(model, spec.aux_scope)
-    replica = Replica(
-        device=device,
-        precision=plan.precision,
-        model=model,
-        optimizer=optimizer,
-        window=_window(order, model, optimizer, scale),
-        token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
-        balance=balance,
-        loss_scale=scale,
-        memory=memory.Watch(device, order.rank.memory_limit_bytes),
-    )
-    loader = Loader(samples, validation, _form(order, tokenizer, balance), device, spec.seed)
+    replica = _replica(order, device, model, optimizer, state)
+    form = _form(order, tokenizer, replica.balance)
+    loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budget.tokens)
     _check_loss(replica, loader, state.fallbacks, reporter)
     _check_packing(replica, loader, state.fallbacks, reporter)
@@ -159,6 +148,25 @@ def start(
         ),
     )
     return training, prepared
+
+
+def _replica(
+    order: Order, device: torch.device, model: Any, optimizer: torch.optim.Optimizer, state: RunState
+) -> Replica:
+    spec, precision = order.spec, order.plan.precision
+    scale = _loss_scale(state) if precision == "fp16" else None
+    balance = balance_of(model, spec.aux_scope)
+    return Replica(
+        device=device,
+        precision=precision,
+        model=model,
+        optimizer=optimizer,
+        window=_window(order, model, optimizer, scale),
+        token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
+        balance=balance,
+        loss_scale=scale,
+        memory=memory.Watch(device, order.rank.memory_limit_bytes),
+    )
 
 
 def _data(
