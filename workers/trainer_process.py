@@ -174,13 +174,14 @@ def why_it_ended(status: int) -> Failure:
     return Failure(code="trainer_killed", message=f"the trainer was ended by {name}{hint}", permanent=False)
 
 
+def is_passed_on(name: str) -> bool:
+    """Whether an environment variable of ours is a trainer's to know."""
+    return name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+
+
 def _environment(device: Device, lifeline: int, silence_seconds: float) -> dict[str, str]:
     """What a trainer needs of our environment."""
-    passed = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
-    }
+    passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     return {
         **passed,
         LIFELINE_VARIABLE: str(lifeline),

@@ -184,12 +184,18 @@ def _jobs(session: Session) -> list[str]:
     return list(session.scalars(select(Job.id)))
 
 
+_DEEPEST = 16
+"""Folders within folders of a run: trainers make four."""
+
+
 def _copy_run(source: Path, target: Path) -> None:
     """What a job's run directory holds, without what is only begun."""
     if not source.is_dir():
         return
 
     def begun(folder: str, names: list[str]) -> list[str]:
+        if len(Path(folder).relative_to(source).parts) >= _DEEPEST:
+            return names
         return [
             name
             for name in names

@@ -7,7 +7,6 @@ the same folder.
 
 import contextlib
 import fcntl
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -18,6 +17,7 @@ from app.errors import BadSetting
 from app.settings import Settings
 from app.storage import pending
 from app.storage.database import Database
+from app.storage.disk import remove_tree
 from app.storage.tables import File, Job
 
 log = structlog.get_logger("accrue.service")
@@ -97,8 +97,8 @@ def clean(database: Database, settings: Settings) -> int:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
     else:
         path.unlink(missing_ok=True)
 

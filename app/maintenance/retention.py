@@ -110,4 +110,6 @@ class Retention:
                 gone = forget(self._database, self._settings, self._settings.retention_days)
             except (SQLAlchemyError, ReplacedDatabase, OSError) as error:
                 log.warning("nothing is deleted by age right now", error=str(error))
+            except Exception:
+                log.exception("deleting by age failed")  # this thread must go on
             self._ended.wait(0.0 if gone else _LOOK_EVERY_SECONDS)

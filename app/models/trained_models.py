@@ -1,6 +1,5 @@
 """Trained models by name: `ft:{base model}:accrue:{suffix}:{the job's own part of its id}`."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from sqlalchemy import select
 from app.errors import Conflict, NotFound
 from app.results.run_files import model_dir
 from app.settings import Settings
+from app.storage.disk import remove_tree
 from app.storage.session import Session
 from app.storage.tables import Job
 
@@ -65,10 +65,7 @@ def remove(session: Session, settings: Settings, name: str) -> None:
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is no trained model: only those can be deleted here.")
     folder = _folder(find(session, settings, name), settings)
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:  # somebody else deletes it at this moment
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
 
 
 def _folder(job: Job, settings: Settings) -> Path:

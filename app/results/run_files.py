@@ -1,7 +1,6 @@
 """The parts of a run directory that the service hands out, and their removal with the job."""
 
 import os
-import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from app.contract.plain_files import open_plain, plain_files, read_plain
 from app.contract.reports import Completions, Operators
 from app.settings import Settings
+from app.storage.disk import remove_tree
 
 log = structlog.get_logger("accrue.service")
 
@@ -33,7 +33,7 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 
 def remove_run(settings: Settings, job_id: str) -> None:
     """Deletes the run directory of a deleted job."""
-    shutil.rmtree(settings.runs_dir / job_id, ignore_errors=True)
+    remove_tree(settings.runs_dir / job_id)
 
 
 def completions(settings: Settings, job_id: str) -> Completions:

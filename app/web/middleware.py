@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from http import HTTPStatus
+from ipaddress import ip_address
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -118,7 +119,7 @@ class EveryRequest:
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
         key_id = caller.key_id if caller is not None else None
-        address = scope["client"][0] if scope.get("client") else "?"
+        address = _address(scope["client"][0]) if scope.get("client") else "?"
         path = storable(scope["path"])[:_LONGEST_PATH]
         deed = AuditRecord(time.time(), key_id, scope["method"], path, status, address, identifier)
         self.audit.note(deed, is_known=caller is not None)
@@ -259,3 +260,11 @@ def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
         return message
 
     return receive_limited
+
+
+def _address(host: str) -> str:
+    """A client's address; a proxy may have passed on something else."""
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return "?"

@@ -41,6 +41,9 @@ _AT_ONCE = 6
 _OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
 """Of them: receivers that never answer delay only their own."""
 
+_REMEMBERED = 10_000
+"""Owners and hosts whose last delivery is known."""
+
 _LOOKED_AT = 200
 """Deliveries that are due, among which one is chosen."""
 
@@ -72,6 +75,9 @@ class Deliverer:
         self._ended = threading.Event()
         self._choosing = threading.Lock()
         self._under_way: Counter[tuple[str, str | None]] = Counter()
+        self._served: dict[tuple[str | None, str | None], int] = {}
+        """The turn in which an owner was last served at a host."""
+        self._turns = 0
         """Deliveries by owner and by host."""
         self._threads = [
             threading.Thread(target=self._deliver_on, name=f"webhooks-{number}", daemon=True)
@@ -135,10 +141,19 @@ class Deliverer:
         )
         with self._database.reading() as session:  # most looks find nothing, and need no write lock
             found = session.execute(due).all()
-        for delivery_id, host, owner in found:
+        for delivery_id, host, owner in sorted(found, key=lambda row: self._served.get((row[2], row[1]), 0)):
             if self._has_place(owner, host):
+                self._note_served(owner, host)
                 return self._claimed(delivery_id, owner, host)
         return None
+
+    def _note_served(self, owner: str | None, host: str | None) -> None:
+        """Owners take turns at a host: the one that was served last comes last."""
+        self._served.pop((owner, host), None)
+        while len(self._served) >= _REMEMBERED:
+            del self._served[next(iter(self._served))]
+        self._turns += 1
+        self._served[owner, host] = self._turns
 
     def _has_place(self, owner: str | None, host: str | None) -> bool:
         """Nobody's deliveries, of a service without keys, are bounded by host alone."""

@@ -13,7 +13,7 @@ from tests.harness.runs import until
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import os, signal, sys, time
+import os, re, signal, sys, time
 from pathlib import Path
 from workers.training.enclosure import enclosed
 
@@ -26,8 +26,13 @@ def work(apart):
         case "raise": raise ValueError("broken")
         case "killed": os.kill(os.getpid(), signal.SIGKILL)
         case "crashed": os.kill(os.getpid(), signal.SIGSEGV)
-        case "orphan" | "waits":
-            if what == "orphan" and os.fork() == 0:
+        case "busy":
+            (folder / "ready").touch()
+            while True:  # no thread of this process gets a word in
+                (folder / "alive").touch()
+                re.match("(a+)+b", "a" * 24)
+        case "orphan" | "orphaned" | "waits":
+            if what.startswith("orphan") and os.fork() == 0:
                 os.setsid()
                 if os.fork() > 0:
                     os._exit(0)
@@ -38,6 +43,9 @@ def work(apart):
                 while not (folder / "alive").exists():
                     time.sleep(0.01)
                 return 0
+            if what == "orphaned":
+                (folder / "ready").touch()
+                time.sleep(60)
             stopped = []
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
             (folder / "ready").touch()
@@ -90,11 +98,25 @@ def test_what_the_work_leaves_behind_is_ended(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["apart", "together"])
-def test_killing_the_outermost_process_ends_the_work(tmp_path: Path, how: str) -> None:
-    process = started("waits", tmp_path, how)
+@pytest.mark.parametrize("what", ["waits", "busy", "orphaned"])
+def test_killing_the_outermost_process_ends_everything(tmp_path: Path, what: str, how: str) -> None:
+    process = started(what, tmp_path, how)
     until((tmp_path / "ready").exists, 30)
     process.kill()
     process.wait()
+    until(lambda: is_still(tmp_path), 10)
+
+
+def test_the_outermost_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """However busy the work is; when the thread that started it ends, too."""
+    command = [sys.executable, "-c", SCRIPT, "busy", str(tmp_path), "apart"]
+    starter = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(60)"],
+        cwd=ROOT,
+    )
+    until((tmp_path / "ready").exists, 30)
+    starter.kill()
+    starter.wait()
     until(lambda: is_still(tmp_path), 10)
 
 
@@ -104,3 +126,28 @@ def test_as_root_there_are_process_ids_of_its_own(tmp_path: Path) -> None:
     allowed = subprocess.run(["unshare", "--pid", "--mount", "true"], capture_output=True).returncode == 0
     assert started("status", tmp_path, "apart").wait(30) == 75
     assert (tmp_path / "apart").read_text() == str(allowed)
+
+
+@pytest.mark.parametrize("how", ["apart", "together"])
+@pytest.mark.parametrize("end", ["closed", "silent"])
+def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
+    tmp_path: Path, end: str, how: str
+) -> None:
+    theirs, lifeline = os.pipe()
+    patience = "0.5" if end == "silent" else "60"
+    script = SCRIPT.replace(
+        "sys.exit(enclosed(",
+        f"from workers.training.lifeline import Lifeline\nlifeline = Lifeline({theirs}, {patience})\n"
+        "sys.exit(enclosed(",
+    ).replace('== "apart")', '== "apart", lifeline=lifeline)')
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "busy", str(tmp_path), how], cwd=ROOT, pass_fds=[theirs]
+    )
+    os.close(theirs)
+    until((tmp_path / "ready").exists, 30)
+    if end == "closed":
+        os.close(lifeline)
+    assert process.wait(30) == 1
+    until(lambda: is_still(tmp_path), 10)
+    if end == "silent":
+        os.close(lifeline)

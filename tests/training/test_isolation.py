@@ -41,6 +41,11 @@ def look(apart):
     libc, parent = ctypes.CDLL(None, use_errno=True), f"/proc/{outside}"
     shared.with_suffix(".left").write_text("by the trainer")
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/"))
+    upwards = [attempt(lambda: Path("/".join([".."] * steps), str(hidden).lstrip("/")).joinpath("accrue.db")
+                       .read_text()) for steps in range(12)]
+    stat_of = lambda path: os.stat(path).st_mode
+    disks = [str(path) for path in Path("/dev").rglob("*") if attempt(lambda: stat_of(path)) is not None
+             and (stat_of(path) & 0o170000) == 0o060000]
     print(json.dumps({
         "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
         "seen": sorted(str(path.relative_to(hidden)) for path in hidden.rglob("*")),
@@ -57,6 +62,11 @@ def look(apart):
         "of_its_own": [attempt(lambda: Path(name).write_text("x")) is not None
                        for name in (f"{tempfile.gettempdir()}/own", "/dev/shm/own", "/tmp/own")],
         "shared": attempt(lambda: shared.read_text()),
+        "upwards": [found for found in upwards if found is not None], "disks": disks,
+        "kernel": [str(path) for path in Path("/proc/irq").glob("*") if attempt(lambda: path.open("ab"))],
+        "null": attempt(lambda: Path("/dev/null").write_text("x")),
+        "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2)[:-1],
+        "group": os.getpgrp(),
         "compiles_in": cache.is_relative_to(tempfile.gettempdir()),
         "model": attempt(lambda: (Path(order.model_path) / "planted").write_text("for all")),
     }), flush=True)
@@ -129,6 +139,12 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
         assert seen["of_its_own"] == [True] * 3
         assert seen["shared"] is None
         assert seen["compiles_in"]
+        assert seen["upwards"] == []
+        assert seen["disks"] == []
+        assert seen["kernel"] == []
+        assert seen["null"] == 1
+        assert seen["descriptors"] == []
+        assert seen["group"] <= 3  # of its own process ids
         assert seen["processes"] <= 3
         assert not seen["limited"]
         assert not seen["left"]

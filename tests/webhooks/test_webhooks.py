@@ -323,7 +323,20 @@ def test_any_number_of_one_owner_s_deliveries_leaves_the_next_owner_s_turn(datab
         session.add(due("evt-b", owned["bob"], "http://good.example/", 2000.0))
     deliverer = Deliverer(database, signer(SECRET), private_addresses=True)
     chosen = [deliverer._take() for _ in range(3)]
-    assert [taken.id for taken in chosen if taken is not None] == ["evt-a0", "evt-a1", "evt-b"]
+    assert [taken.id for taken in chosen if taken is not None] == ["evt-a0", "evt-b", "evt-a1"]
+
+
+def test_owners_take_turns_at_a_host_that_both_of_them_name(database: Database) -> None:
+    owned = {owner: submitted(database) for owner in ("alice", "bob")}
+    with database.writing() as session:
+        for owner, job_id in owned.items():
+            session.execute(update(Job).where(Job.id == job_id).values(owner=owner))
+        for number in range(10):
+            session.add(due(f"evt-a{number}", owned["alice"], f"http://slow.example/{number}", float(number)))
+        session.add(due("evt-b", owned["bob"], "http://slow.example/", 2000.0))
+    deliverer = Deliverer(database, signer(SECRET), private_addresses=True)
+    chosen = [deliverer._take(), deliverer._take()]
+    assert [taken.id for taken in chosen if taken is not None] == ["evt-a0", "evt-b"]
 
 
 def due(delivery_id: str, job_id: str, url: str, not_before: float) -> Delivery:

@@ -19,7 +19,7 @@ from workers.profiling import previews
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
 from workers.profiling.side_by_side import side_by_side
-from workers.training.lifeline import die_with_parent
+from workers.training.lifeline import end_with_supervisor
 
 log = structlog.get_logger("accrue.profiler")
 
@@ -31,7 +31,7 @@ _NICENESS = 5
 
 def main() -> None:
     """Runs until SIGTERM, or until the supervisor that started it has gone."""
-    die_with_parent()
+    end_with_supervisor()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
     database = Database(settings.url)

@@ -21,6 +21,8 @@ from app.datasets import previews
 from app.models import base_models
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.disk import remove_tree
+from workers.trainer_process import is_passed_on
 from workers.training.enclosure import enclosed
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetched_first
@@ -35,9 +37,6 @@ _SECONDS = 20.0
 """For one look."""
 
 _FOUND = "found.json"
-_SECRETS = ("ACCRUE_", "HF_TOKEN", "HUGGING_FACE", "PG", "AWS_", "WANDB_", "MLFLOW_")
-"""What the names of environment variables begin with that are not the child's to know."""
-
 _CPU_SECONDS = 60
 _MEMORY_BYTES = 2**31
 """Of a look, beside what is there before it."""
@@ -69,7 +68,7 @@ def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview 
     A tokenizer's files may keep it busy for ever, fill the memory, or end the process, in native code that
     no exception and no signal handler reaches.
     """
-    with tempfile.TemporaryDirectory(prefix="accrue-preview-") as folder:
+    with _temporary_folder() as folder:
         model = base_models.path_of(order.model, settings)
         hidden = settings.data_dir.resolve() if settings.trainer_isolation else None
         data = settings.files_dir.resolve() / order.data.file_id
@@ -93,6 +92,16 @@ def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview 
             "are damaged"
         )
     return found.preview, found.error
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Deleted however deep the folders are that a child made in it."""
+    folder = tempfile.mkdtemp(prefix="accrue-preview-")
+    try:
+        yield folder
+    finally:
+        remove_tree(Path(folder))
 
 
 class _Found(BaseModel):
@@ -122,7 +131,7 @@ def _children() -> ForkServerContext:
 @contextmanager
 def _without_secrets() -> Iterator[None]:
     """The environment as a process that is started meanwhile gets it."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_SECRETS)}
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if not is_passed_on(name)}
     try:
         yield
     finally:
@@ -144,7 +153,8 @@ def _look(
         hidden: the data folder, of which it is to see its file and its model alone.
     """
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
-    os.dup2(sys.stderr.fileno(), 2)
+    for number in (1, 2):
+        os.dup2(sys.stderr.fileno(), number)
     if hidden is None:
         _answer(make, order, model, data, folder)
         return

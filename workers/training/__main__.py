@@ -29,7 +29,7 @@ from workers.training.enclosure import enclosed
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.fetching import fetch, fetched_first, first_line
 from workers.training.isolation import drop_capabilities, isolate
-from workers.training.lifeline import die_with_parent
+from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
 
 log = logging.getLogger("accrue.trainer")
@@ -75,7 +75,7 @@ def main() -> int:
             isolate(run.path)
         elif isolated:
             drop_capabilities()
-        die_with_parent()  # now, since a changed view forgets what was asked of the parent's death
+        die_with_parent()  # again: it is forgotten when powers are given up
         try:
             with run.locked():
                 return attempt(run, stop)
@@ -83,12 +83,12 @@ def main() -> int:
             log.error("%s", error)
             return INTERRUPTED  # no fault of the job's: another attempt is about to end
 
-    return enclosed(train, apart=isolated)
+    return enclosed(train, apart=isolated, lifeline=inherited())
 
 
 def _fetch(run: RunDirectory) -> int:
     """Puts the base model's files where the trainer can read them: it can write to its run alone."""
-    die_with_parent()
+    end_with_supervisor()
     order = run.order()
     try:
         fetch(order.spec.model, order.model_path)

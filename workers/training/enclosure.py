@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -19,23 +20,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from workers.training.lifeline import Lifeline, die_with_parent
+
 log = logging.getLogger("accrue.trainer")
 
-_NEW_MOUNTS, _NEW_USER, _NEW_PROCESS_IDS = 0x00020000, 0x10000000, 0x20000000
+_NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PROCESS_IDS = 0x00020000, 0x08000000, 0x10000000, 0x20000000
 """Of unshare(2)."""
 _NO_SUID, _NO_DEV, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 16384, 1 << 18
 """Of mount(2)."""
-_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
+_ADOPT_ORPHANS = 36
 """Of prctl(2)."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 _SIGNALLED = 128
 """Added to a signal's number in init's exit status, as shells do."""
 
+_END_ALL = signal.SIGUSR1
+"""What init gets instead of SIGKILL when its parent ends, where the kernel does not end its descendants."""
+
 Work = Callable[[], int]
 
 
-def enclosed(work: Callable[[bool], int], *, apart: bool) -> int:
+def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | None = None) -> int:
     """Does work in a process tree of its own. Call it before there is a second thread.
 
     This process ends by the signal that the work was ended by, if it was.
@@ -43,17 +49,25 @@ def enclosed(work: Callable[[bool], int], *, apart: bool) -> int:
     Args:
         work: gives the exit status; is called with whether it has mounts and process ids of its own.
         apart: it should, where the machine allows that.
+        lifeline: what else than the end of the process that started this one ends it, and the work with it.
 
     Returns:
         The exit status.
     """
     own = apart and _own_namespaces()
+    if not own:
+        _adopt_orphans()
     with _passed_on_later():
         init = os.fork()
         if init == 0:
-            _end(lambda: _init(lambda: work(own), own=own))
+            _end(lambda: _init(lambda: work(own), own=own), dies_by=signal.SIGKILL if own else _END_ALL)
         _pass_on(init)
-    status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1])
+    die_with_parent()
+    if lifeline is not None:
+        lifeline.watch_until_the_end_of(init)
+    status = _wait_for(init)
+    if not own:
+        _end_orphans()
     ended_by = -status if status < 0 else status - _SIGNALLED
     if ended_by > 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -76,26 +90,23 @@ def in_a_child(work: Work) -> int:
             signal.signal(number, handler)
 
 
-def die_with_parent() -> None:
-    """The kernel ends this process when the thread that started it ends. Forgotten when powers change."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-
-
 def _init(work: Work, *, own: bool) -> int:
     """Waits for the work, and for the orphans that it leaves."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    os.setsid()  # a signal to the work's own process group reaches nothing outside
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # locks and pipes are for the outermost
     if own:
-        flags = _NO_SUID | _NO_DEV | _NO_EXEC
-        libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(flags), None)  # a container may forbid it
-    elif sys.platform == "linux":
-        libc.prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+        flags = ctypes.c_ulong(_NO_SUID | _NO_DEV | _NO_EXEC)
+        ctypes.CDLL(None).mount(b"proc", b"/proc", b"proc", flags, None)  # a container may forbid it
+    else:
+        _adopt_orphans()
+        signal.signal(_END_ALL, _end_all)
     with _passed_on_later():
         handlers = {number: signal.getsignal(number) for number in _PASSED_ON}
         child = os.fork()
         if child == 0:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            signal.signal(_END_ALL, signal.SIG_DFL)
             _end(work)
         _pass_on(child)
     status = _wait_for(child)
@@ -104,11 +115,15 @@ def _init(work: Work, *, own: bool) -> int:
     return status if status >= 0 else _SIGNALLED - status
 
 
-def _end(work: Work) -> None:
-    """Does work in a child that was just forked, and ends it."""
+def _end(work: Work, *, dies_by: int = signal.SIGKILL) -> None:
+    """Does work in a child that was just forked, and ends it.
+
+    Args:
+        dies_by: the signal that it gets when its parent ends.
+    """
     status = 1
     try:
-        die_with_parent()
+        die_with_parent(dies_by)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         status = work()
     except SystemExit as end:
@@ -128,6 +143,18 @@ def _wait_for(child: int) -> int:
         ended, status = os.wait()
         if ended == child:
             return os.waitstatus_to_exitcode(status)
+
+
+def _end_all(number: int, frame: object) -> None:
+    """Init's parent has ended."""
+    _end_orphans()  # the work is one of init's children, too
+    os._exit(1)
+
+
+def _adopt_orphans() -> None:
+    """Descendants whose parents have ended become this process's children."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
 
 
 def _end_orphans() -> None:
@@ -166,7 +193,7 @@ def _own_namespaces() -> bool:
     if sys.platform != "linux":
         return False
     user, group = os.getuid(), os.getgid()
-    flags = _NEW_MOUNTS | _NEW_PROCESS_IDS | (0 if user == 0 else _NEW_USER)
+    flags = _NEW_MOUNTS | _NEW_IPC | _NEW_PROCESS_IDS | (0 if user == 0 else _NEW_USER)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags) != 0:
         log.info("the trainer has no view of its own: %s", os.strerror(ctypes.get_errno()))

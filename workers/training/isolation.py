@@ -27,15 +27,25 @@ _READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _RECURSIVE = 1, 2, 4, 32, 4096, 
 _DETACH = 2
 """Of mount(2) and umount2(2)."""
 
-_MOUNT_SETATTR, _HERE, _ALL_BELOW, _MOUNT_READ_ONLY = 442, -100, 0x8000, 1
+_MOUNT_SETATTR, _HERE, _ALL_BELOW = 442, -100, 0x8000
+_MOUNT_READ_ONLY, _MOUNT_NO_SUID = 1, 2
 """Of mount_setattr(2), whose number is the same on every architecture."""
 
 _NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS, _SET_DUMPABLE = 38, 24, 4
 _ANY_FILE, _MOST_POWERS, _CAPABILITIES_3 = 1, 64, 0x20080522
 """Of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the one of capabilities(7) that is kept."""
 
+_ROOM = b"size=10%,nr_inodes=200k"
+"""Of the machine's memory, for each folder of the trainer's own; options of tmpfs(5)."""
+
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders that every process may write to: an isolated one has empty ones of its own."""
+
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvidia-caps", "dri", "kfd")
+"""What there is in /dev: no disk, no memory, no console."""
+
+_KERNEL_S = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
+"""In /proc, where the kernel is set up; all else is about processes."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compiled code is kept, and run from."""
@@ -80,13 +90,17 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
     if sys.platform != "linux":
         return False
     needed = {**dict.fromkeys(code_and_caches(), False), **needed}
+    needed |= {path: True for name in _DEVICES for path in Path("/dev").glob(name)}
     own = {Path(path).resolve() for path in (*_SHARED, tempfile.gettempdir()) if Path(path).exists()}
     try:
         if hidden in needed:
             raise OSError(0, f"{hidden} itself is needed")
-        for folder in sorted({hidden, *own}, key=lambda path: len(path.parts)):
+        for folder in sorted({hidden, Path("/dev"), *own}, key=lambda path: len(path.parts)):
             _hide(folder, needed)
-        written = {**needed, **dict.fromkeys(own, True)}
+        for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+            Path("/dev", name).symlink_to(f"/proc/self/{target}")
+        os.chdir(Path.cwd())  # by its name: the folder that we are in is still the one beneath
+        written = {**needed, Path("/dev"): True, **dict.fromkeys(own, True)}
         with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
             _write_only_to({path: is_written for path, is_written in written.items() if path.exists()})
     except OSError as error:
@@ -113,7 +127,7 @@ def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
                 opened.callback(os.close, descriptor)
                 kept.append((path, descriptor, path.is_dir()))
         mode = folder.stat().st_mode & 0o7777
-        _mount("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEV)
+        _mount("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEV, _ROOM)
         try:
             folder.chmod(mode)
             for path, descriptor, is_folder in kept:
@@ -131,7 +145,8 @@ def _write_only_to(needed: Mapping[Path, bool]) -> None:
     Raises:
         OSError: it could not be done; everything is as it was.
     """
-    chosen = {Path("/proc"): True, **needed, Path("/proc/sys"): False}
+    kernel_s = {path: False for name in _KERNEL_S if (path := Path("/proc", name)).exists()}
+    chosen = {Path("/proc"): True, **needed, **kernel_s}
     outer_first = sorted(chosen, key=lambda path: len(path.parts))  # what lies deeper decides for itself
     for path in outer_first:
         if path != Path("/proc"):
@@ -147,7 +162,8 @@ def _write_only_to(needed: Mapping[Path, bool]) -> None:
 
 def _set_attributes(path: Path, *, read_only: bool) -> None:
     """mount_setattr(2), of a mount and those below it."""
-    attributes = (ctypes.c_uint64 * 4)(*((_MOUNT_READ_ONLY, 0) if read_only else (0, _MOUNT_READ_ONLY)), 0, 0)
+    set_bits = _MOUNT_NO_SUID | (_MOUNT_READ_ONLY if read_only else 0)
+    attributes = (ctypes.c_uint64 * 4)(set_bits, 0 if read_only else _MOUNT_READ_ONLY, 0, 0)
     libc = _libc()
     done = libc.syscall(
         _MOUNT_SETATTR, _HERE, os.fsencode(path), _ALL_BELOW, attributes, ctypes.sizeof(attributes)
@@ -209,9 +225,9 @@ def drop_capabilities() -> None:
         libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def _mount(source: str, target: Path, kind: str | None, flags: int) -> None:
-    told = kind.encode() if kind is not None else None
-    if _libc().mount(source.encode(), os.fsencode(target), told, flags, None) != 0:
+def _mount(source: str, target: Path, kind: str | None, flags: int, options: bytes | None = None) -> None:
+    file_system = kind.encode() if kind is not None else None
+    if _libc().mount(source.encode(), os.fsencode(target), file_system, flags, options) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), str(target))
 

@@ -1,32 +1,102 @@
-"""A trainer does not outlive its supervisor, however that one ends."""
+"""A trainer does not outlive its supervisor, however that one ends.
+
+The kernel's parent-death signal acts at once on Linux; an inherited pipe, whose other end dies with the
+supervisor, acts everywhere. Where the supervisor promises to be heard from on that pipe, its silence ends the
+process as well.
+"""
 
 import contextlib
+import ctypes
 import os
 import select
+import signal
+import sys
 import threading
+import time
+from dataclasses import dataclass
 
 from workers.run_directory import LIFELINE_VARIABLE, SILENCE_VARIABLE
-from workers.training import enclosure
+
+_DIE_WITH_PARENT = 1
+"""Of prctl(2)."""
+
+_LOOK_EVERY_SECONDS = 0.1
+"""Where the kernel cannot say when a child ends."""
 
 
-def die_with_parent() -> None:
-    """Ends this process with the supervisor that started it; does nothing when started by hand.
+def die_with_parent(by: int = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when the thread that started it ends. Forgotten when powers
+    change."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_DIE_WITH_PARENT, by, 0, 0, 0)
 
-    The kernel's parent-death signal acts at once on Linux; the inherited pipe, whose other end dies
-    with the supervisor, also ends what has other parents: the ranks below a launcher. Where the supervisor
-    promises to be heard from on it, its silence ends this process as well.
-    """
-    descriptor = os.environ.get(LIFELINE_VARIABLE)
+
+def end_with_supervisor() -> None:
+    """Ends this process with the supervisor that started it; does nothing when started by hand."""
+    lifeline = inherited()
+    if lifeline is not None:
+        die_with_parent()
+        threading.Thread(target=lifeline.watch, daemon=True, name="lifeline").start()
+
+
+def inherited() -> "Lifeline | None":
+    """The lifeline that the supervisor passed on; null when started by hand."""
+    descriptor, silence = os.environ.get(LIFELINE_VARIABLE), os.environ.get(SILENCE_VARIABLE)
     if descriptor is None:
-        return
-    enclosure.die_with_parent()
-    silence = os.environ.get(SILENCE_VARIABLE)
-    patience = float(silence) if silence is not None else None
-    threading.Thread(target=_watch, args=(int(descriptor), patience), daemon=True, name="lifeline").start()
+        return None
+    return Lifeline(int(descriptor), float(silence) if silence is not None else None)
 
 
-def _watch(descriptor: int, patience: float | None) -> None:
-    with contextlib.suppress(OSError):
-        while select.select([descriptor], [], [], patience)[0] and os.read(descriptor, 4096):
-            pass
-    os._exit(1)
+@dataclass(frozen=True)
+class Lifeline:
+    """A pipe from the supervisor."""
+
+    descriptor: int
+    patience_seconds: float | None
+    """Silence for so long is the end; null: only the pipe's own end is."""
+
+    def watch(self) -> None:
+        """Ends this process when the supervisor is gone. Does not return."""
+        with contextlib.suppress(OSError):
+            while select.select([self.descriptor], [], [], self.patience_seconds)[0] and self._heard():
+                pass
+        os._exit(1)
+
+    def watch_until_the_end_of(self, child: int) -> None:
+        """The same, until a child has ended, which is left to be waited for. Needs no thread: a process that
+        has given its children process ids of their own can start none."""
+        heard_at = time.monotonic()
+        end = _end_of(child)
+        while not _has_ended(child):
+            ready = select.select(
+                [self.descriptor, *end], [], [], self._seconds_left(heard_at) if end else _LOOK_EVERY_SECONDS
+            )[0]
+            if self.descriptor in ready:
+                if not self._heard():
+                    os._exit(1)
+                heard_at = time.monotonic()
+            elif self._seconds_left(heard_at) == 0.0:
+                os._exit(1)
+        for descriptor in end:
+            os.close(descriptor)
+
+    def _heard(self) -> bool:
+        return bool(os.read(self.descriptor, 4096))
+
+    def _seconds_left(self, heard_at: float) -> float | None:
+        if self.patience_seconds is None:
+            return None
+        return max(0.0, heard_at + self.patience_seconds - time.monotonic())
+
+
+def _end_of(child: int) -> list[int]:
+    """A descriptor that can be read from once the child has ended; none where the kernel has none."""
+    try:
+        return [os.pidfd_open(child)]
+    except (AttributeError, OSError):
+        return []
+
+
+def _has_ended(child: int) -> bool:
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, child, options) is not None
