@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 from app.errors import BadSetting
 from app.security.rates import Rates
 from app.settings import Settings, get_settings
+from app.web.middleware import _address
 from tests.harness.requests import JOB, PATH, key_for, service
 from tests.harness.runs import until
 
@@ -127,3 +128,12 @@ def test_pages_of_named_origins_may_call_and_others_may_not(settings: Settings) 
         assert "access-control-allow-origin" not in client.get(PATH, headers={**other, **mine}).headers
         assert client.get("/healthz", headers=other).status_code == 403
         assert client.get("/healthz", headers=ours).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "kept"),
+    [("203.0.113.7", "203.0.113.7"), ("2001:db8::1", "2001:db8::1"), ("fe80::1%eth0", "fe80::1%eth0"),
+     ("<script>", "?"), ("9" * 8000, "?"), ("", "?")],
+)  # fmt: skip
+def test_what_a_proxy_calls_an_address_is_kept_if_it_may_be_one(host: str, kept: str) -> None:
+    assert _address(host) == kept
