@@ -41,8 +41,7 @@ const TERMS = {
     "Before the first step the first window's gradient was made in two different splits; this is the largest relative difference. It shows that accumulating changes nothing for this model.",
   evidence:
     "measured: in a run on this service; simulated: the training step without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source.",
-  completions:
-    "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text.",
+  completions: "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 
