@@ -67,7 +67,7 @@ class Settings(BaseSettings):
         description="Ended jobs, models and unneeded files are deleted after so long",
     )
     webhook_url: str | None = Field(
-        None, pattern="^https?://", description="Told when a job ends or is paused, where the job names none"
+        None, pattern="^https?://", description="Notified when a job ends or is paused, if the job has no URL"
     )
     webhook_secret: SecretStr | None = Field(
         None, description="What webhooks are signed with: whsec_ and the Base64 of 24 bytes or more"
@@ -102,7 +102,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         allow_inf_nan=False,
-        description="What an hour of one GPU costs; dry runs tell what a job would",
+        description="Cost of one hour on one GPU; dry runs then show the cost of a job",
     )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU trainer; default: all cores")
     log_level: str = "INFO"

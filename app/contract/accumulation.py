@@ -109,7 +109,7 @@ class AccumulationConfig(Request):
         True, description="Compare the first window's gradient with another split's before training"
     )
     noise_scale_every: int | None = Field(
-        10, ge=1, description="Measure the gradient noise scale in every so many windows; null: never"
+        10, ge=1, description="Measure the gradient noise scale once in this many windows; null: never"
     )
     log_accumulation: Flag = Field(
         True, description="Report progress within a window, after its micro-batches, at most once a second"

@@ -412,9 +412,7 @@ class DryRunAnswer(Answer):
     )
     predicted_duration_seconds: float | None = None
     gpu_hours: float | None = Field(None, description="On GPUs: the duration on all devices, in hours")
-    gpu_cost: float | None = Field(
-        None, description="Of these hours, where ACCRUE_GPU_HOUR_COST says what one costs"
-    )
+    gpu_cost: float | None = Field(None, description="Cost of gpu_hours, if ACCRUE_GPU_HOUR_COST is set")
     measured_by: str | None = Field(None, description="The finished job that duration and tokens are from")
 
 

@@ -166,11 +166,11 @@ def devices_of(
     warnings = []
     if there[0].kind == "cpu":
         warnings.append(
-            "no GPU is here and none is declared, so this is for the CPU and this machine's memory: say "
+            "no GPU was found or declared, so this is for the CPU and this machine's memory: set "
             'gpus: ["24GB"], or set ACCRUE_GPUS=24GB'
         )
     elif len(wanted) > len(there):
         warnings.append(
-            f"there are {len(there)} devices, not {len(wanted)}: the others are taken to be like the last"
+            f"there are {len(there)} devices, not {len(wanted)}: the rest are assumed to be like the last"
         )
     return wanted, warnings

@@ -238,7 +238,7 @@ def _clipping(situation: Situation, batch: int, steps: int) -> Recommendation:
         float(f"{whole.value / steps**0.5:.3g}"),
         f"{whole.value:g} over the square root of {steps} accumulation steps, since each micro-batch is "
         "clipped: "
-        "as far as its gradient is noise, the sum of K of them grows with the root of K",
+        "to the extent that gradients are noise, the sum of K of them grows with the root of K",
         "low",
     )
 

@@ -35,7 +35,7 @@ class BatchSizeRequest(Request):
         description="Predict for this many samples at a time; null: the most that fit and are of use",
     )
     num_gpus: int | None = Field(
-        None, ge=1, le=1024, description="So many of those there are or declared; null: all of them"
+        None, ge=1, le=1024, description="How many of the existing or declared GPUs to use; null: all"
     )
     gpu_ids: list[int] | None = Field(None, fail_fast=True, min_length=1, max_length=1024)
     gpus: list[Annotated[str, StringConstraints(max_length=60)]] | None = Field(

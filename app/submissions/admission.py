@@ -327,7 +327,7 @@ def _devices(
         raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
     if machines > 1:
         raise Unprocessable(
-            f"gpu_ids: GPUs are numbered by machine, and workers run on {machines}: leave gpu_ids out.",
+            f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids out.",
             field="gpu_ids",
         )
     return select_devices(gpu_ids, inputs.gpus() if of_workers else there)
