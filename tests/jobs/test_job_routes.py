@@ -181,7 +181,7 @@ def test_devices_asked_for_count_for_the_batch_and_the_one_used_is_told(client: 
     assert job["effective_batch_size"] == 40
     assert [device["gpu_id"] for device in job["plan"]["devices"]] == [0]
     assert job["accumulation_steps"] == 10
-    assert any("reckoned for 5" in warning for warning in job["plan"]["warnings"])
+    assert any("computed for 5" in warning for warning in job["plan"]["warnings"])
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:

@@ -27,6 +27,7 @@ def work(apart):
         case "killed": os.kill(os.getpid(), signal.SIGKILL)
         case "crashed": os.kill(os.getpid(), signal.SIGSEGV)
         case "busy":
+            (folder / "alive").touch()
             (folder / "ready").touch()
             while True:  # no thread of this process gets a word in
                 (folder / "alive").touch()
@@ -44,10 +45,13 @@ def work(apart):
                     time.sleep(0.01)
                 return 0
             if what == "orphaned":
+                while not (folder / "alive").exists():
+                    time.sleep(0.01)
                 (folder / "ready").touch()
                 time.sleep(60)
             stopped = []
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+            (folder / "alive").touch()
             (folder / "ready").touch()
             while not stopped:
                 (folder / "alive").touch()
