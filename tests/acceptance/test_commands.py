@@ -241,7 +241,7 @@ def test_keys(accrue: Accrue) -> None:
     listed = json.loads(run(accrue, "keys", "list", "--json"))
     assert "alice" in run(accrue, "keys", "list")
     revoked = accrue.command("keys", "revoke", listed[0]["id"])
-    assert "No key is left that opens the service" in revoked.stderr
+    assert "No valid key is left" in revoked.stderr
     accrue.env["ACCRUE_DATA_DIR"] = str(accrue.data / "elsewhere")
     assert "there is no data folder" in run(accrue, "keys", "list", status=1)
     assert not (accrue.data / "elsewhere").exists()
