@@ -119,7 +119,7 @@ class RunDirectory:
 
     def ask_to_finish(self) -> None:
         """The trainer is to end after the window at hand, and to save its model."""
-        with contextlib.suppress(NotPlain):  # something else lies there: it says the same
+        with contextlib.suppress(NotPlain):  # whatever lies there counts as the mark
             append_plain(self.path / _FINISH).close()
 
     def is_to_finish(self) -> bool:

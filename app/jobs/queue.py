@@ -82,8 +82,8 @@ def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | 
     Args:
         gpu_id: the GPU that it is for; null: a CPU.
     """
-    told = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
-    claimed = _CLAIM.run(session, told)
+    values = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
+    claimed = _CLAIM.run(session, values)
     if not claimed:
         return None
     ((job_id, attempt),) = claimed
@@ -195,7 +195,7 @@ _COUNT_WAITING = Prepared(_count_waiting)
 
 
 def hold(session: Session, fence: Fence) -> None:
-    """Keeps others from the job until the transaction ends: what is told of it meanwhile stays in order.
+    """Locks the job until the transaction ends, so that its events stay in order.
 
     Raises:
         LostJob: it is no longer this worker's.
@@ -255,8 +255,8 @@ def _end(
 def _leave(
     session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
 ) -> None:
-    """Running to queued, or to what was requested meanwhile. A stop is still to be done then: whoever claims
-    the job next saves the model of its last checkpoint."""
+    """Running to queued, or to what was requested meanwhile. A requested stop stays: the worker that
+    claims the job next saves the model of its last checkpoint."""
     requested = session.scalar(select(Job.requested).where(held(fence)))
     status: JobStatus = (
         "cancelled" if requested == "cancel" else "paused" if requested == "pause" else "queued"

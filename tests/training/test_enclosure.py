@@ -155,3 +155,17 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
     until(lambda: is_still(tmp_path), 10)
     if end == "silent":
         os.close(lifeline)
+
+
+def test_where_only_the_first_step_is_allowed_the_work_is_done_all_the_same(tmp_path: Path) -> None:
+    """As on systems that let a user have namespaces, and then do not let them be set up."""
+    script = SCRIPT.replace(
+        "sys.exit(enclosed(",
+        "from workers.training import enclosure\n"
+        "def forbidden(): raise PermissionError(1, 'Operation not permitted')\n"
+        "enclosure._enter_namespaces = forbidden\n"
+        "sys.exit(enclosed(",
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, "status", str(tmp_path), "apart"], cwd=ROOT)
+    assert process.wait(30) == 75
+    assert (tmp_path / "apart").read_text() == "False"

@@ -122,7 +122,7 @@ def _found(folder: Path) -> _Found | None:
 @cache
 def _children() -> ForkServerContext:
     """Children are forks of a process that has everything imported, and never held a database, a setting or a
-    secret: what is in the memory of ours, or is open here, is in nobody else's."""
+    secret: they share neither this process's memory nor its open files."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{PREFIX}workers.profiling.previews"])
     return context

@@ -95,7 +95,7 @@ class Budget:
         return rule.tokens if isinstance(rule, TokenBudget) else self._rank.micro_batch_size * longest
 
     def failed(self, tokens: int) -> int:
-        """A micro-batch of so many tokens did not fit: the new budget is what did fit lately, or half."""
+        """A micro-batch of this many tokens did not fit: the new budget is the largest that did, or half."""
         learned = self.learned
         learned.failed_tokens = min(tokens, learned.failed_tokens or tokens)
         known = learned.largest_done

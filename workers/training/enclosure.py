@@ -189,19 +189,37 @@ def _pass_on(child: int) -> dict[int, Any]:
 
 
 def _own_namespaces() -> bool:
-    """Gives this process mounts of its own, and its children process ids of their own."""
-    if sys.platform != "linux":
+    """Gives this process mounts of its own, and its children process ids of their own.
+
+    A child tries it before: some systems allow the first step and forbid the others, and none can be undone.
+    """
+    if sys.platform != "linux" or in_a_child(_try_namespaces) != 0:
         return False
+    _enter_namespaces()
+    return True
+
+
+def _try_namespaces() -> int:
+    try:
+        _enter_namespaces()
+    except OSError as error:
+        log.info("the trainer has no view of its own: %s", error.strerror)
+        return 1
+    return 0
+
+
+def _enter_namespaces() -> None:
+    """Raises:
+    OSError: this machine does not allow it.
+    """
     user, group = os.getuid(), os.getgid()
     flags = _NEW_MOUNTS | _NEW_IPC | _NEW_PROCESS_IDS | (0 if user == 0 else _NEW_USER)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags) != 0:
-        log.info("the trainer has no view of its own: %s", os.strerror(ctypes.get_errno()))
-        return False
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     if user != 0:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     if libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "/")
-    return True

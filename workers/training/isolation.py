@@ -182,7 +182,7 @@ def _needed(order: Order) -> Iterator[Path]:
 
 
 def code_and_caches() -> Iterator[Path]:
-    """Where Python, its packages and the hub's cache are, should somebody keep them in a hidden folder."""
+    """Where Python, its packages and the hub's cache are: they may lie in a hidden folder."""
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
             yield Path(os.environ[variable]).resolve()
