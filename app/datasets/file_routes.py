@@ -42,15 +42,16 @@ def upload(
     with files.incoming(settings) as path:
         checked = files.store_upload(file.file, path, settings)
         equal = files.equal_to(database, path, checked)
-        made = once.with_content(f"{name} {checked.sha256}").make(
-            database,
-            lambda session: answer(
-                files.add(session, path, checked, filename=name, purpose=purpose, equal=equal)
-            ),
-        )
-        if isinstance(made, Response):  # the same file as before, under the id that it has
-            path.unlink()
-        return made
+        once = once.with_content(f"{name} {checked.sha256}")
+        with database.writing() as session:
+            replayed = once.replay(session)
+            if replayed is not None:
+                path.unlink()  # the same file as before, under the id that it has
+                return replayed
+            row = files.add(session, path, checked, filename=name, purpose=purpose, equal=equal)
+            made = answer(row)
+            once.remember(session, made)
+    return made
 
 
 @router.get("", summary="List files")

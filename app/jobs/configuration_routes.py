@@ -28,7 +28,13 @@ def create(
     database: CurrentDatabase, requested: ConfigurationRequest, once: CurrentOnce
 ) -> ConfigurationAnswer | Response:
     """Checks the numbers against each other and keeps what was given under an id."""
-    return once.make(database, lambda session: _create(session, requested), 201)
+    with database.writing() as session:
+        replayed = once.replay(session)
+        if replayed is not None:
+            return replayed
+        made = _create(session, requested)
+        once.remember(session, made, 201)
+    return made
 
 
 def _create(session: Session, requested: ConfigurationRequest) -> ConfigurationAnswer:

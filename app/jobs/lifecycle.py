@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
 from sqlalchemy import JSON, func, insert, select
 
 from app.contract.plan import Plan
@@ -22,7 +21,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
-from app.storage.tables import DetachedJob, File, Job
+from app.storage.tables import File, Job, job_of
 
 AGEING_SECONDS = 600.0
 """A job that waits so long has caught up with one of a priority higher by 1: none waits for ever."""
@@ -58,8 +57,11 @@ _INSERT = Prepared(lambda dialect: insert(Job), _COLUMNS.keys())
 
 
 def submit(session: Session, submission: Submission) -> Job:
-    """Stores a job; it exists once the caller's transaction is committed. What is given is for looking at:
-    its `spec` and `plan` are those of the submission, not documents."""
+    """Stores a job, which exists once the caller's transaction is committed.
+
+    Returns:
+        The job, of no session: changes to it are not stored.
+    """
     now = _now(session)
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
         "id": new_id("ftjob"),
@@ -78,24 +80,23 @@ def submit(session: Session, submission: Submission) -> Job:
         "webhook_url": submission.webhook_url,
         "config": submission.config,
         "training_config": submission.training_config,
-        "spec": submission.spec,
-        "plan": submission.plan,
+        "spec": submission.spec.model_dump(mode="json"),
+        "plan": submission.plan.model_dump(mode="json"),
         "gpu_id": submission.gpu_id,
         "attempt": 0,
         "failures": 0,
         "checkpoint_step": 0,
         "progress": {},
     }
-    in_json = {name: _as_json(values[name]) for name in _IN_JSON if values[name] is not None}
+    in_json = {"spec": submission.spec.model_dump_json(), "plan": submission.plan.model_dump_json()}
+    for name in _IN_JSON:
+        if name not in in_json and values[name] is not None:
+            in_json[name] = json.dumps(values[name])
     _INSERT.run(session, values | in_json)
-    job = DetachedJob(**values)
+    job = job_of(values)
     record_event(session, job, "submitted", f"Job submitted: {submission.spec.model.name}, effective batch "
          f"{submission.spec.effective_batch_size}.")  # fmt: skip
     return job
-
-
-def _as_json(value: Any) -> str:
-    return value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
 
 
 def cancel(session: Session, job_id: str) -> Job:

@@ -1,7 +1,6 @@
 """The OpenAI-compatible surface of jobs: the same jobs, in OpenAI's shape."""
 
 import time
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
@@ -24,14 +23,18 @@ from app.jobs.openai_schemas import (
     SupervisedAnswer,
 )
 from app.models.trained_models import name_of, result_file_of
+from app.planning.inputs import PlanningInputs
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE
 from app.results import checkpoints
 from app.results.checkpoints import Checkpoint
 from app.results.series import validation_losses
+from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
 from app.submissions import admission, openai_requests
-from app.submissions.dispatch import submitted
+from app.submissions.admission import Checked
+from app.submissions.handler import SubmissionHandler, submit
+from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -53,11 +56,28 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 async def create(request: Request, requested: FineTuningRequest, once: CurrentOnce) -> Response:
     """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
     inputs, settings = planning_inputs_of(request), request.app.state.settings
-    check = partial(openai_requests.check, requested, inputs, settings)
-    alone = admission.takes_a_while(requested.model, None, settings)
-    return await submitted(
-        request, inputs.database, once, check, lambda session, job: answer(job), alone=alone
-    )
+    return await submit(_Handler(requested, inputs, settings, once), request.app.state.group_commit)
+
+
+class _Handler(SubmissionHandler):
+    def __init__(
+        self,
+        requested: FineTuningRequest,
+        inputs: PlanningInputs,
+        settings: Settings,
+        once: IdempotentRequest,
+    ) -> None:
+        super().__init__(inputs, settings, once)
+        self._requested = requested
+
+    def takes_a_while(self) -> bool:
+        return admission.takes_a_while(self._requested.model, None, self.settings)
+
+    def check(self) -> Checked:
+        return openai_requests.check(self._requested, self.inputs, self.settings)
+
+    def answer(self, session: Session, job: Job) -> FineTuningJob:
+        return answer(job)
 
 
 @router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from app.errors import NotFound
 from app.storage.compiled import Prepared
 from app.storage.database import Database
-from app.storage.tables import DetachedJob, Job
+from app.storage.tables import Job, job_of
 
 _COLUMNS = list(Job.__table__.columns)
 
@@ -47,12 +47,12 @@ class Row:
         return self.values[_PLACES[column]]
 
     def job(self) -> Job:
-        """Whatever asks of a job finds it here; nothing can be changed by it."""
+        """The job, of no session: changes to it are not stored."""
         values = list(self.values)
         for place in _IN_JSON:
             if self.json_is_text and isinstance(values[place], str):  # a number is kept as one
                 values[place] = json.loads(values[place])
-        return DetachedJob(*values)
+        return job_of(dict(zip(_PLACES, values, strict=True)))
 
 
 class ImmediateReads:

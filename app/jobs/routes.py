@@ -1,7 +1,6 @@
 """Jobs: submitted, looked at, stopped, deleted."""
 
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -23,12 +22,15 @@ from app.jobs.schemas import DryRunAnswer, EventAnswer, JobAnswer, TrainingReque
 from app.jobs.waiting import WaitingReasons
 from app.maintenance.retention import delete_job
 from app.memory_profiles import profiles
+from app.planning.inputs import PlanningInputs
 from app.security.authentication import Authenticate
+from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
 from app.storage.waits import Waits
 from app.submissions import admission
-from app.submissions.dispatch import as_json, submitted
+from app.submissions.admission import Checked
+from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
     After,
@@ -149,11 +151,14 @@ def retry(
 ) -> JobAnswer | Response:
     """A new job with the same spec; the old one stays as it ended."""
 
-    def create(session: Session) -> JobAnswer:
+    with database.writing() as session:
+        replayed = once.replay(session)
+        if replayed is not None:
+            return replayed
         admission.check_quota(session, settings)
-        return _answer(session, lifecycle.retry(session, training_id))
-
-    return once.make(database, create, 202)
+        answer = _answer(session, lifecycle.retry(session, training_id))
+        once.remember(session, answer, 202)
+    return answer
 
 
 @router.delete("/{training_id}", status_code=204, summary="Delete an ended job and its files")
@@ -223,22 +228,51 @@ async def _submitted(
     request: Request, requested: TrainingRequest, once: IdempotentRequest, *, planned: bool = False
 ) -> Response:
     inputs, settings = planning_inputs_of(request), request.app.state.settings
-    check = partial(admission.check, requested, inputs, settings, planned=planned)
+    handler = _Handler(requested, inputs, settings, once, planned=planned)
     if requested.dry_run:
-        checked = await to_thread.run_sync(check)
-        if checked.submission.plan.source == "formula":
-            waits: Waits = request.app.state.waits
-            key_id = request.state.caller.key_id
-            if not waits.has_place(key_id):
-                return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
-            with waits.place(key_id):
-                await profiles.wait_for(
-                    inputs.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
-                )
-            checked = await to_thread.run_sync(check)
+        checked = await _dry_run(request, handler)
         return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
-    alone = admission.takes_a_while(requested.model_name, requested.dataset_config, settings)
-    return await submitted(request, inputs.database, once, check, _answer, alone=alone, status=202)
+    return await submit(handler, request.app.state.group_commit)
+
+
+async def _dry_run(request: Request, handler: "_Handler") -> Checked:
+    """Waits a moment for a simulation, unless too many requests wait already."""
+    checked = await to_thread.run_sync(handler.check)
+    waits: Waits = request.app.state.waits
+    key_id = request.state.caller.key_id
+    if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
+        return checked
+    with waits.place(key_id):
+        await profiles.wait_for(
+            handler.inputs.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
+        )
+    return await to_thread.run_sync(handler.check)
+
+
+class _Handler(SubmissionHandler):
+    status = 202
+
+    def __init__(
+        self,
+        requested: TrainingRequest,
+        inputs: PlanningInputs,
+        settings: Settings,
+        once: IdempotentRequest,
+        *,
+        planned: bool,
+    ) -> None:
+        super().__init__(inputs, settings, once)
+        self._requested, self._planned = requested, planned
+
+    def takes_a_while(self) -> bool:
+        requested = self._requested
+        return admission.takes_a_while(requested.model_name, requested.dataset_config, self.settings)
+
+    def check(self) -> Checked:
+        return admission.check(self._requested, self.inputs, self.settings, planned=self._planned)
+
+    def answer(self, session: Session, job: Job) -> JobAnswer:
+        return _answer(session, job)
 
 
 def _answer(session: Session, job: Job) -> JobAnswer:

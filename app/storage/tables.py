@@ -1,11 +1,11 @@
 """The tables."""
 
-from collections import namedtuple
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, text
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, class_mapper, mapped_column
 
 from app.contract.examples import DataFormat
 from app.contract.reports import Level
@@ -123,11 +123,14 @@ class Job(Owned, Base):
     error: Mapped[Any] = mapped_column(Json, nullable=True)
 
 
-if TYPE_CHECKING:
-    DetachedJob = Job
-else:
-    DetachedJob = namedtuple("DetachedJob", [column.name for column in Job.__table__.columns])
-"""A job's columns for looking at: as an object of the table's own it takes ten times as long to make."""
+def job_of(columns: Mapping[str, Any]) -> Job:
+    """A job of no session, for looking at: with every column as it is in the database.
+
+    The constructor, which tracks changes column by column, takes fifteen times as long.
+    """
+    job: Job = class_mapper(Job).class_manager.new_instance()
+    job.__dict__.update(columns)
+    return job
 
 
 class Attempt(Base):

@@ -1,20 +1,16 @@
-"""From a request to a stored job: checked, frozen, planned; with the data that it brings, or not at all."""
+"""Whether a request can be trained: checked, frozen, planned, and within its owner's quota."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastapi import Response
-
 from app.contract.accumulation import AccumulationConfig
-from app.contract.fail_points import fail_point
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.datasets import dataset_folder, files
 from app.devices import gpus
 from app.devices.gpus import first_devices, select_devices
-from app.errors import Conflict, QuotaExceeded, Unprocessable
+from app.errors import QuotaExceeded, Unprocessable
 from app.jobs import configurations, lifecycle, queue, transitions
 from app.jobs.lifecycle import Submission
 from app.jobs.schemas import DatasetConfig, TrainingRequest
@@ -31,7 +27,6 @@ from app.storage.database import Database, take_turns
 from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.freeze import Data, freeze
-from app.submissions.idempotency import Answer, IdempotentRequest
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 
@@ -42,11 +37,12 @@ class Checked:
 
     submission: Submission
     brought: Path | list[dict[str, Any]] | None
-    """Samples that become a file with the job: of a data set, or inline; null: they are one already."""
+    """Samples that become a file together with the job: a data set's path, or inline lines; None where the
+    request names a file."""
     speed: Speed | None
     """What the plan's duration is from."""
     wanted: ProfileKey
-    """The profile that the plan is made from, once it is there: until then it is by formula."""
+    """The memory profile that the plan needs; until it has been made, the plan is by formula."""
 
 
 def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
@@ -116,41 +112,6 @@ def check(
     return Checked(submission, brought, speed, wanted)
 
 
-def store(
-    checked: Checked,
-    database: Database,
-    settings: Settings,
-    once: IdempotentRequest,
-    answer: Callable[[Session, Job], Answer],
-    status: int = 200,
-) -> Answer | Response:
-    """The job and the data that it brings, once; gives the answer made of it."""
-    with files.incoming(settings) as path:
-        stored = _store_brought(checked, path, settings)
-        equal = None if stored is None else files.equal_to(database, path, stored)
-
-        def create(session: Session) -> Answer:
-            submission = checked.submission
-            if stored is not None:
-                name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
-                files.add(session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True)
-                data = submission.spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
-                submission = replace(submission, spec=submission.spec.model_copy(update={"data": data}))
-            check_quota(session, settings)
-            validation = submission.spec.data.validation
-            if validation is not None and validation.file_id is not None:  # no foreign key holds this one
-                files.hold(session, validation.file_id, "dataset_config.validation_file_id")
-            job = lifecycle.submit(session, submission)
-            made = answer(session, job)
-            fail_point("service.committing")
-            return made
-
-        made = once.make(database, create, status)
-        if isinstance(made, Response):
-            path.unlink(missing_ok=True)  # the job that was made first has its own
-    return made
-
-
 def _brought(
     requested: TrainingRequest, settings: Settings
 ) -> tuple[Path | list[dict[str, Any]] | None, Data]:
@@ -164,18 +125,6 @@ def _brought(
     path = dataset_folder.find(name, settings)
     checked = files.check(path, settings, field="dataset_config.dataset")
     return path, Data("file-0", checked.sha256, checked.format, checked.examples)
-
-
-def _store_brought(checked: Checked, path: Path, settings: Settings) -> files.Checked | None:
-    if checked.brought is None:
-        return None
-    if isinstance(checked.brought, list):
-        return files.store_lines(checked.submission.spec.data.format, checked.brought, path)
-    with checked.brought.open("rb") as source:
-        stored = files.store_upload(source, path, settings)
-    if stored.sha256 != checked.submission.spec.data.sha256:
-        raise Conflict(f"The data set {checked.brought.name} changed just now: try again.")
-    return stored
 
 
 def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:

@@ -1,89 +1,62 @@
-"""`Idempotency-Key`: the same request sent twice is done once, and answered twice."""
+"""`Idempotency-Key`: a request that is sent twice is carried out once, and both receive the same answer."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel
 from sqlalchemy import delete
-from sqlalchemy.exc import IntegrityError
 
 from app.errors import Unprocessable
-from app.storage.database import Database, database_now
+from app.storage.database import database_now, take_turns
 from app.storage.session import Session
 from app.storage.tables import AnsweredRequest
 
 _KEPT_SECONDS = 86400.0
 
-Answer = TypeVar("Answer", bound=BaseModel)
-
-
-class _Answered(Exception):
-    def __init__(self, answer: str, status: int) -> None:
-        self.answer, self.status = answer, status
-
 
 @dataclass(frozen=True)
 class IdempotentRequest:
-    """A request that may come again: its key, if it has one, whose it is, and what it says."""
+    """A request that may be sent again.
+
+    In the transaction that carries it out, `replay` comes first, and `remember` last.
+    """
 
     key: str | None
+    """The `Idempotency-Key` header; without one nothing is remembered."""
     owner: str
+    """The id of the API key that sent it."""
     said: bytes
-    """Everything by which it differs from another request, as a digest."""
+    """A digest of everything by which it differs from another request."""
 
     def with_content(self, digest: str) -> "IdempotentRequest":
-        """The same of a request whose body was read elsewhere."""
+        """The same request, where its body is read elsewhere."""
         return IdempotentRequest(self.key, self.owner, hashlib.sha256(self.said + digest.encode()).digest())
 
-    def make(
-        self, database: Database, create: Callable[[Session], Answer], status: int = 200
-    ) -> Answer | Response:
-        """Creates in one transaction; or gives the answer that was given before.
+    def replay(self, session: Session) -> Response | None:
+        """The answer that this request received before; None if it is new.
+
+        Where the same request is being carried out right now, this waits until that is committed.
 
         Raises:
             Unprocessable: the key came with another request.
         """
-        try:
-            return self._make(database, create, status)
-        except IntegrityError:
-            if self.key is None:
-                raise
-            return self._make(database, create, status)  # another with the same key was faster
-
-    def _make(
-        self, database: Database, create: Callable[[Session], Answer], status: int
-    ) -> Answer | Response:
-        try:
-            with database.writing() as session:
-                self._look(session)
-                answer = create(session)
-                self._remember(session, answer, status)
-                return answer
-        except _Answered as before:
-            return Response(
-                before.answer,
-                before.status,
-                media_type="application/json",
-                headers={"Idempotency-Replayed": "true"},
-            )
-
-    def _look(self, session: Session) -> None:
         if self.key is None:
-            return
+            return None
+        take_turns(session, f"request {self.owner} {self.key}")
         row = session.get(AnsweredRequest, (self.owner, self.key))
         if row is None:
-            return
+            return None
         if row.said != self.said.hex():
             raise Unprocessable(
                 "This Idempotency-Key came with another request: use a new key for each.",
                 field="Idempotency-Key",
             )
-        raise _Answered(row.answer, row.status)
+        headers = {"Idempotency-Replayed": "true"}
+        return Response(row.answer, row.status, headers, media_type="application/json")
 
-    def _remember(self, session: Session, answer: BaseModel, status: int) -> None:
+    def remember(self, session: Session, answer: BaseModel, status: int = 200) -> None:
+        """Keeps the answer for a day."""
         if self.key is None:
             return
         old = AnsweredRequest.created_at < database_now() - _KEPT_SECONDS

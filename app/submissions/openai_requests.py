@@ -25,7 +25,7 @@ _THEIR_FIELDS = {
 
 
 def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> Checked:
-    """As `intake.check`, with the recommendation for what is `"auto"`; errors name OpenAI's fields.
+    """As `admission.check`; what is `"auto"` is recommended, and errors name OpenAI's fields.
 
     Raises:
         Unprocessable, NotFound: what is asked for cannot be trained.

@@ -1,0 +1,137 @@
+"""The way of a request for a job: checked, then stored in one transaction, then answered.
+
+A surface (native or OpenAI's) has a `SubmissionHandler` of its own, which says what it makes of a request and
+what it answers. `submit` runs it: together with other submissions, or in a thread of its own where its
+check takes a while.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+
+import pydantic
+from anyio import to_thread
+from fastapi import Response
+
+from app.contract.fail_points import fail_point
+from app.datasets import files
+from app.errors import Conflict
+from app.jobs import lifecycle
+from app.jobs.lifecycle import Submission
+from app.planning.inputs import PlanningInputs
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.group_commit import GroupCommit
+from app.storage.session import Session
+from app.storage.tables import Job
+from app.submissions.admission import Checked, check_quota
+from app.submissions.idempotency import IdempotentRequest
+
+
+class SubmissionHandler(ABC):
+    """One request for a job.
+
+    Args:
+        inputs: what its plan is made from, with the database as the caller sees it.
+        once: the request's `Idempotency-Key`.
+    """
+
+    status = 200
+    """Of the answer, once the job is stored."""
+
+    def __init__(self, inputs: PlanningInputs, settings: Settings, once: IdempotentRequest) -> None:
+        self.inputs = inputs
+        self.settings = settings
+        self._once = once
+
+    @abstractmethod
+    def takes_a_while(self) -> bool:
+        """Whether its check waits for more than the database: for a data set to be read, or for the hub."""
+
+    @abstractmethod
+    def check(self) -> Checked:
+        """The job to store.
+
+        Raises:
+            AccrueError: it cannot be trained.
+        """
+
+    @abstractmethod
+    def answer(self, session: Session, job: Job) -> pydantic.BaseModel:
+        """What the client receives, in the transaction that stores the job."""
+
+    def store(self, checked: Checked, database: Database) -> Response:
+        """Stores the job with the data that came with the request; or repeats the answer that this request
+        received before.
+
+        Args:
+            database: `inputs.database`, or the same within a transaction that others write in.
+        """
+        with files.incoming(self.settings) as path:
+            stored = _store_data(checked, path, self.settings)
+            equal = None if stored is None else files.equal_to(database, path, stored)
+            with database.writing() as session:
+                replayed = self._once.replay(session)
+                if replayed is not None:
+                    path.unlink(missing_ok=True)  # the job that was stored first has its own
+                    return replayed
+                submission = checked.submission
+                if stored is not None:
+                    submission = _add_file(session, checked, path, stored, equal)
+                check_quota(session, self.settings)
+                _hold_validation_file(session, submission)
+                answer = self.answer(session, lifecycle.submit(session, submission))
+                self._once.remember(session, answer, self.status)
+                fail_point("service.committing")
+        return as_json(answer, self.status)
+
+
+async def submit(handler: SubmissionHandler, group: GroupCommit) -> Response:
+    """The answer, once the job is on disk."""
+    database = handler.inputs.database
+    if handler.takes_a_while():  # other submissions do not wait for it
+        response = await to_thread.run_sync(_check_and_store, handler)
+    else:
+        response = await group.write(database, handler.check, handler.store)
+    fail_point("service.committed")
+    return response
+
+
+def _check_and_store(handler: SubmissionHandler) -> Response:
+    return handler.store(handler.check(), handler.inputs.database)
+
+
+def as_json(answer: pydantic.BaseModel, status: int) -> Response:
+    return Response(answer.model_dump_json(), status, media_type="application/json")
+
+
+def _store_data(checked: Checked, path: Path, settings: Settings) -> files.Checked | None:
+    """Writes the samples that came with a request to a file."""
+    data = checked.brought
+    if data is None:
+        return None
+    if isinstance(data, list):
+        return files.store_lines(checked.submission.spec.data.format, data, path)
+    with data.open("rb") as source:
+        stored = files.store_upload(source, path, settings)
+    if stored.sha256 != checked.submission.spec.data.sha256:
+        raise Conflict(f"The data set {data.name} changed while it was being read: try again.")
+    return stored
+
+
+def _add_file(
+    session: Session, checked: Checked, path: Path, stored: files.Checked, equal: str | None
+) -> Submission:
+    """Adds the file of a job's own samples. Returns the submission with that file as its data."""
+    name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
+    files.add(session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True)
+    spec = checked.submission.spec
+    data = spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
+    return replace(checked.submission, spec=spec.model_copy(update={"data": data}))
+
+
+def _hold_validation_file(session: Session, submission: Submission) -> None:
+    """Keeps the validation file from being deleted meanwhile; no foreign key does."""
+    validation = submission.spec.data.validation
+    if validation is not None and validation.file_id is not None:
+        files.hold(session, validation.file_id, "dataset_config.validation_file_id")
