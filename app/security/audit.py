@@ -15,7 +15,6 @@ from sqlalchemy import delete, insert
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from app.errors import ReplacedDatabase
-from app.storage.compiled import Prepared
 from app.storage.database import Database
 from app.storage.ids import new_id
 from app.storage.tables import AuditEntry
@@ -43,10 +42,6 @@ class AuditRecord:
     status: int
     address: str
     request_id: str
-
-
-_COLUMNS = [column.name for column in AuditEntry.__table__.columns]
-_INSERT = Prepared(lambda dialect: insert(AuditEntry.__table__), _COLUMNS)  # type: ignore[arg-type]
 
 
 class AuditLog:
@@ -112,7 +107,7 @@ class AuditLog:
     def _store(self, rows: list[dict[str, Any]]) -> None:
         try:
             with self._database.writing() as session:
-                _INSERT.run_for_each(session, rows)
+                session.execute(insert(AuditEntry), rows)
         except (SQLAlchemyError, ReplacedDatabase) as error:
             database_is_away = isinstance(error, OperationalError | ReplacedDatabase)
             if len(rows) > 1 and not database_is_away:

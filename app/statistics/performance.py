@@ -17,7 +17,6 @@ from app.statistics.schemas import (
     JobStatistics,
     Statistics,
 )
-from app.storage.compiled import Prepared
 from app.storage.session import Session
 from app.storage.tables import Configuration, Job, JobEvent, Measurement, StepMetric
 
@@ -311,17 +310,11 @@ _FIGURES = _figures()
 def _prediction_error(session: Session, job: Job) -> float | None:
     """(predicted - measured) / measured peak memory, of the largest micro-batch that there was; of the newest
     attempt that has ended and was long enough to tell."""
-    rows = _PREDICTED.run(session, {"job_id": job.id})
-    return (rows[0][0] - rows[0][1]) / rows[0][1] if rows else None
-
-
-def _predicted(dialect: str) -> Select[Any, Any]:
-    own = (Measurement.job_id == bindparam("job_id")) & (Measurement.kind == "run")
-    newest = select(Measurement.predicted_bytes, Measurement.measured_bytes).where(own)
-    return newest.order_by(Measurement.attempt.desc(), Measurement.tokens.desc()).limit(1)
-
-
-_PREDICTED = Prepared(_predicted)
+    peaks = select(Measurement.predicted_bytes, Measurement.measured_bytes)
+    of_runs = peaks.where(Measurement.job_id == job.id, Measurement.kind == "run")
+    newest = of_runs.order_by(Measurement.attempt.desc(), Measurement.tokens.desc()).limit(1)
+    row = session.execute(newest).one_or_none()
+    return None if row is None else (row[0] - row[1]) / row[1]
 
 
 def _two_decimals(value: float | None) -> float | None:

@@ -1,29 +1,13 @@
 """Everything on a service, counted: jobs that do not run by what was kept of them, others by their steps."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from datetime import date
-from functools import partial
 from typing import Any
 
-from sqlalchemy import (
-    BindParameter,
-    ColumnElement,
-    Connection,
-    Integer,
-    String,
-    and_,
-    bindparam,
-    cast,
-    func,
-    or_,
-    select,
-)
+from sqlalchemy import ColumnElement, Connection, Integer, Select, cast, func, select
 
 from app.statistics.schemas import Totals
-from app.storage.compiled import Prepared
 from app.storage.database import insert_for
 from app.storage.session import Session
 from app.storage.tables import Attempt, Configuration, File, Job, JobTotals, Owned, StepMetric
@@ -63,154 +47,102 @@ def keep(session: Session, job_id: str) -> None:
 
 
 def count(connection: Connection, owner: str | None, filters: Filters = ()) -> Totals:
-    """Of everything that an owner sees; null: everybody's.
+    """Counts everything that an owner sees.
 
     Args:
-        filters: jobs are counted that fulfil all of them; configurations and files are not filtered.
+        owner: the id of an API key; None: of all keys.
+        filters: only jobs that fulfil all of them are counted; configurations and files are not filtered.
     """
-    requested = _queries(filters) if filters else _OF_EVERYTHING
-    seen = {"owner": owner}
-    ended, began, running = (
-        query.run(connection, seen)[0] for query in (requested.all, requested.began, requested.running)
-    )
-    steps, samples, tokens, skipped, seconds, device_seconds = (
-        float(kept - before + now) for kept, before, now in zip(ended, began, running, strict=True)
-    )  # of what runs the steps themselves are counted
+    jobs = [*_seen(Job, owner), *filters]
+    sums = _sums(connection, jobs)
     by_model: Counter[str] = Counter()
     by_user: Counter[str] = Counter()
-    for _, model, user, jobs in requested.labels.run(connection, seen):
-        by_model[model] += jobs
-        by_user[_label(connection, user)] += jobs
-    by_status: dict[str, int] = dict(requested.states.run(connection, seen))
+    # Grouped in the order of an index, which takes a fraction of the time.
+    for _, model, user, number in _numbers(connection, jobs, Job.owner, Job.model_name, Job.user_id):
+        by_model[model] += number
+        by_user["" if user is None else str(user)] += number
+    by_status: dict[str, int] = dict(_numbers(connection, jobs, Job.status))
     return Totals(
         jobs=sum(by_status.values()),
         by_status=by_status,
         by_model=by_model,
         by_user=by_user,
-        by_day={
-            date.fromordinal(_EPOCH + int(day)).isoformat(): jobs
-            for day, jobs in sorted(requested.days.run(connection, seen))
-        },
-        steps=int(steps),
-        samples=int(samples),
-        tokens=int(tokens),
-        skipped=int(skipped),
-        final_loss=requested.loss.run(connection, seen)[0][0],
-        tokens_per_second=tokens / seconds if seconds else None,
-        samples_per_second=samples / seconds if seconds else None,
-        device_hours=device_seconds / 3600,
-        configurations=_CONFIGURATIONS.run(connection, seen)[0][0],
-        files=_FILES.run(connection, seen)[0][0],
+        by_day=_by_day(connection, jobs),
+        steps=int(sums["steps"]),
+        samples=int(sums["samples"]),
+        tokens=int(sums["tokens"]),
+        skipped=int(sums["skipped"]),
+        final_loss=_mean_final_loss(connection, jobs),
+        tokens_per_second=sums["tokens"] / sums["seconds"] if sums["seconds"] else None,
+        samples_per_second=sums["samples"] / sums["seconds"] if sums["seconds"] else None,
+        device_hours=sums["device_seconds"] / 3600,
+        configurations=_number(connection, Configuration, owner),
+        files=_number(connection, File, owner),
     )
 
 
-def _label(connection: Connection, user: Any) -> str:
-    """A `user_id` as people write it."""
-    if isinstance(user, str) and connection.dialect.name == "sqlite":
-        user = json.loads(user)
-    return "" if user is None else str(user)
+def _sums(connection: Connection, jobs: Filters) -> dict[str, float]:
+    """Steps, samples and so on of all jobs: of those that run now from their steps, of others as kept."""
+    running = [*jobs, Job.status == "running"]
+    kept = connection.execute(_kept(jobs)).one()
+    before = connection.execute(_kept(running)).one()
+    now = connection.execute(_of_steps(connection, running)).one()
+    return {name: float(kept[i] - before[i] + now[i]) for i, name in enumerate(_SUMS)}
+
+
+def _kept(jobs: Filters) -> Select[Any]:
+    """The sums that were kept of jobs at the end of their last attempts."""
+    sums = select(*(_sum(getattr(JobTotals, name)) for name in _SUMS))
+    return sums.where(*_is_of(jobs))
+
+
+def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
+    """The same sums, counted from the steps of jobs."""
+    postgresql = connection.dialect.name == "postgresql"
+    windows = Job.progress["skipped"].as_integer() if postgresql else func.json_extract(
+        Job.progress, "$.skipped"
+    )  # fmt: skip
+    ids = select(Job.id).where(*running)
+    skipped = select(_sum(windows)).where(*running)
+    attempts = select(_sum(Attempt.ended_at - Attempt.claimed_at)).where(Attempt.job_id.in_(ids))
+    return select(
+        func.count(), _sum(StepMetric.samples), _sum(StepMetric.tokens), skipped.scalar_subquery(),
+        _sum(_SECONDS), attempts.scalar_subquery(),
+    ).where(StepMetric.job_id.in_(ids))  # fmt: skip
+
+
+def _mean_final_loss(connection: Connection, jobs: Filters) -> float | None:
+    mean: float | None = connection.scalar(select(func.avg(JobTotals.final_loss)).where(*_is_of(jobs)))
+    return mean
+
+
+def _by_day(connection: Connection, jobs: Filters) -> dict[str, int]:
+    """The number of jobs submitted on each day, in UTC."""
+    days: ColumnElement[float] = Job.created_at / 86400.0
+    if connection.dialect.name == "postgresql":  # where a cast rounds
+        days = func.floor(days)
+    numbers = sorted(_numbers(connection, jobs, cast(days, Integer)))
+    return {date.fromordinal(_EPOCH + int(day)).isoformat(): number for day, number in numbers}
+
+
+def _numbers(connection: Connection, jobs: Filters, *groups: Any) -> Sequence[Any]:
+    """The number of jobs of each group: rows of the groups' columns and the number."""
+    return connection.execute(select(*groups, func.count()).where(*jobs).group_by(*groups)).all()
+
+
+def _number(connection: Connection, owned: type[Owned], owner: str | None) -> int:
+    number = select(func.count()).select_from(owned).where(*_seen(owned, owner))
+    return connection.execute(number).scalar_one()
+
+
+def _is_of(jobs: Filters) -> Filters:
+    """Conditions on rows of `JobTotals`."""
+    return [JobTotals.job_id.in_(select(Job.id).where(*jobs))] if jobs else []
+
+
+def _seen(owned: type[Owned], owner: str | None) -> Filters:
+    return [] if owner is None else [owned.owner == owner]
 
 
 def _sum(column: Any) -> Any:
     return func.coalesce(func.sum(column), 0)
-
-
-def _seen(owned: type[Owned]) -> Any:
-    owner: BindParameter[str | None] = bindparam("owner", type_=String)
-    return or_(owner.is_(None), owned.owner == owner)
-
-
-def _all(filters: Filters, dialect: str) -> Any:
-    """What was kept of every job."""
-    mine = select(Job.id).where(_seen(Job), *filters)
-    owner: BindParameter[str | None] = bindparam("owner", type_=String)
-    kept = select(*(_sum(getattr(JobTotals, name)) for name in _SUMS))
-    chosen = JobTotals.job_id.in_(mine)
-    return kept.where(chosen if filters else or_(owner.is_(None), chosen))
-
-
-def _loss(filters: Filters, dialect: str) -> Any:
-    mine = select(Job.id).where(_seen(Job), *filters)
-    owner: BindParameter[str | None] = bindparam("owner", type_=String)
-    chosen = JobTotals.job_id.in_(mine)
-    return select(func.avg(JobTotals.final_loss)).where(chosen if filters else or_(owner.is_(None), chosen))
-
-
-def _when_running_began(filters: Filters, dialect: str) -> Any:
-    """What was kept of those that run now, when their last attempt ended."""
-    running = select(Job.id).where(_runs(filters))
-    return select(*(_sum(getattr(JobTotals, name)) for name in _SUMS)).where(JobTotals.job_id.in_(running))
-
-
-def _running(filters: Filters, dialect: str) -> Any:
-    running = select(Job.id).where(_runs(filters))
-    windows = (
-        Job.progress["skipped"].as_integer()
-        if dialect == "postgresql"
-        else func.json_extract(Job.progress, "$.skipped")
-    )
-    skipped = select(_sum(windows)).where(_runs(filters))
-    attempts = select(_sum(Attempt.ended_at - Attempt.claimed_at)).where(Attempt.job_id.in_(running))
-    return select(
-        func.count(), _sum(StepMetric.samples), _sum(StepMetric.tokens), skipped.scalar_subquery(),
-        _sum(_SECONDS), attempts.scalar_subquery(),
-    ).where(StepMetric.job_id.in_(running))  # fmt: skip
-
-
-def _runs(filters: Filters) -> Any:
-    return and_(Job.status == "running", _seen(Job), *filters)
-
-
-def _labels(filters: Filters, dialect: str) -> Any:
-    """By model and user; grouped in the order of an index, which takes a fraction of the time."""
-    labels = (Job.owner, Job.model_name, Job.user_id)
-    return select(*labels, func.count()).where(_seen(Job), *filters).group_by(*labels)
-
-
-def _days(filters: Filters, dialect: str) -> Any:
-    """By day of submission, in days since 1970 in UTC."""
-    days = Job.created_at / 86400.0
-    day = cast(func.floor(days) if dialect == "postgresql" else days, Integer)  # where a cast rounds
-    return select(day, func.count()).where(_seen(Job), *filters).group_by(day)
-
-
-def _states(filters: Filters, dialect: str) -> Any:
-    return select(Job.status, func.count()).where(_seen(Job), *filters).group_by(Job.status)
-
-
-def _how_many(owned: type[Owned]) -> Prepared:
-    return Prepared(lambda dialect: select(func.count()).select_from(owned).where(_seen(owned)))
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """What totals are put together from."""
-
-    all: Prepared
-    began: Prepared
-    running: Prepared
-    loss: Prepared
-    labels: Prepared
-    days: Prepared
-    states: Prepared
-
-
-_MADE_BY: dict[str, Callable[[Filters, str], Any]] = {
-    "all": _all,
-    "began": _when_running_began,
-    "running": _running,
-    "loss": _loss,
-    "labels": _labels,
-    "days": _days,
-    "states": _states,
-}
-
-
-def _queries(filters: Filters) -> _Queries:
-    return _Queries(
-        **{field.name: Prepared(partial(_MADE_BY[field.name], filters)) for field in fields(_Queries)}
-    )
-
-
-_OF_EVERYTHING = _queries(())
-_CONFIGURATIONS, _FILES = _how_many(Configuration), _how_many(File)
