@@ -23,8 +23,7 @@ from app.memory_profiles import routes as profile_routes
 from app.models import routes as model_routes
 from app.observability import routes as health_routes
 from app.observability.prometheus import Exposition
-from app.planning import catalogue_routes, recommendation_routes
-from app.planning import routes as calculator_routes
+from app.planning import calculator_routes, catalogue_routes, recommendation_routes
 from app.planning.inputs import ShortCache
 from app.results import routes as result_routes
 from app.security import audit_routes

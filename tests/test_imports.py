@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("app.jobs",),
     ("app.results",),
     ("app.models",),
-    ("app.planning.inputs", "app.planning.calculator", "app.planning.evidence", "app.planning.job_advice"),
+    ("app.planning.inputs", "app.planning.batch_size", "app.planning.evidence", "app.planning.job_advice"),
     ("app.submissions",),
     ("app.maintenance", "app.observability"),
     ("app.web",),

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from app.contract.architecture import ModelReference
 from app.contract.base import Answer, Frozen
-from app.contract.examples import DataFormat
+from app.contract.data_formats import DataFormat
 from app.contract.spec import DataSpec, Overlength
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from app.contract.accumulation import ClipMode, Precision
 from app.contract.architecture import ModelReference
 from app.contract.base import Frozen
-from app.contract.examples import DataFormat
+from app.contract.data_formats import DataFormat
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]

@@ -14,7 +14,7 @@ import structlog
 from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
 from sqlalchemy.exc import DBAPIError
 
-from app.contract.examples import BadLine, DataFormat, parse_line
+from app.contract.data_formats import BadLine, DataFormat, parse_line
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from app.settings import Settings
 from app.storage import pending

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from app.contract.base import Answer
-from app.contract.examples import DataFormat
+from app.contract.data_formats import DataFormat
 
 
 class FileAnswer(Answer):

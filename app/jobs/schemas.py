@@ -16,7 +16,7 @@ from app.contract.arguments import (
     refuse_surplus,
 )
 from app.contract.base import Answer, Flag, Request
-from app.contract.examples import DataFormat, Role
+from app.contract.data_formats import DataFormat, Role
 from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
 from app.contract.spec import (

@@ -7,7 +7,7 @@ from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, te
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, class_mapper, mapped_column
 
-from app.contract.examples import DataFormat
+from app.contract.data_formats import DataFormat
 from app.contract.reports import Level
 from app.contract.states import JobStatus, Requested
 

@@ -9,7 +9,7 @@ from app.contract.arguments import (
     OPTIMIZER_ARGUMENTS,
     SCHEDULE_ARGUMENTS,
 )
-from app.contract.examples import DataFormat
+from app.contract.data_formats import DataFormat
 from app.contract.spec import (
     DataSpec,
     OptimizerSpec,

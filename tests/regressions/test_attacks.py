@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
-from app.contract.examples import BadLine, parse_line
+from app.contract.data_formats import BadLine, parse_line
 from app.datasets import files
 from app.errors import ReplacedDatabase
 from app.jobs import lifecycle

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import insert, select, update
 from starlette.requests import ClientDisconnect
 
-from app.contract.examples import BadLine, parse_line
+from app.contract.data_formats import BadLine, parse_line
 from app.contract.plain_files import NotPlain, create_plain, open_plain, read_plain
 from app.contract.spec import ValidationSpec
 from app.datasets import file_routes, files, previews

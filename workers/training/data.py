@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from app.contract.examples import (
+from app.contract.data_formats import (
     BadLine,
     Chat,
     Example,

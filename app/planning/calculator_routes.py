@@ -10,7 +10,7 @@ from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.spec import OptimizerName
 from app.errors import Unprocessable
 from app.planning import learning_rate
-from app.planning.calculator import calculated
+from app.planning.batch_size import calculated
 from app.planning.learning_rate import Rule
 from app.planning.schemas import (
     AccumulationStepsAnswer,

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from app.contract.examples import BadLine, parse_line
+from app.contract.data_formats import BadLine, parse_line
 
 
 @pytest.mark.parametrize(
