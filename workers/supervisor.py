@@ -307,14 +307,14 @@ class Supervisor:
         if outcome is not None:
             queue.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
-            message = "The job ran longer than its timeout_seconds: resume lets it go on from its checkpoint."
+            message = "The job ran longer than its timeout_seconds: resume continues it from its checkpoint."
             queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
         elif status == INTERRUPTED or running.stopping:
             queue.release(session, fence, running.stopping or "interrupted")
         elif failure is not None and failure.code in _WAITS:
             self._put_off(session, running, failure)
         elif running.stuck:
-            message = f"nothing was heard of the trainer for {self.settings.no_progress_seconds:g} seconds"
+            message = f"the trainer wrote nothing for {self.settings.no_progress_seconds:g} seconds (ACCRUE_NO_PROGRESS_SECONDS)"
             queue.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
         elif failure is not None and failure.permanent:
             queue.fail(session, fence, failure)

@@ -25,7 +25,7 @@ _ROOT = "/gradient-accumulation/training"
 
 @commands.command()
 def benchmark(
-    model: Annotated[str, typer.Option(help="A model that is at hand")] = "accrue/tiny-gpt2",
+    model: Annotated[str, typer.Option(help="Base model")] = "accrue/tiny-gpt2",
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of every micro-batch")] = 8,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of every sample")] = 128,
     steps: Annotated[
@@ -33,15 +33,15 @@ def benchmark(
     ] = "1,16",
     micro_batches: Annotated[int, typer.Option(min=16, help="Micro-batches per job")] = 192,
     rounds: Annotated[int, typer.Option(min=1, help="Jobs per setting, run alternately")] = 3,
-    png: Annotated[Path | None, typer.Option(help="Also draw it into this file", dir_okay=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw a chart into this file", dir_okay=False)] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what accumulation steps cost, at the same micro-batch: jobs by turns, on texts made for it.
+    """Measure what accumulation steps cost at a fixed micro-batch size, on generated texts.
 
-    Time is that of whole windows, with the optimizer's step, over the micro-batches in them: medians by job,
-    and of the ratios of jobs that ran one after the other. The guarantee is that 16 steps are at most 2 %
-    slower than one.
+    Jobs with different numbers of steps run alternately. Each job's time is the median, over its windows, of
+    the window's time (optimizer step included) divided by its micro-batches; the slowdown is the median ratio
+    of neighbouring jobs. The guarantee: 16 steps are at most 2 % slower than one.
     """
     kinds = _kinds(steps)
     with Client(url) as client:
@@ -140,7 +140,7 @@ def _show(found: dict[str, Any], png: Path | None) -> None:
 
     from app.cli.terminal import console
 
-    table = Table("accumulation steps", "windows", "ms a micro-batch", "slower", box=None)
+    table = Table("accumulation steps", "windows", "ms per micro-batch", "slower", box=None)
     for row in found["steps"]:
         table.add_row(
             str(row["accumulation_steps"]), str(row["windows"]),
@@ -149,7 +149,7 @@ def _show(found: dict[str, Any], png: Path | None) -> None:
         )  # fmt: skip
     console.print(table)
     worst = max(row["slowdown"] for row in found["steps"])
-    kept = "holds" if worst <= _GUARANTEED else "does not hold here: is the machine busy?"
+    kept = "yes" if worst <= _GUARANTEED else "no (is the machine busy?)"
     console.print(f"At most {_GUARANTEED:.0%} slower: {kept}")
     if png is not None:
         console.print(f"chart: {png}")

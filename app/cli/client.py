@@ -27,18 +27,18 @@ class ServiceError(Exception):
 
 
 class LostConnection(ServiceError):
-    """It was not there, or went away."""
+    """The service cannot be reached, or the connection broke."""
 
 
 class Client:
-    """Speaks to one service, with the key of ACCRUE_API_KEY where there is one."""
+    """Calls one service, with the key in ACCRUE_API_KEY if it is set."""
 
     def __init__(self, url: str, timeout_seconds: float = 60.0) -> None:
         import httpx2 as httpx
 
         url = url.rstrip("/").removesuffix("/v1")  # as the openai client is given it
         if not url.startswith(("http://", "https://")):
-            raise ServiceError(f"{url!r} is no address of a service (--url or ACCRUE_URL): {_EXAMPLE}, say")
+            raise ServiceError(f"{url!r} is not the address of a service (--url or ACCRUE_URL): use one like {_EXAMPLE}")
         key = os.environ.get("ACCRUE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else None
         self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers)
@@ -70,7 +70,7 @@ class Client:
     @contextmanager
     def stream(self, path: str, **kw: Any) -> Iterator["httpx.Response"]:
         """An answer that is read while it arrives, for as long as that takes."""
-        with _told(self._http), self._http.stream("GET", path, timeout=None, **kw) as answer:
+        with _connection_errors(self._http), self._http.stream("GET", path, timeout=None, **kw) as answer:
             if answer.is_error:
                 answer.read()
                 raise ServiceError(_detail(answer))
@@ -116,7 +116,7 @@ class Client:
         return answer.json()
 
     def _ask(self, method: str, path: str, **kw: Any) -> "httpx.Response":
-        with _told(self._http):
+        with _connection_errors(self._http):
             answer = self._http.request(method, path, **kw)
         if answer.is_error:
             raise ServiceError(_detail(answer))
@@ -124,9 +124,9 @@ class Client:
 
 
 @contextmanager
-def _told(http: "httpx.Client") -> Iterator[None]:
+def _connection_errors(http: "httpx.Client") -> Iterator[None]:
     """Raises:
-    LostConnection: whatever is wrong between here and the service.
+    LostConnection: the service cannot be reached, or the connection broke.
     """
     import httpx2 as httpx
 
@@ -136,7 +136,7 @@ def _told(http: "httpx.Client") -> Iterator[None]:
         if "SSL" in str(error):
             raise LostConnection(f"{http.base_url} does not speak https: try http://") from None
         raise LostConnection(
-            f"no service answers at {http.base_url}: start one with accrue up, or say --url"
+            f"no service answers at {http.base_url}: start one with accrue up, or set --url"
         ) from None
     except httpx.HTTPError as error:
         raise LostConnection(f"{http.base_url}: {error}") from None

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
-    """Unpacks a model; gives the names of its files.
+    """Downloads and unpacks a model. Returns the names of its files.
 
     Raises:
-        InvalidRequest: the folder is there already.
-        ServiceError: there is no such model, or it did not arrive whole; then the folder is not there.
+        InvalidRequest: the folder exists.
+        ServiceError: there is no such model, or the download was cut off; no folder is left behind.
     """
     if folder.exists():
         raise InvalidRequest(
-            f"{folder} is there already: accrue download {job_id} FOLDER, with one that is not"
+            f"{folder} already exists: run accrue download {job_id} FOLDER with a folder that does not exist yet"
         )
     unfinished = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -43,7 +43,7 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
     except BaseException as error:
         shutil.rmtree(unfinished)
         if isinstance(error, tarfile.TarError):
-            raise ServiceError(f"{folder}: the model did not arrive whole, ask again") from None
+            raise ServiceError(f"{folder}: the download was cut off; run the command again") from None
         raise
     unfinished.rename(folder)
     return names

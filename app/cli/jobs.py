@@ -29,7 +29,7 @@ def watch(job_id: NewestJob = "", url: Url = DEFAULT_URL) -> None:
 def jobs(
     limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
     status: Annotated[str | None, typer.Option(help="queued, running, paused, succeeded, …")] = None,
-    user: Annotated[str | None, typer.Option(help="Only those with this user_id")] = None,
+    user: Annotated[str | None, typer.Option(help="Only jobs with this user_id")] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +46,7 @@ def jobs(
 
 @commands.command()
 def pause(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Pause a job: a running one writes a checkpoint and gives its device free."""
+    """Pause a job: a running one writes a checkpoint and releases its device."""
     _act(job_id, "pause", url, as_json)
 
 
@@ -64,7 +64,7 @@ def cancel(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
 
 @commands.command()
 def stop(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """End a job's training early, and keep the model as it is by then."""
+    """End a job's training early and keep the model."""
     _act(job_id, "stop", url, as_json)
 
 
@@ -85,12 +85,12 @@ def delete(job_id: Job, url: Url = DEFAULT_URL) -> None:
 @commands.command()
 def logs(
     job_id: NewestJob = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it happens, to the end")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep following until the job ends")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="The log of every step, as JSON lines")] = False,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines")] = False,
 ) -> None:
-    """Say what happened to a job, oldest first; or what was measured at each step."""
+    """Show a job's events, oldest first, or with --steps its log."""
     from app.cli.tables import show_event
 
     with Client(url) as client:
@@ -136,7 +136,7 @@ def compare(
 
 @commands.command()
 def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Show what a job's model makes of held-back prompts, beside what it made of them before training."""
+    """Show how a job's model completes held-out prompts, before and after training."""
     from app.cli.tables import show_completions
 
     with Client(url) as client:
@@ -156,7 +156,7 @@ def download(
     ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Download a trained model into a folder that is not there yet."""
+    """Download a trained model into a folder that does not exist yet."""
     from app.cli.download import fetch_model
 
     with Client(url) as client:

@@ -1,4 +1,4 @@
-"""`accrue keys`: made, listed and revoked where the database is, not over HTTP."""
+"""`accrue keys` makes, lists and revokes keys in the database itself, not over HTTP."""
 
 import json
 import re
@@ -24,34 +24,34 @@ _UNITS = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 @commands.command("create")
-def make(
-    name: Annotated[str, typer.Argument(help="What you will know it by")],
+def create_key(
+    name: Annotated[str, typer.Argument(help="A name for the key")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="read, write or admin, once for each; default: read and write")
+        list[str] | None, typer.Option(help="read, write or admin; repeatable; default: read and write")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="As in 12h, 30d, 8w; default: never")] = None,
+    expires: Annotated[str | None, typer.Option(help="Lifetime, such as 12h, 30d or 8w; default: never expires")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key. It is shown once: only its digest is kept.
+    """Make a key. It is shown only once: the service keeps only its digest.
 
-    What is made with a key is seen by that key alone, and by those with the scope admin.
+    Jobs, files and configurations are visible to the key that made them, and to keys with the scope admin.
     """
     from app.security.keys import create
 
     with _database(making=True) as database, database.writing() as session:
         row, key = create(session, name, _scopes(scope or ["read", "write"]), _seconds(expires))
-        told = {**_told(row), "key": key}
-    typer.echo(json.dumps(told, indent=2) if as_json else key)
+        shown = {**_fields(row), "key": key}
+    typer.echo(json.dumps(shown, indent=2) if as_json else key)
     typer.echo(
-        "Shown this once. From now on every call needs a key, even when all are revoked. This one sees what "
-        "is made with it; what was made before, or with others, only a key with --scope admin sees. For the "
-        "command: export ACCRUE_API_KEY=…",
+        "This key is shown only once. From now on, every request needs a key, even after all keys are "
+        "revoked. What was made earlier or with other keys is visible only to a key with --scope admin. For "
+        "the accrue command: export ACCRUE_API_KEY=…",
         err=True,
     )
 
 
 @commands.command("list")
-def show(as_json: AsJson = False) -> None:
+def list_keys(as_json: AsJson = False) -> None:
     """List the keys, newest first."""
     from sqlalchemy import select
 
@@ -59,16 +59,16 @@ def show(as_json: AsJson = False) -> None:
     from app.storage.tables import Key
 
     with _database() as database, database.reading() as session:
-        told = [_told(row) for row in session.scalars(select(Key).order_by(Key.id.desc()))]
+        shown = [_fields(row) for row in session.scalars(select(Key).order_by(Key.id.desc()))]
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(shown, indent=2))
         return
-    show_keys(told)
+    show_keys(shown)
 
 
 @commands.command("revoke")
-def end(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")]) -> None:
-    """Revoke a key: a second later it opens nothing any more."""
+def revoke_key(key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")]) -> None:
+    """Revoke a key: it stops working within a second."""
     from app.security.keys import any_valid, revoke
 
     with _database() as database, database.writing() as session:
@@ -95,7 +95,7 @@ def _database(*, making: bool = False) -> Iterator["Database"]:
         )
     settings.make_directories()
     migrate(settings.url)
-    typer.echo(f"Of the service whose data folder is {settings.data_dir.absolute()}:", err=True)
+    typer.echo(f"Data folder of the service: {settings.data_dir.absolute()}", err=True)
     database = Database(settings.url)
     try:
         yield database
@@ -103,7 +103,7 @@ def _database(*, making: bool = False) -> Iterator["Database"]:
         database.close()
 
 
-def _told(row: "Key") -> dict[str, Any]:
+def _fields(row: "Key") -> dict[str, Any]:
     times = ("created_at", "expires_at", "revoked_at", "last_used_at")
     return {
         "id": row.id,
@@ -121,7 +121,7 @@ def _scopes(names: list[str]) -> list[Scope]:
     by_name: dict[str, Scope] = {scope: scope for scope in SCOPES}
     for name in names:
         if name not in by_name:
-            raise typer.BadParameter(f"{name} is none of {', '.join(SCOPES)}", param_hint="--scope")
+            raise typer.BadParameter(f"{name} is not one of {', '.join(SCOPES)}", param_hint="--scope")
     return [by_name[name] for name in names]
 
 
@@ -131,6 +131,6 @@ def _seconds(phrase: str | None) -> float | None:
     found = re.fullmatch(r"(\d{1,5})([hdw])", phrase)
     if found is None:
         raise typer.BadParameter(
-            f"{phrase}: say hours, days or weeks, as in 12h, 30d or 8w", param_hint="--expires"
+            f"{phrase}: give hours, days or weeks, such as 12h, 30d or 8w", param_hint="--expires"
         )
     return int(found[1]) * _UNITS[found[2]]

@@ -72,12 +72,13 @@ def serve() -> None:
 
 @commands.command()
 def worker(
-    drain: Annotated[bool, typer.Option("--drain", help="End as soon as no job waits and none runs")] = False,
+    drain: Annotated[bool, typer.Option("--drain", help="Exit as soon as no job waits and none runs")] = False,
 ) -> None:
     """Run a worker: it claims jobs and trains them.
 
-    SIGTERM or Ctrl-C: trainers write a checkpoint, their jobs go back to the queue, the worker ends; a
-    second one ends it at once. SIGUSR1: it finishes what runs, claims nothing more, and ends.
+    On SIGTERM or Ctrl-C, the trainers write a checkpoint, their jobs go back to the queue, and the worker
+    exits; a second signal makes it exit at once. On SIGUSR1, the worker finishes its running jobs, claims no
+    more, and exits.
     """
     import importlib
 
@@ -86,7 +87,7 @@ def worker(
 
 @commands.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Look at this installation, and say what to do about what is wrong. Exit status 1 if anything is."""
+    """Check this installation, and say how to fix each problem. Exit status 1 if a check finds an error."""
     from dataclasses import asdict
 
     from app.cli.terminal import show_findings
@@ -104,15 +105,15 @@ def doctor(as_json: AsJson = False) -> None:
 
 @commands.command()
 def backup(
-    folder: Annotated[Path, typer.Argument(help="A folder that is not there yet")],
-    runs: Annotated[bool, typer.Option("--runs", help="Checkpoints and models too")] = False,
+    folder: Annotated[Path, typer.Argument(help="A folder that does not exist yet")],
+    runs: Annotated[bool, typer.Option("--runs", help="Also copy checkpoints and models")] = False,
 ) -> None:
     """Copy database and files into a folder, while service and workers run (SQLite)."""
     from app.maintenance.backup import take
     from app.settings import get_settings
 
     taken = take(get_settings(), folder, runs=runs)
-    without = "" if runs else "; without checkpoints and models, which --runs would take along"
+    without = "" if runs else "; without checkpoints and models (--runs copies them)"
     size = f"{taken.bytes / 2**20:.1f} MiB"
     typer.echo(f"{taken.folder}: {taken.jobs} jobs, {taken.files} files, {size}{without}")
 
@@ -123,8 +124,8 @@ def restore(
 ) -> None:
     """Put a backup into an empty data folder.
 
-    What ran when it was taken goes on from its last checkpoint, if it was taken with --runs, else from its
-    beginning.
+    Jobs that were running when the backup was taken continue from their last checkpoint if it was taken with
+    --runs, and from the beginning otherwise.
     """
     from app.maintenance.backup import restore as run
     from app.maintenance.data_folder import held_alone

@@ -97,10 +97,10 @@ def tune(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on the device which micro-batch is fastest, with your data; no model comes of it.
+    """Measure on the device which micro-batch is fastest with your data; trains no model.
 
-    It is a job as any other: it waits for a free device. What it finds is what later plans for this model,
-    method and length on such a device go by.
+    It runs as a job, so it waits for a free device. Later plans for this model, method and length on such a
+    device use the result.
     """
     from app.cli.terminal import show_tuning, wait_for
 
@@ -125,7 +125,7 @@ def preview(
 ) -> None:
     """Show data as the trainer will see it: tokens, those that count for the loss, and lengths.
 
-    A file of yours that is not there yet is uploaded for it, and deleted again.
+    A local file that the service does not have yet is uploaded for the preview and deleted afterwards.
     """
     from app.cli.tables import show_preview
 
@@ -140,7 +140,7 @@ def preview(
 
 @contextmanager
 def _uploaded(client: Client, data: str) -> Iterator[str]:
-    """An uploaded file's id; that of one that is uploaded only for the block."""
+    """The id of an uploaded file; a local file is uploaded only for the block."""
     if not Path(data).is_file():
         if not data.startswith("file-"):
             raise typer.BadParameter(f"there is no file {data}", param_hint="DATA")
@@ -149,7 +149,7 @@ def _uploaded(client: Client, data: str) -> Iterator[str]:
     if Path(data).suffix.lower() != ".jsonl":
         _text(Path(data))  # whether it is any
         raise InvalidRequest(
-            f"{data} is trained as one text, in samples of max_length tokens, all of which count"
+            f"{data} is not .jsonl: it is trained as one text, in samples of max_length tokens, which all count"
         )
     stored = client.stored(Path(data))
     if stored is not None:
@@ -170,7 +170,7 @@ def plan(
         list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
     ] = None,
     num_gpus: Annotated[
-        int | None, typer.Option(min=1, help="So many of the service's devices; otherwise all of them")
+        int | None, typer.Option(min=1, help="How many of the service's devices to plan for; default: all")
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
     method: Annotated[str, typer.Option(help="full, lora or qlora")] = "full",
@@ -180,12 +180,12 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, no, tf32 or pure_bf16")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing")] = False,
     wait: Annotated[
-        float, typer.Option(min=0, max=30, help="Seconds to wait for a simulation; then it is by formula")
+        float, typer.Option(min=0, max=30, help="Seconds to wait for a simulation before falling back to the formula")
     ] = 10.0,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a model fits, and in which micro-batches and steps."""
+    """Show whether a model fits, and in which micro-batches and steps."""
     from app.cli.terminal import show_batch_size
 
     body = {

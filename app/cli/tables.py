@@ -25,10 +25,10 @@ def show_event(event: dict[str, Any]) -> None:
 
 
 def show_comparison(compared: dict[str, Any]) -> None:
-    """A row for each job; noise is the variance of the loss around its trend, over that of the first."""
+    """A row for each job; noise is the variance of the loss around its trend, divided by the first job's."""
     wide = console.width >= WIDE
     columns: list[Column | str] = [Column("job", no_wrap=True), "batch", "loss", "noise", "tokens/s"]
-    more = ["model", "steps", "last loss of all", "peak", "padding"] if wide else []
+    more = ["model", "steps", "final loss", "peak", "padding"] if wide else []
     table = Table(*columns, *more, box=None)
     for job in compared["jobs"]:
         stats = job["stats"]
@@ -47,27 +47,27 @@ def show_comparison(compared: dict[str, Any]) -> None:
     console.print(table)
     seen = compared["samples_seen"]
     console.print(
-        f"Loss after {seen[-1]:,.0f} samples, which all have seen; noise of the loss over the first's.",
+        f"Loss after {seen[-1]:,.0f} samples, which all jobs have seen. Noise is relative to the first job.",
         highlight=False,
     )
 
 
 def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
-    """Each prompt, how its sample goes on, and what the model made of it."""
-    console.print(f"{job_id}: {len(completions)} held-back prompts", highlight=False)
+    """Each prompt, its sample's own completion, and the model's before and after training."""
+    console.print(f"{job_id}: {len(completions)} held-out prompts", highlight=False)
     if not completions:
         console.print(
-            "No prompt was held back: submit with --set dataset_config.validation_split=0.1", soft_wrap=True
+            "No prompt was held out: submit with --set dataset_config.validation_split=0.1", soft_wrap=True
         )
     for each in completions:
         console.rule(style="dim")
         for name in ("prompt", "expected", "before", "after"):
-            told = "(not asked)" if each[name] is None else each[name]
+            told = "(not generated)" if each[name] is None else each[name]
             console.print(Text.assemble((f"{name:<9}", "bold"), told), soft_wrap=True)
 
 
 def show_preview(seen: dict[str, Any]) -> None:
-    """The first samples, what counts in them set off; then how long all of them are."""
+    """The first samples, with the tokens that count in green; then the lengths of all samples."""
     for sample in seen["samples"]:
         tokens, targets = len(sample["tokens"]), sample["target_tokens"]
         console.rule(f"line {sample['line']}: {tokens} tokens, {targets} count for the loss", style="dim")
@@ -98,13 +98,13 @@ def show_preview(seen: dict[str, Any]) -> None:
 
 
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:
-    """Those that can be planned for, and then one's own."""
-    others = Table(Column("to start from", no_wrap=True), "parameters", "positions", "known from", box=None)
+    """Models that can be planned for, then trained ones."""
+    others = Table(Column("base model", no_wrap=True), "parameters", "positions", "known from", box=None)
     for model in to_plan_for:
         positions = f"{model['positions']:,}"
         others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])
     console.print(others)
-    console.print("A model of the catalogue is planned for; to be trained it must be here, or on the hub.")
+    console.print("Catalogue models can be planned for; to train one, it must be on this machine or on the hub.")
     for model in trained:
         console.print(f"trained: {model['id']}, from {model['parent']} by {model['job']}", soft_wrap=True)
 

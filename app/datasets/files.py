@@ -46,7 +46,7 @@ def incoming(settings: Settings) -> Iterator[Path]:
     """Where a new file is to lie, by its id; if the block raises, nothing of it stays.
 
     But where the connection was lost, the commit may have gone through: then the file stays, and is removed
-    at the service's next start if no row names it (upkeep/data_folder.py).
+    at the service's next start if no row names it (maintenance/data_folder.py).
     """
     path = settings.files_dir / new_id("file")
     try:
@@ -250,9 +250,9 @@ def remove(session: Session, file_id: str) -> None:
     evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
     needing = select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
     if (job_id := session.scalar(needing)) is not None:
-        raise Conflict(f"The file {file_id} belongs to job {job_id}: delete that job first.")
+        raise Conflict(f"The file {file_id} is used by job {job_id}: delete that job first.")
     if session.scalar(needing, execution_options=OF_EVERYONE) is not None:
-        raise Conflict(f"The file {file_id} belongs to a job of another key: it stays until that is deleted.")
+        raise Conflict(f"The file {file_id} is used by a job of another key and cannot be deleted before that job.")
     session.delete(file)
 
 

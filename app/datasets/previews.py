@@ -39,8 +39,8 @@ async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gon
             await to_thread.run_sync(_forget, database, request_id)
     if found is None:
         raise Unavailable(
-            "The worker has not come to it yet: ask again in a moment. One with ACCRUE_PROFILER=false "
-            "never does."
+            "No worker has made the preview yet: try again in a moment. Workers with ACCRUE_PROFILER=false "
+            "make no previews."
         )
     return found
 
@@ -92,7 +92,7 @@ def _want(database: Database, order: PreviewOrder) -> str:
     )
     with database.writing() as session:
         if not live_workers.any_alive(session):
-            raise Conflict("No worker is here to read the data with the model's tokenizer: accrue worker.")
+            raise Conflict("No worker is running to read the data with the model's tokenizer: start one with accrue worker.")
         old = PreviewRequest.created_at < database_now() - _FORGOTTEN_AFTER
         session.execute(delete(PreviewRequest).where(old))
         session.add(request)

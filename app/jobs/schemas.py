@@ -251,9 +251,8 @@ class JobOptions(AccumulationConfig):
         scales = self.gradient_scaling and self.lr_scaling != "none"
         if requested and scales and self.base_batch_size is None and self.config_id is None:
             raise ValueError(
-                f"{min(requested)} scales the learning rate from the batch that it was chosen for: say that "
-                "batch "
-                "(base_batch_size), or leave it out"
+                f"{min(requested)} scales the learning rate from the batch that it was chosen for: set "
+                f"base_batch_size to that batch, or leave {min(requested)} out"
             )
         return self
 

@@ -82,19 +82,19 @@ def restore(settings: Settings, folder: Path) -> Taken:
     """
     target = _sqlite_file(settings)
     if not (folder / _DATABASE).is_file():
-        raise InvalidRequest(f"{folder} is no backup: there is no {_DATABASE} in it")
+        raise InvalidRequest(f"{folder} is not a backup: it contains no {_DATABASE}")
     if target.exists():
         raise InvalidRequest(
-            f"{target} is there already: stop service and workers, and move it away with its -wal and -shm"
+            f"{target} exists already: stop the service and the workers, and move it away with its -wal and -shm files"
         )
     wrong = _what_is_wrong(folder / _DATABASE)
     if wrong is not None:
         raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")
     named = _named_files(folder / _DATABASE)
     if strange := [file_id for file_id in named if not _FILE_ID.fullmatch(file_id)]:
-        raise InvalidRequest(f"the backup names a file as no service does: {strange[0][:80]!r}")
+        raise InvalidRequest(f"the backup refers to a file by a name that the service never creates: {strange[0][:80]!r}")
     if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
-        raise InvalidRequest(f"the backup holds a link, which no backup does: {link}")
+        raise InvalidRequest(f"the backup contains a symbolic link, which accrue backup never writes: {link}")
     missing = [file_id for file_id in named if not (folder / "files" / file_id).exists()]
     if missing:
         raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")

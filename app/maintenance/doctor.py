@@ -98,16 +98,16 @@ def _sqlite_version(version: tuple[int, int, int]) -> Finding:
         return Finding("SQLite", "ok", told)
     return Finding(
         "SQLite", "warning",
-        f"{told} works, but has the WAL-reset bug, so rare that it was overlooked for years: a write at the "
-        "moment of another process' checkpoint may be lost. Where that matters, a Python with SQLite 3.51.3 "
-        "or newer, or PostgreSQL; backups in any case (accrue backup)",
+        f"{told} works, but has the WAL-reset bug: in very rare cases, a write during another process's "
+        "checkpoint is lost. To avoid it, use a Python with SQLite 3.51.3 or newer, or PostgreSQL. Make "
+        "backups in any case (accrue backup)",
     )  # fmt: skip
 
 
 def _database(database: Database) -> Iterator[Finding]:
     at, head = current_revision(database), newest_revision()
     if at != head:
-        told = f"at revision {at or 'none'}, this code has {head}: accrue migrate"
+        told = f"at revision {at or 'none'}, but this code needs {head}: run accrue migrate"
         yield Finding("database", "error" if at else "warning", told)
         return
     if database.engine.dialect.name == "sqlite":
@@ -115,7 +115,7 @@ def _database(database: Database) -> Iterator[Finding]:
             (answer,) = connection.execute(text("PRAGMA quick_check(1)")).one()
         if answer != "ok":
             yield Finding(
-                "database", "error", f"damaged: {answer}. Stop everything, and accrue restore a backup"
+                "database", "error", f"damaged: {answer}. Stop the service and the workers, then restore a backup with accrue restore"
             )
             return
     yield Finding("database", "ok", f"{database.engine.dialect.name}, revision {at}")
@@ -137,13 +137,13 @@ def _queue(database: Database) -> Iterator[Finding]:
         yield Finding("worker", "ok", f"{alive} at work, {waiting or 'no'} jobs waiting")
     else:
         yield Finding(
-            "worker", "warning", f"none was seen lately, {waiting or 'no'} jobs wait: accrue worker"
+            "worker", "warning", f"no worker was seen lately, and {waiting or 'no'} jobs are waiting: start one with accrue worker"
         )
     if orphans:
-        yield Finding("jobs", "warning", f"{orphans} running without a worker: the next worker takes them up")
+        yield Finding("jobs", "warning", f"{orphans} running without a worker: the next worker continues them")
     if refused:
-        yield Finding("profiles", "warning", f"{refused} models could not be simulated: they are planned "
-                      "for by formula")  # fmt: skip
+        yield Finding("profiles", "warning", f"{refused} models could not be simulated: their memory "
+                      "is predicted by formula")  # fmt: skip
 
 
 def _gpus() -> Finding:

@@ -133,7 +133,7 @@ def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
 
 
 def ask(session: Session, wanted: ProfileKey) -> None:
-    """Wants a profile, unless it is there, wanted already, or known not to be possible."""
+    """Requests a profile, unless it exists, was requested already, or is known to be impossible."""
     if there(session, wanted.key):
         return
     old = ProfileRequest.created_at < database_now() - _FORGOTTEN_AFTER
@@ -151,7 +151,7 @@ def ask(session: Session, wanted: ProfileKey) -> None:
 
 
 def want(database: Database, wanted: ProfileKey) -> list[str] | None:
-    """Wants a profile, if it isn't there; gives what a person should know of it, as `outcome` does."""
+    """Requests a profile if there is none. Returns warnings, as `request_warnings` does."""
     with database.reading() as session:
         if there(session, wanted.key):
             return []
@@ -159,23 +159,23 @@ def want(database: Database, wanted: ProfileKey) -> list[str] | None:
         ask(session, wanted)
     with database.reading() as session:
         if not live_workers.any_alive(session):
-            return ["the figures are by formula: no worker is here to simulate this model"]
+            return ["the figures come from a formula: no worker is running to simulate this model"]
     return outcome(database, wanted)
 
 
 def outcome(database: Database, wanted: ProfileKey) -> list[str] | None:
-    """What a person should know of a profile that was wanted; null: it is still being made."""
+    """Warnings about a profile that was requested; None while it is still being made."""
     with database.reading() as session:
         request = session.get(ProfileRequest, wanted.key)
     if request is None:
         return []
     if request.error is not None:
-        return [f"this model cannot be simulated, so the figures are by formula: {request.error}"]
+        return [f"this model cannot be simulated, so the figures come from a formula: {request.error}"]
     return None
 
 
 async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone: Gone = never) -> list[str]:
-    """Wants a profile and waits until it is there, cannot be made, or the time is over; holds no thread.
+    """Requests a profile and waits until it exists, cannot be made, or the time is over; holds no thread.
 
     Returns at once if there is no worker to make it. Returns warnings for the user.
     """

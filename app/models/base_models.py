@@ -196,7 +196,7 @@ _looking_up = threading.BoundedSemaphore(8)
 def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
     """Asks the hub once and briefly: a person is waiting."""
     if settings.offline:
-        raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids asking the hub")
+        raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids a request to the hub")
     import httpx2 as httpx
     from huggingface_hub import get_token, hf_hub_url
     from huggingface_hub.errors import HFValidationError
@@ -204,7 +204,7 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
     try:
         url = hf_hub_url(name, "config.json")
     except HFValidationError:
-        raise _unknown(name, settings, "and the hub has no such names") from None
+        raise _unknown(name, settings, "and it is not a valid name on the hub") from None
     if not _looking_up.acquire(blocking=False):
         raise TooManyRequests(
             "Many models are being looked up on the hub already: try again in a moment.",
@@ -224,11 +224,10 @@ def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
 
 
 async def _fetched(url: str, token: str | None) -> tuple[int, bytes]:
-    """The status that an address answers with, and the beginning of its answer.
+    """The status and the content of an answer, up to the largest size that is accepted.
 
     Raises:
-        TimeoutError: all of it together takes too long: names, redirects, headers and what comes byte by
-        byte.
+        TimeoutError: name look-up, redirects, headers and content together take too long.
     """
     import httpx2 as httpx
 
@@ -255,8 +254,8 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     return Unprocessable(
         f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
         f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}. For "
-        f"planning alone {len(catalogue.CATALOGUE)} more are known: GET /gradient-accumulation/models, or "
-        "accrue models.",
+        f"planning only, {len(catalogue.CATALOGUE)} more models are available: GET "
+        "/gradient-accumulation/models, or accrue models.",
         field="model_name",
     )
 

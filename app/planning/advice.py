@@ -71,13 +71,13 @@ def _of_the_time(figures: Figures) -> list[str]:
         )
     if figures.skipped:
         advice.append(
-            f"{figures.skipped} windows were not applied: see the job's events for the samples at fault."
+            f"{figures.skipped} windows were skipped: the job's events name the samples at fault."
         )
     return advice
 
 
 def _of_memory(figures: Figures) -> list[str]:
-    """Headroom, and many small micro-batches or recomputed activations beside it."""
+    """Advice on unused memory, many small micro-batches, and gradient checkpointing."""
     steps, used = figures.micro_batches_per_step, None
     if figures.peak_bytes is not None and figures.on_gpu:
         used = figures.peak_bytes / figures.limit_bytes
@@ -85,25 +85,25 @@ def _of_memory(figures: Figures) -> list[str]:
     of_memory = f"{used:.0%} of the memory that may be used" if used is not None else ""
     if figures.gradient_checkpointing and roomy:
         return [
-            f"The peak was {of_memory}: without gradient_checkpointing a step takes about a quarter "
-            "less time "
-            "(Chen et al. 2016), if that fits (calculate-batch-size says)."
+            f"The peak was {of_memory}. Without gradient_checkpointing, a step takes about a quarter less "
+            "time (Chen et al. 2016); calculate-batch-size shows whether it would fit."
         ]
     if steps <= _MANY_STEPS:
         return [f"The peak was {of_memory}: larger micro-batches would fit."] if roomy and steps > 1.5 else []
     if roomy:
         return [
-            f"{steps:.0f} micro-batches a step, and a peak of {of_memory}: larger micro-batches would "
-            "keep the "
-            "device busier."
+            f"Each step has {steps:.0f} micro-batches, with a peak of {of_memory}: larger micro-batches "
+            "would keep the device busier."
         ]
     if full and not figures.gradient_checkpointing and figures.micro_batch <= 2:
         return [
-            f"{steps:.0f} micro-batches a step of {figures.micro_batch} at most, at {of_memory}: with "
-            "gradient_checkpointing more samples fit at once. It costs about a third more computation, which "
-            "is worthwhile if such small micro-batches leave the device idle."
+            f"Each step has {steps:.0f} micro-batches of at most {figures.micro_batch} samples, at "
+            f"{of_memory}: with gradient_checkpointing, more samples fit at once. It costs about a third more "
+            "computation, which is worthwhile if such small micro-batches leave the device idle."
         ]
-    return [f"{steps:.0f} micro-batches a step: if memory allows, larger ones keep the device busier."]
+    return [
+        f"Each step has {steps:.0f} micro-batches: if memory allows, larger ones would keep the device busier."
+    ]
 
 
 def _of_clipping(figures: Figures) -> list[str]:
@@ -111,11 +111,10 @@ def _of_clipping(figures: Figures) -> list[str]:
     if not figures.clips_each_micro_batch or figures.clipping is None or steps < 2:
         return []
     return [
-        f"Each micro-batch is clipped to {figures.clipping:g}, which allows a window {sqrt(steps):.1f} "
-        "times the "
-        f"noise that clipping the whole would: {figures.clipping / sqrt(steps):.2g} (over the root of "
-        f"{steps}) "
-        "bounds it alike, and clip_mode after_accumulation does so exactly."
+        f"Each micro-batch is clipped to {figures.clipping:g}, so a window of {steps} may carry "
+        f"{sqrt(steps):.1f} times the noise that clipping the whole window would allow. For the same limit, "
+        f"set gradient_clipping to {figures.clipping / sqrt(steps):.2g}, or use clip_mode "
+        "after_accumulation, which is exact."
     ]
 
 
@@ -126,13 +125,13 @@ def _of_the_batch(figures: Figures) -> list[str]:
     if share > 0.01 and figures.effective_batch > usual:
         return [
             f"The effective batch of {figures.effective_batch} is {share:.1%} of the data; 0.1 to 1 % "
-            "is usual: "
-            f"{usual} makes more steps of an epoch."
+            "is usual. "
+            f"An effective batch of {usual} gives more steps per epoch."
         ]
     if share < 0.001 and figures.effective_batch < usual:
         return [
             f"The effective batch of {figures.effective_batch} is {share:.2%} of the data; 0.1 to 1 % "
-            "is usual: "
-            f"{usual} makes steadier steps."
+            "is usual. "
+            f"An effective batch of {usual} gives steadier steps."
         ]
     return []

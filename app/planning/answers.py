@@ -14,9 +14,9 @@ from app.planning.planner import Known, Question, Rank, Solution, alternatives, 
 from app.planning.schemas import BatchSizeAnswer, DeviceSplit
 
 _BY = {
-    "formula": "By formula",
-    "simulated": "By a simulation of this step",
-    "measured": "By measurements of this step",
+    "formula": "By formula,",
+    "simulated": "By a simulation of this step,",
+    "measured": "By measurements of this step,",
 }
 
 
@@ -157,18 +157,18 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
     if not solution.fits:
         least = next((other for other in others if other.fits), None)
         remedy = (
-            f"The least change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB"
+            f"The smallest change that fits: {least.change} ({least.peak_process_bytes / GIB:.2f} GiB"
             f"{', by formula' * (least.source == 'formula' != source)})."
             if least
-            else "None of the alternatives below fits either: take a larger GPU or a smaller model."
+            else "None of the alternatives below fits either: use a larger GPU or a smaller model."
         )
         return (
             f"{_BY[source]} {rows} sample{'s' * (rows > 1)} of {question.sequence} tokens at a time take"
-            f"{'s' * (rows == 1)} {peak:.2f} GiB, and {limit:.2f} GiB{where} may be used: it does not fit. "
+            f"{'s' * (rows == 1)} {peak:.2f} GiB, but only {limit:.2f} GiB{where} may be used: it does not fit. "
             f"{remedy}"
         )
     return (
-        f"{solution.effective_batch} samples a step on {devices} device{'s' * (devices > 1)}: "
+        f"{solution.effective_batch} samples per step on {devices} device{'s' * (devices > 1)}: "
         f"{solution.steps} micro-batch{'es' * (solution.steps > 1)} of at most {solution.micro_batch} "
         "on each. "
         f"{_BY[source]} that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used, at "

@@ -60,7 +60,7 @@ def declared(phrase: str, device_id: int) -> Device:
     gigabytes = _MEMORY_GB.get(re.sub(r"[-_ ]|NVIDIA|GEFORCE|TESLA", "", phrase.upper()))
     if gigabytes is None:
         raise ValueError(
-            f"{phrase!r} is no GPU that Accrue knows: say its memory, as in 24GB or A100-80GB, "
+            f"{phrase!r} is not a known GPU: give its memory, as in 24GB or A100-80GB, "
             f"or one of {', '.join(sorted(_MEMORY_GB))}"
         )
     return Device(device_id, phrase, gigabytes * GIB, "cuda")

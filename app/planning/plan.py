@@ -110,12 +110,12 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
     if tight:
         warnings.append(
             f"not even one sample of {spec.data.max_length} tokens fits device "
-            f"{', '.join(tight)}: lower max_length, switch gradient_checkpointing on, or take more memory"
+            f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device with more memory"
         )
     if spec.data.overlength != "split" and spec.data.examples < spec.effective_batch_size:
         warnings.append(
-            f"the samples are {spec.data.examples}, fewer than the effective batch of "
-            f"{spec.effective_batch_size}: one step an epoch, over all of them"
+            f"there are only {spec.data.examples} samples, fewer than the effective batch of "
+            f"{spec.effective_batch_size}: each epoch is one step over all of them"
         )
     warmup = spec.schedule.warmup_steps
     if warmup is not None and steps_total is not None and warmup >= steps_total:
@@ -127,7 +127,7 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
 
 
 def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
-    """What options mean for this plan, on these devices."""
+    """Warnings about options that have side effects, or none at all, under this plan."""
     kind: Literal["cpu", "cuda"] = solution.ranks[0].device.kind
     warnings = []
     if spec.clip_mode == "each_micro_batch":
@@ -137,8 +137,8 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if spec.ramp.name in ("noise_scale", "loss_variance"):
         warnings.append(
-            f"accumulation_scheduler {spec.ramp.name} follows what is measured: the steps of a run by epochs "
-            "are an upper bound, and another plan may ramp otherwise"
+            f"accumulation_scheduler {spec.ramp.name} follows measurements: the number of steps of a run by "
+            "epochs is an upper bound, and with another plan the batch may grow differently"
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")

@@ -214,7 +214,7 @@ def _useful_tokens(largest: int, question: Question, device: Device, throughput:
 def _split(
     question: Question, capacities: list[Capacity]
 ) -> tuple[list[MicroBatchRule], list[list[int]], str | None]:
-    """Each device's rule and its micro-batches at full length; and what had to be changed of the request."""
+    """Each device's rule, its micro-batches at full length, and a warning if the request had to be changed."""
     if question.is_planned:
         return *_planned(question, capacities), None
     split, devices = question.split, len(capacities)
@@ -225,8 +225,8 @@ def _split(
     fitting = max(1, min(capacity.largest_in(steps) for capacity in capacities))
     if question.shrink_to_fit and fitting < requested:
         changed = (
-            f"micro-batches of {requested} are predicted not to fit: they are of {fitting} at most, and the "
-            "effective batch stays"
+            f"micro-batches of {requested} samples are predicted not to fit and were reduced to at most "
+            f"{fitting}; the effective batch is unchanged"
         )
         return [FixedSize(samples=fitting)] * devices, split_over(batch, [fitting] * devices), changed
     if split.micro_batch_size is not None:
@@ -237,7 +237,7 @@ def _split(
 
 
 def _planned(question: Question, capacities: list[Capacity]) -> tuple[list[MicroBatchRule], list[list[int]]]:
-    """As one micro-batch a device, where that alone makes it fit; else by each device's token budget."""
+    """One micro-batch per device if only that fits; otherwise by each device's token budget."""
     useful = [capacity.useful for capacity in capacities]
     alone = [capacity.useful_alone for capacity in capacities]
     batch = question.effective_batch or _default_batch(sum(useful), 1)

@@ -152,7 +152,7 @@ def _tells(noise: MeasuredNoise | None) -> bool:
 
 
 def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
-    """The noise scale itself: there the batch costs twice the samples and twice the steps of the least."""
+    """The noise scale itself: at this batch, training needs twice the minimum of samples, and of steps."""
     if not _tells(noise):
         return None
     assert noise is not None
@@ -164,9 +164,8 @@ def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
         return _predicted(
             situation,
             batch,
-            f"the most that {MAX_ACCUMULATION_STEPS} accumulation steps make with the micro-batches "
-            "that fit; "
-            f"wanted were {wanted}",
+            f"the most that {MAX_ACCUMULATION_STEPS} accumulation steps of the largest fitting micro-batch "
+            f"can make; {wanted} would be better",
             "medium",
         )
     if situation.target is not None:
@@ -177,14 +176,15 @@ def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
         usual = [max(1.0, situation.samples * share) for share in (_LEAST_SHARE_OF_DATA, _SHARE_OF_DATA)]
         return _literature(
             batch,
-            f"0.1 to 1 % of {situation.samples} samples by custom, and at least {_FINE_TUNING_BATCH} where "
-            "there are so many, since no gradient noise was measured; run a job and ask again with its id",
+            f"rule of thumb: 0.1 to 1 % of the {situation.samples} samples, but at least "
+            f"{_FINE_TUNING_BATCH} if there are that many. For a measured value, run a job and request "
+            "recommendations with its training_id",
             "low",
         ).model_copy(update={"range": [usual[0], max(usual[1], float(batch))]})
     return _literature(
         batch,
-        "fine-tuning works well with 32 to 64 samples a step where no gradient noise was measured; run a job "
-        "and ask again with its id",
+        "rule of thumb: fine-tuning works well with 32 to 64 samples per step. For a measured value, run a "
+        "job and request recommendations with its training_id",
         "low",
     ).model_copy(update={"range": [32.0, 64.0]})
 
@@ -197,8 +197,8 @@ def _measured_batch(noise: MeasuredNoise, batch: int) -> Recommendation:
     return Recommendation(
         value=batch,
         why=f"job {noise.job_id} measured a gradient noise scale of {scale.value:.0f} samples (90 % band: "
-        f"{band}, from {scale.measurements} windows): with about so many samples a step neither samples nor "
-        "steps are wasted (McCandlish et al. 2018, section 2.3)",
+        f"{band}, from {scale.measurements} windows): about that many samples per step waste neither samples "
+        "nor steps (McCandlish et al. 2018, section 2.3)",
         evidence="measured",
         confidence=confidence,
         range=[scale.low, high if high is not None else float(noise.samples or scale.value)],
@@ -209,16 +209,17 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch and not situation.swept:
         return _literature(
             micro,
-            f"a CPU is hardly faster with more than {CPU_TOKENS} tokens at once, as far as small models were "
-            "measured; accrue tune measures this one",
+            f"small models on a CPU are hardly faster with more than {CPU_TOKENS} tokens at once; accrue tune "
+            "measures this model",
             "medium",
         )
     if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
-            why="a sweep on such a device found more samples of full length at once no faster, up to the "
-            f"{situation.micro_batch} that are predicted to fit: more accumulation steps of this size cost "
-            "no throughput. Shorter samples share a micro-batch where the split is left to the planner",
+            why="a sweep on such a device measured no gain from larger micro-batches, up to the "
+            f"{situation.micro_batch} full-length samples that are predicted to fit: more accumulation steps "
+            "of this size cost no throughput. If the planner chooses the split, shorter samples share a "
+            "micro-batch",
             evidence="measured",
             confidence="high",
         )
@@ -236,9 +237,9 @@ def _clipping(situation: Situation, batch: int, steps: int) -> Recommendation:
         return whole
     return _literature(
         float(f"{whole.value / steps**0.5:.3g}"),
-        f"{whole.value:g} over the square root of {steps} accumulation steps, since each micro-batch is "
-        "clipped: "
-        "to the extent that gradients are noise, the sum of K of them grows with the root of K",
+        f"{whole.value:g} divided by the square root of {steps} accumulation steps, since each micro-batch "
+        "is clipped: to the extent that gradients are noise, the sum of K of them grows with the square root "
+        "of K",
         "low",
     )
 
@@ -246,14 +247,14 @@ def _clipping(situation: Situation, batch: int, steps: int) -> Recommendation:
 def _clipping_of_the_whole(batch: int, kind: ModelKind) -> Recommendation:
     if batch > _LARGE_BATCH:
         return _literature(
-            0.25, "beyond 8k samples a step the gradient is little noise: a tighter norm, by custom", "low"
+            0.25, "rule of thumb: beyond 8k samples per step, a gradient has little noise", "low"
         )
     if kind == "vision":
-        return _literature(5.0, "a loose norm against outliers only, by custom of image models", "low")
+        return _literature(5.0, "usual for image models: a loose limit that only cuts outliers", "low")
     if kind == "recurrent":
         return _literature(
             0.5,
-            "gradients through time explode; limits from half to ten times the usual norm work (Pascanu et "
+            "gradients through time can explode; limits from half to ten times the usual norm work (Pascanu et "
             "al. 2013)",
             "low",
         )

@@ -13,15 +13,15 @@ from app.storage.database import Database
 
 def require_keys_off_loopback(host: str, database: Database) -> None:
     """Raises:
-    BadSetting: the address can be reached from elsewhere, and no key was made to ask for.
+    BadSetting: other machines can reach the address, and no key exists yet.
     """
     if host in LOOPBACK:
         return
     with database.reading() as session:
         if not any_made(session):
             raise BadSetting(
-                f"ACCRUE_HOST is {host}: make a key first (accrue keys create NAME), since others than this "
-                "machine could reach the service. Without keys it serves 127.0.0.1 only."
+                f"ACCRUE_HOST is {host}: make a key first (accrue keys create NAME), since other machines "
+                "could then reach the service. Without keys it serves 127.0.0.1 only."
             )
 
 

@@ -64,5 +64,5 @@ class Rates:
             return
         seconds = max(1, math.ceil(again - time.time()))
         raise TooManyRequests(
-            f"More than {self._limit} with this key: wait {seconds} s.", retry_after_seconds=seconds
+            f"This key has reached its limit of {self._limit}: wait {seconds} s.", retry_after_seconds=seconds
         )

@@ -159,7 +159,7 @@ def _in_use(request: Request, error: Exception) -> JSONResponse:
     log.warning("conflicting change", error=str(getattr(error, "orig", error)))
     return problem_response(
         request, Conflict.status, Conflict.code, Conflict.title,
-        "Something else changed at the same time what this request is about: look again, and repeat it.",
+        "Another request changed the same object at the same time: fetch it again, then repeat this request.",
     )  # fmt: skip
 
 
@@ -183,13 +183,13 @@ def _disk_full(request: Request, error: Exception) -> JSONResponse:
     log.error("the disk is full", error=str(error))
     return problem_response(
         request, DiskFull.status, DiskFull.code, DiskFull.title,
-        "The disk is full: nothing was stored. Delete files or ended jobs, or make room for the data folder.",
+        "The disk is full: nothing was stored. Delete files or ended jobs, or give the data folder more space.",
     )  # fmt: skip
 
 
 def unexpected(request: Request) -> JSONResponse:
-    """The answer where our own code failed."""
+    """The answer to a request during which the service's own code failed."""
     return problem_response(
         request, 500, "internal_error", "Internal error",
-        "Something went wrong that should not have; the service's log has it under this request's id.",
+        "Internal error: the service's log has the details under this request's id.",
     )  # fmt: skip

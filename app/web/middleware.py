@@ -142,7 +142,7 @@ class EveryRequest:
         if not is_storable(scope["path"]) or b"%00" in scope["query_string"]:
             return problem_response(
                 request, 400, InvalidRequest.code, InvalidRequest.title,
-                "The address has a NUL character: leave it out.",
+                "The URL contains a NUL character: remove it.",
             )  # fmt: skip
         if not self._is_for_others(headers):
             why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
@@ -178,7 +178,8 @@ class EveryRequest:
         return None
 
     def _is_for_others(self, headers: Headers) -> bool:
-        """Who shows a key, or is bound to more than loopback, needs no name of this machine."""
+        """Whether the Host and Origin checks are skipped: the request carries a well-formed key, or the service
+        is not limited to loopback."""
         on_loopback = self.settings.host in LOOPBACK and not self.is_mounted
         return not on_loopback or is_well_formed(bearer(headers) or "")
 
@@ -197,19 +198,19 @@ class EveryRequest:
 
 
 def _by_its_first_name(scope: Scope) -> None:
-    """What is asked for under `/api/v1` is looked for without it."""
+    """Removes the prefix `/api/v1`, under which the native routes can also be called."""
     root = scope.get("root_path", "")
     if scope["path"].startswith(f"{root}{_ALSO_UNDER}{NATIVE}"):
         scope["path"] = root + scope["path"][len(root) + len(_ALSO_UNDER) :]
 
 
 def _template(scope: Scope) -> str:
-    """The route within its surface, with its parameters' names: of those there are few."""
+    """The route's path with its parameters' names, such as `/training/{training_id}`: there are only a few."""
     return getattr(scope.get("route"), "path", "none")
 
 
 def _add_headers(headers: MutableHeaders, identifier: str) -> None:
-    """The request's id, and what keeps a browser from making more of an answer than it is."""
+    """Adds the request's id, and headers that keep a browser from guessing types, framing or running it."""
     headers["x-request-id"] = identifier
     headers["X-Content-Type-Options"] = "nosniff"
     headers["Referrer-Policy"] = "no-referrer"
@@ -226,7 +227,7 @@ def _too_large(limit: int) -> str:
 
 
 _TOO_MANY_VALUES = (
-    "The body holds more values than are looked at here: upload the data with POST /v1/files and name it by "
+    "The body contains more values than this route accepts: upload the data with POST /v1/files and name it by "
     "its file_id."
 )
 

@@ -163,7 +163,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
 
 
 def _judge(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
-    """Puts the certificate on record, or ends the job."""
+    """Records the certificate as an event; raises if it fails."""
     error, tolerance = certified.gradient_error, models.TOLERANCE[training.order.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
     if not np.isfinite(error):
@@ -173,26 +173,26 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
     training.state.fallbacks.equivalence_error = error
     splits = f"{certified.micro_batches} and {certified.reference_micro_batches} micro-batches"
     if error <= tolerance:
-        message = f"The first window's gradient in {splits} differs by {error:.1e} (tolerance {tolerance:g})."
+        message = f"The first window's gradient differs by {error:.1e} between {splits} (tolerance {tolerance:g})."
         training.reporter.event("certificate", message, **figures)
     elif flips or (models.routes(training.replica.model) and not _counts_choices(training)):
         changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
-        message = f"The first window's gradient in {splits} differs by {error:.1e}: rounding {changed}."
+        message = f"The first window's gradient differs by {error:.1e} between {splits}: rounding {changed}."
         training.reporter.event("certificate", message, "warning", **figures)
     elif (exact := in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
         message = (
-            f"The first window's gradient in {splits} differs by {error:.1e}, more than the {tolerance:g} "
-            f"usual in {training.order.plan.precision}; in fp64 it differs by only {exact:.1e}: "
-            "rounding switches some of the model's units on or off; its samples are not mixed."
+            f"The first window's gradient differs by {error:.1e} between {splits}, more than the usual "
+            f"{tolerance:g} in {training.order.plan.precision}; in fp64 it differs by only {exact:.1e}. "
+            "Rounding switches some of the model's units on or off; the model does not mix samples."
         )
         training.reporter.event("certificate", message, "warning", **figures, error_in_fp64=exact)
     else:
         raise CannotTrain(
             "not_equivalent",
-            f"the first window's gradient in {splits} differs by {error:.1e}, more than the {tolerance:g} "
-            f"that rounding allows in {training.order.plan.precision}: this model mixes the samples of a "
-            "micro-batch, so that accumulating changes what is learned; equivalence_check: false trains all "
-            "the same",
+            f"the first window's gradient differs by {error:.1e} between {splits}, more than the "
+            f"{tolerance:g} that rounding explains in {training.order.plan.precision}: this model mixes the "
+            "samples of a micro-batch, so gradient accumulation would change what it learns. To train anyway, "
+            "set equivalence_check: false",
         )
 
 

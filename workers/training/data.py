@@ -58,7 +58,7 @@ class Prepared:
         self.unused_keys += sorted(new)[: _MOST_KEYS - len(self.unused_keys)]
 
     def notes(self, max_length: int) -> list[str]:
-        """What a person should know of it, counted."""
+        """How many samples were cut, split or have no target, and which keys were ignored."""
         counted = (
             (self.truncated, f"cut to max_length {max_length}"),
             (self.split, "split into parts"),
@@ -67,7 +67,7 @@ class Prepared:
         notes = [f"{count} {what}" for count, what in counted if count]
         if self.unused_keys:
             notes.append(
-                f"keys that mean nothing here and are not used: {', '.join(map(ascii, self.unused_keys))}"
+                f"unknown keys, ignored: {', '.join(map(ascii, self.unused_keys))}"
             )
         return notes
 

@@ -196,7 +196,7 @@ def finish(training: Training) -> Outcome:
     if best is not None and evaluations.best_step != training.state.step:
         checkpoint.load_weights(best, training.replica.model)
         evaluations.loss = evaluations.best_loss
-        message = f"The model of step {evaluations.best_step} is saved, which has the lowest validation loss."
+        message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
         training.reporter.event("best", message)
     noise = noise_scale.estimate(training.state.noise)
     if noise is not None:
@@ -309,14 +309,14 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
         counted = window[samples.targets[window] > 0]
         if trained.closed.refused:
             named = _highest_losses(training, counted)
-            reason = f"its loss of {trained.closed.loss:.4g} is a spike; the highest losses are of samples"
+            reason = f"its loss of {trained.closed.loss:.4g} is a spike. Samples with the highest losses:"
         else:
             whole = samples.denominator(window)
             named = guards.samples_at_fault(
                 training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
             )
-            reason = "its loss or gradient is not finite; samples at fault:"
-        message = f"A window was not applied: {reason} {', '.join(map(str, named)) or 'none alone'}."
+            reason = "its loss or gradient is not finite. Samples at fault:"
+        message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'no single sample'}."
     training.reporter.event("skipped", message, "warning", samples=named, skipped=progress.skipped)
     guards.give_up_after_too_many(progress.skipped_in_a_row)
 

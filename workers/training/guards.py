@@ -68,8 +68,9 @@ def samples_at_fault(
 
 
 def spike(losses: list[float], threshold: float) -> Callable[[float], bool]:
-    """Whether a window's loss may be trained on: not beyond `threshold` standard deviations above the recent
-    ones (a z-score); always, while fewer than LEAST_RECENT are known."""
+    """A function that says whether a window's loss is no spike: at most `threshold` standard deviations
+    (a z-score) above the mean of the recent ones. It accepts every loss while fewer than LEAST_RECENT are
+    known."""
 
     def accept(loss: float) -> bool:
         recent = losses[-RECENT:]
@@ -82,18 +83,18 @@ def spike(losses: list[float], threshold: float) -> Callable[[float], bool]:
 
 def give_up_after_too_many(skipped_in_a_row: int) -> None:
     """Raises:
-    CannotTrain: so many windows in a row could not be applied that no other will.
+    CannotTrain: too many windows in a row were skipped.
     """
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise CannotTrain(
             "diverged",
-            f"{MAX_SKIPPED_IN_A_ROW} windows in a row could not be applied: lower the learning rate, "
+            f"{MAX_SKIPPED_IN_A_ROW} windows in a row were skipped: lower the learning rate, "
             "and look at the samples that the events name",
         )
 
 
 def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
-    """The end of a job whose smallest micro-batch does not fit: what would take less memory, predicted."""
+    """The error of a job whose smallest micro-batch does not fit, with changes that would take less memory."""
     remedies = [
         f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
         for other in plan.alternatives
@@ -102,8 +103,7 @@ def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     requested = "leave auto_adjust_batch_size on, " if samples > 1 else ""
     return CannotTrain(
         "out_of_memory",
-        f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, with "
-        f"gradient checkpointing too: {requested}use a GPU with more memory, or take one of these, with "
-        "the peak "
-        f"predicted for one sample: {'; '.join(remedies) or 'a smaller model'}",
+        f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, even "
+        f"with gradient checkpointing: {requested}use a GPU with more memory, or make one of these changes "
+        f"(predicted peak for one sample): {'; '.join(remedies) or 'a smaller model'}",
     )

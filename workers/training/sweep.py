@@ -64,24 +64,23 @@ def sweep(training: Training) -> Tuning:
 
 
 def settle(training: Training, tuning: Tuning) -> None:
-    """The run goes on with what was found, and says so."""
+    """Uses the chosen token budget for the rest of the run, and reports it as an event."""
     before = training.budget.tokens(0)
     training.budget.measured(tuning.token_budget)
     chosen = next((each for each in tuning.tried if each.token_budget == tuning.token_budget), None)
     speed = f" ({chosen.samples_per_second:.3g} samples/s)" if chosen is not None else ""
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {tuning.token_budget} tokens{speed} are the smallest that are as "
-        "fast as the "
-        f"fastest of {len(tuning.tried)} sizes, measured on {tuning.samples} samples; the plan had {before}.",
+        f"Micro-batches of at most {tuning.token_budget} tokens are used{speed}: of {len(tuning.tried)} "
+        f"sizes measured on {tuning.samples} samples, the smallest within 3 % of the fastest. The plan had "
+        f"{before} tokens.",
         **tuning.model_dump(mode="json"),
     )
 
 
 def candidates(planned: int, most: int, lengths: Indices) -> list[int]:
-    """Token budgets worth measuring, largest first: up to what memory allows, and to the whole window.
-
-    None is smaller than the longest sample: such a one would cut no differently.
+    """Token budgets worth measuring, largest first: no larger than memory allows or the whole window needs,
+    and no smaller than the longest sample, since smaller ones would give the same micro-batches.
     """
     longest, together = int(lengths.max()), int(lengths.max()) * len(lengths)
     highest = max(longest, min(most, together))
