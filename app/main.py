@@ -15,7 +15,7 @@ from app.devices import routes as device_routes
 from app.errors import BadSetting
 from app.jobs import configuration_routes, openai_routes
 from app.jobs import routes as job_routes
-from app.jobs.etags import Documents
+from app.jobs.etags import AnswerCache
 from app.jobs.reads import ImmediateReads
 from app.maintenance.data_folder import DataFolder
 from app.maintenance.retention import Retention
@@ -79,11 +79,12 @@ _OPENAI = (file_routes, openai_routes, model_routes)
 
 
 def create_app(settings: Settings | None = None, authenticate: Authenticate | None = None) -> FastAPI:
-    """The service. Migrates its database when it starts; loads no torch.
+    """Returns the service. It migrates its database when it starts, and loads no torch.
 
     Args:
-        authenticate: of an application that this one is mounted into, and that knows who asks; it looks at
-            the request's origin, too. Default: keys, and without any this machine alone.
+        authenticate: identifies the caller of each request, for an application that mounts this one and has
+            its own users; it must also check the request's origin. Default: API keys or, while none exists,
+            requests from this machine only.
     """
     settings = settings or get_settings()
 
@@ -130,7 +131,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
 
 def _webhooks(settings: Settings, database: Database) -> Deliverer:
     """Raises:
-    BadSetting: there is somebody to tell and nothing to sign with, or they may not be told.
+    BadSetting: ACCRUE_WEBHOOK_URL is set without a secret, or is not an allowed address.
     """
     secret = settings.webhook_secret
     if secret is None and settings.webhook_url is not None:
@@ -150,7 +151,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.settings = settings
     state.database = Database(settings.url)
     state.immediate_reads = ImmediateReads(state.database)
-    state.documents = Documents()
+    state.documents = AnswerCache()
     state.kept = ShortCache()
     state.waits = Waits()
     state.streams = Streams()

@@ -93,7 +93,7 @@ def ingest(
         The new position, true once the caller's transaction is committed; after a rollback the old one is.
 
     Raises:
-        jobs.LostJob: the job is no longer this worker's; nothing is stored.
+        transitions.LostJob: the job no longer belongs to this worker; nothing is stored.
     """
     before, caught_up = replace(position, caught_up=True), False
     for _ in range(_CHUNKS_AT_ONCE):

@@ -1,6 +1,6 @@
 """The contract on disk between a supervisor and its trainer.
 
-    spec.json        the order: written by the supervisor before each attempt, read by the trainer
+    spec.json        the assignment: written by the supervisor before each attempt, read by the trainer
     metrics.jsonl    a line per optimizer step          }
     events.jsonl     a line per event                   } appended by the trainer, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
@@ -9,7 +9,7 @@
     checkpoints/     step-00000050/, ...                } written by the trainer
     model/           the trained model                  }
     progress.json    how far the window at hand is, at most once a second
-    completions.json what the model makes of held-back prompts, before and after
+    completions.json how the model completes held-out prompts, before and after
     outcome.json     how a successful run ended         }
     failure.json     why an attempt failed, if it could say so
     trainer.log      what the trainer printed
@@ -31,8 +31,8 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 
+from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.order import Order
 from app.contract.plain_files import NotPlain, append_plain, create_plain, open_plain, read_plain
 from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
 
@@ -87,19 +87,19 @@ class RunDirectory:
         self.model = path / "model"
         self.log = path / "trainer.log"
 
-    def write_order(self, order: Order) -> None:
+    def write_assignment(self, assignment: Assignment) -> None:
         """Lays the directory for an attempt, and removes what an earlier one said of its end."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for end in ("failure.json", "outcome.json", _FINISH):
             (self.path / end).unlink(missing_ok=True)
-        write_whole(self.path / "spec.json", order.model_dump_json(indent=1))
+        write_whole(self.path / "spec.json", assignment.model_dump_json(indent=1))
 
-    def order(self) -> Order:
+    def assignment(self) -> Assignment:
         """Raises:
-        OSError, pydantic.ValidationError: there is none, or it is no order.
+        OSError, pydantic.ValidationError: there is none, or it is not an assignment.
         """
         with open_plain(self.path, "spec.json") as file:
-            return Order.model_validate_json(file.read())
+            return Assignment.model_validate_json(file.read())
 
     def write_outcome(self, outcome: Outcome) -> None:
         write_whole(self.path / "outcome.json", outcome.model_dump_json(indent=1))

@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 from sqlalchemy.exc import OperationalError
 
+from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.order import Order
 from app.contract.plan import Plan
 from app.contract.reports import Failure, Tuning
 from app.contract.spec import Spec
@@ -123,13 +123,13 @@ class Supervisor:
         """One look at everything that runs. Leases are kept elsewhere (`LeaseKeeper`)."""
         for running in list(self.running):
             with self._guarded(running):
-                self._heed(running)
-        self._see_off()
+                self._enforce_limits(running)
+        self._reap_killed()
         for running in list(self.running):
             with self._guarded(running):
-                self._attend(running)
+                self._store_progress(running)
 
-    def _heed(self, running: Running) -> None:
+    def _enforce_limits(self, running: Running) -> None:
         """What must be done about a trainer, whatever the database says."""
         now = time.monotonic()
         if running.lost:
@@ -217,7 +217,7 @@ class Supervisor:
         earlier = Plan.model_validate(job.plan)
         resumed = self._resumed_plan(spec, earlier, device)
         plan = resumed or self._new_plan(spec, device)
-        order = Order(
+        assignment = Assignment(
             job_id=job.id,
             attempt=job.attempt,
             spec=spec,
@@ -234,13 +234,13 @@ class Supervisor:
                     session, transitions.get(session, job.id), "plan_changed", message, level="warning"
                 )
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
-        run.write_order(order)
+        run.write_assignment(assignment)
         if job.requested == "stop":
             run.ask_to_finish()
         fail_point("supervisor.ordered")
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
-        view = named_view(self.settings.data_dir, order) if self.settings.trainer_isolation else ""
+        view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
         trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, view=view)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_ends = asked_at + self.settings.lease_seconds
@@ -279,7 +279,7 @@ class Supervisor:
             return None
         return str(self.settings.files_dir / validation.file_id)
 
-    def _attend(self, running: Running) -> None:
+    def _store_progress(self, running: Running) -> None:
         """Stores the trainer's news, and its end if it has ended."""
         status = running.trainer.status()
         caught_up = False
@@ -314,7 +314,10 @@ class Supervisor:
         elif failure is not None and failure.code in _WAITS:
             self._put_off(session, running, failure)
         elif running.stuck:
-            message = f"the trainer wrote nothing for {self.settings.no_progress_seconds:g} seconds (ACCRUE_NO_PROGRESS_SECONDS)"
+            message = (
+                f"the trainer wrote nothing for {self.settings.no_progress_seconds:g} seconds "
+                "(ACCRUE_NO_PROGRESS_SECONDS)"
+            )
             queue.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
         elif failure is not None and failure.permanent:
             queue.fail(session, fence, failure)
@@ -364,9 +367,9 @@ class Supervisor:
         running.trainer.kill()
         self.running.remove(running)
         self.leaving.append(running)
-        self._see_off()
+        self._reap_killed()
 
-    def _see_off(self) -> None:
+    def _reap_killed(self) -> None:
         for running in [each for each in self.leaving if each.trainer.status() is not None]:
             running.trainer.close()
             self.leaving.remove(running)

@@ -38,7 +38,9 @@ class Client:
 
         url = url.rstrip("/").removesuffix("/v1")  # as the openai client is given it
         if not url.startswith(("http://", "https://")):
-            raise ServiceError(f"{url!r} is not the address of a service (--url or ACCRUE_URL): use one like {_EXAMPLE}")
+            raise ServiceError(
+                f"{url!r} is not the address of a service (--url or ACCRUE_URL): use one like {_EXAMPLE}"
+            )
         key = os.environ.get("ACCRUE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else None
         self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers)

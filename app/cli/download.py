@@ -26,7 +26,8 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
     """
     if folder.exists():
         raise InvalidRequest(
-            f"{folder} already exists: run accrue download {job_id} FOLDER with a folder that does not exist yet"
+            f"{folder} already exists: run accrue download {job_id} FOLDER with a folder that does not "
+            "exist yet"
         )
     unfinished = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)

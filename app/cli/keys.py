@@ -29,7 +29,9 @@ def create_key(
     scope: Annotated[
         list[str] | None, typer.Option(help="read, write or admin; repeatable; default: read and write")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="Lifetime, such as 12h, 30d or 8w; default: never expires")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Lifetime, such as 12h, 30d or 8w; default: never expires")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key. It is shown only once: the service keeps only its digest.

@@ -72,7 +72,9 @@ def serve() -> None:
 
 @commands.command()
 def worker(
-    drain: Annotated[bool, typer.Option("--drain", help="Exit as soon as no job waits and none runs")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Exit as soon as no job waits and none runs")
+    ] = False,
 ) -> None:
     """Run a worker: it claims jobs and trains them.
 

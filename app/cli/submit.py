@@ -51,7 +51,7 @@ def submit(
     checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing", help="Gradient checkpointing", show_default=False)
     ] = None,
-    held_back: Annotated[
+    validation_split: Annotated[
         float | None, typer.Option("--validation-split", help="Share of the samples to evaluate on, as 0.1")
     ] = None,
     settings: Settings = None,
@@ -69,7 +69,7 @@ def submit(
     """
     from app.cli.terminal import follow, show_plan
 
-    dataset = {"max_length": max_length, "validation_split": held_back}
+    dataset = {"max_length": max_length, "validation_split": validation_split}
     training = {
         "epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate, "method": method,
         "gradient_checkpointing": checkpointing,
@@ -149,7 +149,8 @@ def _uploaded(client: Client, data: str) -> Iterator[str]:
     if Path(data).suffix.lower() != ".jsonl":
         _text(Path(data))  # whether it is any
         raise InvalidRequest(
-            f"{data} is not .jsonl: it is trained as one text, in samples of max_length tokens, which all count"
+            f"{data} is not .jsonl: it is trained as one text, in samples of max_length tokens, which "
+            "all count"
         )
     stored = client.stored(Path(data))
     if stored is not None:
@@ -180,7 +181,10 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, no, tf32 or pure_bf16")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing")] = False,
     wait: Annotated[
-        float, typer.Option(min=0, max=30, help="Seconds to wait for a simulation before falling back to the formula")
+        float,
+        typer.Option(
+            min=0, max=30, help="Seconds to wait for a simulation before falling back to the formula"
+        ),
     ] = 10.0,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,

@@ -104,7 +104,9 @@ def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]
         positions = f"{model['positions']:,}"
         others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])
     console.print(others)
-    console.print("Catalogue models can be planned for; to train one, it must be on this machine or on the hub.")
+    console.print(
+        "Catalogue models can be planned for; to train one, it must be on this machine or on the hub."
+    )
     for model in trained:
         console.print(f"trained: {model['id']}, from {model['parent']} by {model['job']}", soft_wrap=True)
 

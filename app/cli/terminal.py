@@ -156,7 +156,7 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     """A table of jobs; what a narrow terminal has no room for is left out."""
     wide = console.width >= WIDE
     columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch", "method"]
-    table = Table(*columns, *(["held back", "model", "created"] if wide else []), box=None)
+    table = Table(*columns, *(["held out", "model", "created"] if wide else []), box=None)
     for job in jobs:
         progress = job["progress"]
         state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
@@ -243,7 +243,7 @@ def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> in
         result = job["result"]
         console.print(
             f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}"
-            + (f", {_number(result['eval_loss'])} on held-back samples" if result["eval_loss"] else "")
+            + (f", {_number(result['eval_loss'])} on held-out samples" if result["eval_loss"] else "")
             + f"; {result['trained_tokens']:,} tokens learned from"
             + (f", {tokens_per_second:,.0f} input tokens/s on average" if tokens_per_second else ""),
             highlight=False,

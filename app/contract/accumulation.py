@@ -54,9 +54,11 @@ class AccumulationConfig(Request):
         description="Share of memory kept free; null: from measured prediction errors, or 0.1 without any",
     )
     auto_adjust_batch_size: Flag = Field(
-        True, description="Smaller micro-batches where memory asks for it; the effective batch stays"
+        True, description="Reduce the micro-batch if it would not fit; the effective batch is unchanged"
     )
-    sync_gradients: Flag = Field(True, description="Gradients are reduced once per window, always")
+    sync_gradients: Flag = Field(
+        True, description="Must be true: gradients are always synchronised once per window"
+    )
     gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
     lr_scaling: LearningRateRule = "sqrt"
     base_batch_size: int | None = Field(
@@ -81,11 +83,11 @@ class AccumulationConfig(Request):
         description="pure_bf16: sum gradients in fp32, 4 bytes a parameter instead of 2; false: in bf16",
     )
     accumulate_gradients_on_cpu: Flag = Field(
-        False, description="Gradients live in host memory between micro-batches"
+        False, description="Keep gradients in host memory between micro-batches"
     )
     use_cpu_offload: Flag = Field(
         False,
-        description="The optimizer's states live in host memory, and its step is the processor's: less GPU "
+        description="Keep the optimizer's states in host memory and run its step on the CPU: less GPU "
         "memory, slower steps",
     )
     accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = "constant"

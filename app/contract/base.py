@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 class Request(BaseModel):
-    """What a client sends: an unknown field is refused by name, and infinity and NaN are no numbers."""
+    """What a client sends. Unknown fields are rejected by name; infinity and NaN are rejected as numbers."""
 
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=()

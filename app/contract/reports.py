@@ -99,14 +99,14 @@ AS_FAST = 0.97
 """A micro-batch this close to the fastest counts as fast as it: the leanest of those is taken."""
 
 
-def leanest(measured: Iterable[tuple[int, float]]) -> int:
+def smallest_of_the_fastest(measured: Iterable[tuple[int, float]]) -> int:
     """The smallest size whose rate is as good as the best; of (tokens, rate) pairs, at least one."""
     pairs = list(measured)
     best = max(rate for _, rate in pairs)
     return min(tokens for tokens, rate in pairs if rate >= AS_FAST * best)
 
 
-class Tried(Frozen):
+class MeasuredSize(Frozen):
     """A micro-batch's size, measured on the job's own data and device."""
 
     token_budget: int
@@ -129,12 +129,12 @@ class Tuning(Frozen):
     """The one chosen."""
     samples: int
     """Samples that each was measured on."""
-    tried: tuple[Tried, ...]
+    tried: tuple[MeasuredSize, ...]
     """Largest first."""
 
 
 class Completion(Frozen):
-    """What a model makes of a prompt that was held back, token by token the likeliest."""
+    """How a model completes a held-out prompt, always with the likeliest token."""
 
     prompt: str
     expected: str

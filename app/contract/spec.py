@@ -1,4 +1,4 @@
-"""What is frozen: the spec at submission, the plan at the claim, and the order that a trainer gets.
+"""What is frozen: the spec at submission, the plan at the claim, and the assignment that a trainer gets.
 
 The spec says what is trained; the plan says how, and never changes the training (docs/idea.md).
 """
@@ -191,7 +191,7 @@ class Spec(Frozen):
     report_to: tuple[Tracker, ...]
     profile: bool
     completions: int = 0
-    """Held-back samples whose prompts are completed before and after training."""
+    """Held-out samples whose prompts are completed before and after training."""
     tune: Tune | None = None
     """Measure micro-batches before the run has gone far, or do nothing else."""
 

@@ -97,7 +97,9 @@ def content(
 @router.delete("/{file_id}", summary="Delete a file")
 def delete(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> FileDeleted:
     if (job_id := job_of_result_file(file_id)) is not None:
-        raise Conflict(f"The file {file_id} is part of job {job_id} and is deleted with it: delete the job instead.")
+        raise Conflict(
+            f"The file {file_id} is part of job {job_id} and is deleted with it: delete the job instead."
+        )
     delete_file(database, settings, file_id)
     return FileDeleted(id=file_id)
 

@@ -252,7 +252,9 @@ def remove(session: Session, file_id: str) -> None:
     if (job_id := session.scalar(needing)) is not None:
         raise Conflict(f"The file {file_id} is used by job {job_id}: delete that job first.")
     if session.scalar(needing, execution_options=OF_EVERYONE) is not None:
-        raise Conflict(f"The file {file_id} is used by a job of another key and cannot be deleted before that job.")
+        raise Conflict(
+            f"The file {file_id} is used by a job of another key and cannot be deleted before that job."
+        )
     session.delete(file)
 
 

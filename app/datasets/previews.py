@@ -92,7 +92,10 @@ def _want(database: Database, order: PreviewOrder) -> str:
     )
     with database.writing() as session:
         if not live_workers.any_alive(session):
-            raise Conflict("No worker is running to read the data with the model's tokenizer: start one with accrue worker.")
+            raise Conflict(
+                "No worker is running to read the data with the model's tokenizer: start one with "
+                "accrue worker."
+            )
         old = PreviewRequest.created_at < database_now() - _FORGOTTEN_AFTER
         session.execute(delete(PreviewRequest).where(old))
         session.add(request)

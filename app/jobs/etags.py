@@ -28,7 +28,7 @@ class Document:
     tag: str
 
 
-class Documents:
+class AnswerCache:
     """Those of jobs that ended, as long as nothing of their rows changes.
 
     What is told of others depends on the time, or on who waits before them.

@@ -14,16 +14,16 @@ from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Delivery, Job, JobEvent
 
-ANNOUNCED = ("succeeded", "failed", "cancelled", "paused")
+WEBHOOK_EVENTS = ("succeeded", "failed", "cancelled", "paused")
 
 
-def _tell(dialect: str) -> Any:
+def _insert_event(dialect: str) -> Any:
     table: Any = JobEvent.__table__
     given: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns}
     return insert(table).values(given | {"created_at": database_now(), "line": None})
 
 
-_TELL = Prepared(_tell)
+_INSERT_EVENT = Prepared(_insert_event)
 _LAST = Prepared(lambda dialect: select(func.max(JobEvent.id)).where(JobEvent.job_id == bindparam("job_id")))
 _TIME = slice(len("ftevent-"), len("ftevent-") + 14)
 """Where the time is in an event's id."""
@@ -50,7 +50,7 @@ def record_event(
     data: dict[str, Any] | None = None,
 ) -> None:
     """Adds an event of the service's or the worker's own, and has the job's webhook told of it."""
-    if kind in ANNOUNCED and job.webhook_url is not None:
+    if kind in WEBHOOK_EVENTS and job.webhook_url is not None:
         announced = f"fine_tuning.job.{kind}"
         now = database_now()
         session.add(
@@ -80,4 +80,6 @@ def record_event_of(
         "level": level,
         "type": kind,
     }
-    _TELL.run(session, told | {"message": storable(message), "data": json.dumps(storable_values(data or {}))})
+    _INSERT_EVENT.run(
+        session, told | {"message": storable(message), "data": json.dumps(storable_values(data or {}))}
+    )

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from app.contract.base import Page
 from app.contract.spec import Spec
 from app.jobs import lifecycle, reads, transitions
-from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
+from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
 from app.jobs.filters import with_metadata
 from app.jobs.openai_schemas import (
     CheckpointMetrics,
@@ -85,7 +85,7 @@ def list_jobs(
     request: Request, database: CurrentDatabase, limit: Limit = 20, after: After = None
 ) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
-    documents: Documents = request.app.state.documents
+    documents: AnswerCache = request.app.state.documents
     with database.connecting() as connection:
         rows = reads.page(connection, with_metadata(reads.JOBS, request), database.viewer.owner, limit, after)
         return documents.page("openai", rows, limit, answer)
@@ -100,7 +100,7 @@ def list_jobs(
 async def get(request: Request, fine_tuning_job_id: JobId) -> Response:
     owner = request.state.caller.owner
 
-    documents: Documents = request.app.state.documents
+    documents: AnswerCache = request.app.state.documents
 
     def read(connection: Connection) -> Document:
         return documents.of("openai", reads.row(connection, fine_tuning_job_id, owner), answer)

@@ -45,7 +45,9 @@ class FineTuningRequest(Request):
     training_file: FileId
     validation_file: FileId | None = None
     method: FineTuningMethod | None = None
-    hyperparameters: Hyperparameters | None = Field(None, description="The older place of method's")
+    hyperparameters: Hyperparameters | None = Field(
+        None, description="Deprecated: use method.supervised.hyperparameters"
+    )
     seed: int | None = Field(None, ge=0, lt=2**31)
     suffix: Suffix | None = Field(None, description="Becomes part of the trained model's name")
     metadata: Metadata | None = None

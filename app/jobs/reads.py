@@ -1,7 +1,7 @@
-"""What is asked for all the time, such as a job by its id: read by the driver, without a session or a thread.
+"""Reads that clients repeat constantly, such as a job by its id: by the driver, with no session or thread.
 
-A session with its transaction and its objects takes many times as long as the database does to find a row,
-and so does the way to another thread and back.
+A session with its transaction and objects takes many times as long as the database takes to find a row, and
+so does a change of threads.
 """
 
 import json

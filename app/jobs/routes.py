@@ -16,7 +16,7 @@ from app.contract.states import ENDED
 from app.errors import AccrueError
 from app.jobs import lifecycle, reads, transitions
 from app.jobs.answers import dry_run_answer, job_answer
-from app.jobs.etags import NOT_MODIFIED, Document, Documents, tagged
+from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
 from app.jobs.filters import Filters, with_metadata
 from app.jobs.schemas import DryRunAnswer, EventAnswer, JobAnswer, TrainingRequest
 from app.jobs.waiting import WaitingReasons
@@ -90,7 +90,7 @@ def list_jobs(
 ) -> Response:
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
     query = with_metadata(reads.JOBS, request).where(*filters)
-    documents: Documents = request.app.state.documents
+    documents: AnswerCache = request.app.state.documents
     with database.connecting() as connection:
         waiting_reasons = WaitingReasons(connection)
         rows = reads.page(connection, query, database.viewer.owner, limit, after)
@@ -101,7 +101,7 @@ def list_jobs(
 async def get(request: Request, training_id: JobId) -> Response:
     owner = request.state.caller.owner
 
-    documents: Documents = request.app.state.documents
+    documents: AnswerCache = request.app.state.documents
 
     def read(connection: Connection) -> Document:
         waiting_reasons = WaitingReasons(connection)
@@ -119,7 +119,7 @@ def cancel(session: Writing, training_id: JobId) -> JobAnswer:
 
 @router.post("/{training_id}/pause", summary="Pause a job")
 def pause(session: Writing, training_id: JobId) -> JobAnswer:
-    """A running job writes a checkpoint and gives its device free."""
+    """A running job writes a checkpoint and releases its device."""
     return _answer(session, lifecycle.pause(session, training_id))
 
 

@@ -167,7 +167,7 @@ class TrainingConfig(Request):
         3,
         ge=0,
         le=20,
-        description="Held-back samples whose prompts are completed before and after training, to look at; "
+        description="Held-out samples whose prompts are completed before and after training, to look at; "
         "none without validation data",
     )
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)

@@ -29,7 +29,7 @@ _FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True)
-class Taken:
+class BackupSummary:
     """What a backup holds."""
 
     folder: Path
@@ -38,7 +38,7 @@ class Taken:
     bytes: int
 
 
-def take(settings: Settings, folder: Path, *, runs: bool) -> Taken:
+def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
     """Writes a backup; the folder appears once it is whole.
 
     Raises:
@@ -69,10 +69,10 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> Taken:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Taken(folder, len(jobs), files, _size(folder))
+    return BackupSummary(folder, len(jobs), files, _size(folder))
 
 
-def restore(settings: Settings, folder: Path) -> Taken:
+def restore(settings: Settings, folder: Path) -> BackupSummary:
     """Puts a backup where the service looks for its data.
 
     What ran when it was taken goes on from its last checkpoint, if runs are in it, else from its beginning.
@@ -85,14 +85,17 @@ def restore(settings: Settings, folder: Path) -> Taken:
         raise InvalidRequest(f"{folder} is not a backup: it contains no {_DATABASE}")
     if target.exists():
         raise InvalidRequest(
-            f"{target} exists already: stop the service and the workers, and move it away with its -wal and -shm files"
+            f"{target} exists already: stop the service and the workers, and move it away with its -wal "
+            "and -shm files"
         )
     wrong = _what_is_wrong(folder / _DATABASE)
     if wrong is not None:
         raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")
     named = _named_files(folder / _DATABASE)
     if strange := [file_id for file_id in named if not _FILE_ID.fullmatch(file_id)]:
-        raise InvalidRequest(f"the backup refers to a file by a name that the service never creates: {strange[0][:80]!r}")
+        raise InvalidRequest(
+            f"the backup refers to a file by a name that the service never creates: {strange[0][:80]!r}"
+        )
     if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
         raise InvalidRequest(f"the backup contains a symbolic link, which accrue backup never writes: {link}")
     missing = [file_id for file_id in named if not (folder / "files" / file_id).exists()]
@@ -108,7 +111,7 @@ def restore(settings: Settings, folder: Path) -> Taken:
     with database.reading() as session:
         jobs = _jobs(session)
     database.close()
-    return Taken(folder, len(jobs), files, _size(folder))
+    return BackupSummary(folder, len(jobs), files, _size(folder))
 
 
 def _sqlite_file(settings: Settings) -> Path:

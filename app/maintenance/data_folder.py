@@ -75,10 +75,10 @@ def held_alone(settings: Settings) -> Iterator[None]:
 
 
 def clean(database: Database, settings: Settings) -> int:
-    """Removes what was begun when a service was killed, and is named by no row; gives how many.
+    """Removes files and run directories that a killed service left unfinished. Returns how many.
 
-    Only what is marked as begun (`data/pending.py`): of everything else that no row names the database may be
-    the wrong one. No upload may be under way.
+    Only those that are marked as unfinished (`storage/pending.py`) and named by no row are removed: other
+    files without a row may belong to another database. No upload may be running.
     """
     removed = 0
     for folder, table in ((settings.files_dir, File), (settings.runs_dir, Job)):

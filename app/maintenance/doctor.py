@@ -115,7 +115,10 @@ def _database(database: Database) -> Iterator[Finding]:
             (answer,) = connection.execute(text("PRAGMA quick_check(1)")).one()
         if answer != "ok":
             yield Finding(
-                "database", "error", f"damaged: {answer}. Stop the service and the workers, then restore a backup with accrue restore"
+                "database",
+                "error",
+                f"damaged: {answer}. Stop the service and the workers, then restore a backup with "
+                "accrue restore",
             )
             return
     yield Finding("database", "ok", f"{database.engine.dialect.name}, revision {at}")
@@ -137,10 +140,15 @@ def _queue(database: Database) -> Iterator[Finding]:
         yield Finding("worker", "ok", f"{alive} at work, {waiting or 'no'} jobs waiting")
     else:
         yield Finding(
-            "worker", "warning", f"no worker was seen lately, and {waiting or 'no'} jobs are waiting: start one with accrue worker"
+            "worker",
+            "warning",
+            f"no worker was seen lately, and {waiting or 'no'} jobs are waiting: start one with accrue "
+            "worker",
         )
     if orphans:
-        yield Finding("jobs", "warning", f"{orphans} running without a worker: the next worker continues them")
+        yield Finding(
+            "jobs", "warning", f"{orphans} running without a worker: the next worker continues them"
+        )
     if refused:
         yield Finding("profiles", "warning", f"{refused} models could not be simulated: their memory "
                       "is predicted by formula")  # fmt: skip

@@ -63,7 +63,7 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-def there(session: Session, key: str) -> bool:
+def exists(session: Session, key: str) -> bool:
     """Whether the profile of that key is known."""
     return session.scalar(select(StoredProfile.id).where(StoredProfile.key == key)) is not None
 
@@ -132,9 +132,9 @@ def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
     )
 
 
-def ask(session: Session, wanted: ProfileKey) -> None:
+def request(session: Session, wanted: ProfileKey) -> None:
     """Requests a profile, unless it exists, was requested already, or is known to be impossible."""
-    if there(session, wanted.key):
+    if exists(session, wanted.key):
         return
     old = ProfileRequest.created_at < database_now() - _FORGOTTEN_AFTER
     session.execute(delete(ProfileRequest).where(old))
@@ -150,27 +150,27 @@ def ask(session: Session, wanted: ProfileKey) -> None:
     session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
 
 
-def want(database: Database, wanted: ProfileKey) -> list[str] | None:
+def request_with_warnings(database: Database, wanted: ProfileKey) -> list[str] | None:
     """Requests a profile if there is none. Returns warnings, as `request_warnings` does."""
     with database.reading() as session:
-        if there(session, wanted.key):
+        if exists(session, wanted.key):
             return []
     with database.writing() as session:
-        ask(session, wanted)
+        request(session, wanted)
     with database.reading() as session:
         if not live_workers.any_alive(session):
             return ["the figures come from a formula: no worker is running to simulate this model"]
-    return outcome(database, wanted)
+    return request_warnings(database, wanted)
 
 
-def outcome(database: Database, wanted: ProfileKey) -> list[str] | None:
+def request_warnings(database: Database, wanted: ProfileKey) -> list[str] | None:
     """Warnings about a profile that was requested; None while it is still being made."""
     with database.reading() as session:
-        request = session.get(ProfileRequest, wanted.key)
-    if request is None:
+        row = session.get(ProfileRequest, wanted.key)
+    if row is None:
         return []
-    if request.error is not None:
-        return [f"this model cannot be simulated, so the figures come from a formula: {request.error}"]
+    if row.error is not None:
+        return [f"this model cannot be simulated, so the figures come from a formula: {row.error}"]
     return None
 
 
@@ -179,9 +179,9 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
 
     Returns at once if there is no worker to make it. Returns warnings for the user.
     """
-    told = await to_thread.run_sync(want, database, wanted)
+    told = await to_thread.run_sync(request_with_warnings, database, wanted)
     if told is None:
-        told = await until_found(lambda: outcome(database, wanted), seconds, gone)
+        told = await until_found(lambda: request_warnings(database, wanted), seconds, gone)
     if told is None:
         return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
     return told

@@ -70,9 +70,7 @@ def _of_the_time(figures: Figures) -> list[str]:
             "steps for the same samples, and LoRA trains fewer parameters."
         )
     if figures.skipped:
-        advice.append(
-            f"{figures.skipped} windows were skipped: the job's events name the samples at fault."
-        )
+        advice.append(f"{figures.skipped} windows were skipped: the job's events name the samples at fault.")
     return advice
 
 
@@ -98,11 +96,13 @@ def _of_memory(figures: Figures) -> list[str]:
     if full and not figures.gradient_checkpointing and figures.micro_batch <= 2:
         return [
             f"Each step has {steps:.0f} micro-batches of at most {figures.micro_batch} samples, at "
-            f"{of_memory}: with gradient_checkpointing, more samples fit at once. It costs about a third more "
+            f"{of_memory}: with gradient_checkpointing, more samples fit at once. It costs about a "
+            "third more "
             "computation, which is worthwhile if such small micro-batches leave the device idle."
         ]
     return [
-        f"Each step has {steps:.0f} micro-batches: if memory allows, larger ones would keep the device busier."
+        f"Each step has {steps:.0f} micro-batches: if memory allows, larger ones would keep the device "
+        "busier."
     ]
 
 

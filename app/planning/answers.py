@@ -164,7 +164,8 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
         )
         return (
             f"{_BY[source]} {rows} sample{'s' * (rows > 1)} of {question.sequence} tokens at a time take"
-            f"{'s' * (rows == 1)} {peak:.2f} GiB, but only {limit:.2f} GiB{where} may be used: it does not fit. "
+            f"{'s' * (rows == 1)} {peak:.2f} GiB, but only {limit:.2f} GiB{where} may be used: it does "
+            "not fit. "
             f"{remedy}"
         )
     return (

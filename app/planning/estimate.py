@@ -94,9 +94,8 @@ class Point:
 
 @dataclass(frozen=True)
 class ByMeasurement:
-    """What was measured with this very recipe on such a device; between and beyond it, as `by` would go on.
-
-    The differences between the two lie on lines between the points, and stay as they are beyond them.
+    """Peaks measured with this recipe on such a device. At other sizes: the prediction of `by` plus its
+    measured error, interpolated linearly between the points and constant beyond them.
     """
 
     by: Estimate

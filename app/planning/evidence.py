@@ -43,8 +43,8 @@ class Choices:
     clip_mode: ClipMode | None
     kind: ModelKind
 
-    def with_those_of(self, job: Job) -> "Choices":
-        """The job's, where nothing else was asked for; its batch only where it measured no better one."""
+    def completed_from(self, job: Job) -> "Choices":
+        """These choices, completed from the job's; its batch is used only if it measured no noise scale."""
         spec = Spec.model_validate(job.spec)
         return replace(
             self,

@@ -60,19 +60,19 @@ class PlanningInputs:
         self._kept = kept
 
     def fresh(self) -> "PlanningInputs":
-        """The same, of this very moment."""
+        """The same inputs, read again instead of taken from the cache."""
         return PlanningInputs(self.database, ShortCache())
 
     def gpus(self) -> list[Device]:
-        """As `workers_seen.gpus`."""
+        """As `live_workers.gpus`."""
         return self._found("gpus", live_workers.gpus)
 
     def machines_with_gpus(self) -> int:
-        """As `workers_seen.machines_with_gpus`."""
+        """As `live_workers.machines_with_gpus`."""
         return self._found("machines", live_workers.machines_with_gpus)
 
     def devices(self) -> list[Device]:
-        """As `workers_seen.devices`."""
+        """As `live_workers.devices`."""
         return self._found("devices", live_workers.devices)
 
     def margin(self, device: Literal["cpu", "cuda"]) -> float | None:
@@ -80,7 +80,7 @@ class PlanningInputs:
         return self._found(("margin", device), measurements.margin, device)
 
     def speed(self, spec: Spec, device: Device) -> Speed | None:
-        """As `stats.speed`, of the jobs that the caller sees."""
+        """As `performance.speed`, from the jobs that the caller sees."""
         return self._found(
             ("speed", self.database.viewer.owner, spec, device), performance.speed, spec, device
         )
@@ -117,7 +117,7 @@ class PlanningInputs:
 
     def want(self, wanted: ProfileKey) -> None:
         """Requests a profile that does not exist yet, without waiting for it."""
-        self._kept.get(("wanted", wanted.key), lambda: profiles.want(self.database, wanted))
+        self._kept.get(("wanted", wanted.key), lambda: profiles.request_with_warnings(self.database, wanted))
 
     def _found(self, key: Hashable, look_up: Callable[..., Value], *arguments: object) -> Value:
         def in_a_session() -> Value:

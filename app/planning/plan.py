@@ -110,7 +110,8 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
     if tight:
         warnings.append(
             f"not even one sample of {spec.data.max_length} tokens fits device "
-            f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device with more memory"
+            f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device "
+            "with more memory"
         )
     if spec.data.overlength != "split" and spec.data.examples < spec.effective_batch_size:
         warnings.append(

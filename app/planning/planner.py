@@ -214,7 +214,7 @@ def _useful_tokens(largest: int, question: Question, device: Device, throughput:
 def _split(
     question: Question, capacities: list[Capacity]
 ) -> tuple[list[MicroBatchRule], list[list[int]], str | None]:
-    """Each device's rule, its micro-batches at full length, and a warning if the request had to be changed."""
+    """Each device's rule, its micro-batches at full length, and a warning if the request was changed."""
     if question.is_planned:
         return *_planned(question, capacities), None
     split, devices = question.split, len(capacities)

@@ -74,7 +74,7 @@ def recommendations(
     else:
         architecture = architecture_of_size(model_size or "small")
     requested = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
-    requested = requested if job is None else requested.with_those_of(job)
+    requested = requested if job is None else requested.completed_from(job)
     devices = _devices(session, settings, declared, num_gpus)
     recommended = recommend(situation(session, architecture, requested, devices, model_name, job))
     return Recommendations(

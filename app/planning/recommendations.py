@@ -209,7 +209,8 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch and not situation.swept:
         return _literature(
             micro,
-            f"small models on a CPU are hardly faster with more than {CPU_TOKENS} tokens at once; accrue tune "
+            f"small models on a CPU are hardly faster with more than {CPU_TOKENS} tokens at once; "
+            "accrue tune "
             "measures this model",
             "medium",
         )
@@ -254,7 +255,8 @@ def _clipping_of_the_whole(batch: int, kind: ModelKind) -> Recommendation:
     if kind == "recurrent":
         return _literature(
             0.5,
-            "gradients through time can explode; limits from half to ten times the usual norm work (Pascanu et "
+            "gradients through time can explode; limits from half to ten times the usual norm work "
+            "(Pascanu et "
             "al. 2013)",
             "low",
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.contract.memory_profile import Recipe
-from app.contract.reports import leanest
+from app.contract.reports import smallest_of_the_fastest
 from app.planning.interpolation import interpolated
 
 CPU_TOKENS = 512
@@ -23,7 +23,7 @@ class Throughput:
     @property
     def saw_the_end(self) -> bool:
         """Whether throughput stopped growing within what was measured."""
-        return len(self.points) > 1 and leanest(self.points) < self.points[-1][0]
+        return len(self.points) > 1 and smallest_of_the_fastest(self.points) < self.points[-1][0]
 
     def at(self, tokens: int) -> float:
         """The rate at a size: between two that were measured, on the line; beyond them, the nearer one's."""
@@ -33,7 +33,7 @@ class Throughput:
         """The size beyond which throughput does not grow, of those measured; `most`, which is what memory
         allows, where none is so small."""
         allowed = [point for point in self.points if point[0] <= most]
-        return leanest(allowed) if allowed else most
+        return smallest_of_the_fastest(allowed) if allowed else most
 
 
 def useful_tokens(measured: Throughput | None, device: Literal["cpu", "cuda"], most: int) -> int:

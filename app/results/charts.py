@@ -8,7 +8,7 @@ from app.results.schemas import Comparison
 
 
 def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float | None = None) -> Path:
-    """Draws loss, its moving average, the loss on held-back samples and the learning rate over the steps.
+    """Draws loss, its moving average, the loss on held-out samples and the learning rate over the steps.
 
     Args:
         metrics: a job's.
@@ -26,7 +26,7 @@ def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float |
     axes.plot(steps, [point["loss_ema"] for point in series], color="#1f5fa8", label="moving average")
     if held:
         at, losses = [each["step"] for each in held], [each["loss"] for each in held]
-        axes.plot(at, losses, color="#3f8f5f", marker="o", markersize=3, label="on held-back samples")
+        axes.plot(at, losses, color="#3f8f5f", marker="o", markersize=3, label="on held-out samples")
     if entropy is not None:
         axes.axhline(entropy, color="#777777", linestyle=":", label="bytes alone")
     rate = axes.twinx()

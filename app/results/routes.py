@@ -65,7 +65,7 @@ def log(
 
 @router.get(
     "/{training_id}/completions",
-    summary="What the model makes of held-back prompts, before and after training",
+    summary="How the model completes held-out prompts, before and after training",
 )
 def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsAnswer:
     """Of samples that it did not learn from; empty without any, or before the first was completed."""

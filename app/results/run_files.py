@@ -37,7 +37,7 @@ def remove_run(settings: Settings, job_id: str) -> None:
 
 
 def completions(settings: Settings, job_id: str) -> Completions:
-    """What the job's model makes of held-back prompts; none as long as it was not asked."""
+    """How the job's model completes held-out prompts; empty until it has."""
     found = _read(settings, Completions, job_id, "completions.json")
     return Completions(data=()) if found is None else found
 

@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 0.2
 _MOST_WAITING = 100_000
 _FORGETS_EVERY_SECONDS = 3600.0
 
-STRANGERS_A_MINUTE = 100
+MAX_UNAUTHENTICATED_PER_MINUTE = 100
 """Requests without a valid key that the log keeps of a minute."""
 
 
@@ -66,21 +66,21 @@ class AuditLog:
             is_known: whether it came with a valid key, or from this machine's own user. Of others only so
                 many a minute are kept, or anybody could fill the disk.
         """
-        if not is_known and not self._has_room_for_strangers():
+        if not is_known and not self._has_room_for_unauthenticated():
             return
         try:
             self._waiting.put_nowait(deed)
         except queue.Full:
             log.error("the audit log cannot be written: an entry is lost", **asdict(deed))
 
-    def _has_room_for_strangers(self) -> bool:
+    def _has_room_for_unauthenticated(self) -> bool:
         minute, count = int(time.monotonic() // 60), 0
         if self._strangers[0] == minute:
             count = self._strangers[1]
         self._strangers = (minute, count + 1)
-        if count == STRANGERS_A_MINUTE:
+        if count == MAX_UNAUTHENTICATED_PER_MINUTE:
             log.warning("more refused requests than the audit log keeps of a minute", kept=count)
-        return count < STRANGERS_A_MINUTE
+        return count < MAX_UNAUTHENTICATED_PER_MINUTE
 
     def close(self) -> None:
         """Returns once everything noted is written."""

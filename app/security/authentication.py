@@ -62,7 +62,9 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
     if not known:
         caller = await to_thread.run_sync(keyring.find, key)
     if caller is None:
-        raise Unauthorized("This key is not valid: it is mistyped, revoked, expired, or belongs to another service.")
+        raise Unauthorized(
+            "This key is not valid: it is mistyped, revoked, expired, or belongs to another service."
+        )
     return caller
 
 

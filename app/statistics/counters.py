@@ -1,6 +1,6 @@
-"""Figures that only ever grow: counted over the jobs that are there, and kept of those that are not.
+"""Counters that never decrease: summed over existing jobs, plus the stored share of deleted ones.
 
-A scraper takes a counter that falls for a restart, and what it makes of that is wrong.
+Prometheus takes a decrease for a restart of the service, and then computes wrong rates.
 """
 
 from collections.abc import Iterator

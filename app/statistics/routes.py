@@ -18,7 +18,7 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")
-def everything(database: CurrentDatabase, filters: Filters) -> Totals:
+def totals_of_service(database: CurrentDatabase, filters: Filters) -> Totals:
     """Of all jobs, or of those with a `status`, `user_id`, `model`, or submitted `since` and `until` then."""
     with database.connecting() as connection:
         return totals.count(connection, database.viewer.owner, filters)
@@ -30,7 +30,7 @@ def everything(database: CurrentDatabase, filters: Filters) -> Totals:
     response_model=Comparison,
     responses={200: {"content": {"image/png": {}}, "description": "Figures; or, with format=png, a chart"}},
 )
-def of_several(
+def compare_jobs(
     session: Reading,
     ids: Annotated[
         list[Annotated[str, StringConstraints(max_length=100)]],
@@ -47,7 +47,7 @@ def of_several(
 
 
 @router.get("/{identifier}", summary="Statistics of a job or of a configuration's jobs")
-def of(
+def statistics_of_job(
     session: Reading,
     identifier: Annotated[str, Path(max_length=100, description="ftjob-… or accumulation_…")],
 ) -> JobStatistics | ConfigurationStatistics:

@@ -175,10 +175,11 @@ class Database:
 
 
 def take_turns(session: Session, what: str) -> bool:
-    """Until the end of its transaction no other one does the same; on SQLite none writes in any case.
+    """Excludes other transactions that call it with the same `what`, until this one ends. On SQLite, writers
+    exclude each other anyway.
 
     Returns:
-        Whether there was a lock to take: what was counted before it may be out of date.
+        Whether a lock was taken: what was read before may be out of date.
     """
     if session.get_bind().dialect.name != "postgresql":
         return False

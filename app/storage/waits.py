@@ -45,7 +45,8 @@ class Waits:
         """
         if not self.has_place(key_id):
             raise TooManyRequests(
-                f"{self._waiting[key_id]} requests of this key are already waiting for a worker: try again once some "
+                f"{self._waiting[key_id]} requests of this key are already waiting for a worker: try "
+                "again once some "
                 "have finished.",
                 retry_after_seconds=5,
             )

@@ -18,7 +18,7 @@ _POLICY = (
 """Nothing from elsewhere; styles within the page are the chart library's."""
 
 _ASK_AGAIN = {"Cache-Control": "no-cache"}
-"""ShortCache, but only as long as the file is what it was: a newer service brings newer ones."""
+"""Browsers may cache these files, but must ask whether they have changed: an update brings new ones."""
 
 router = APIRouter(include_in_schema=False)
 

@@ -183,7 +183,8 @@ def _disk_full(request: Request, error: Exception) -> JSONResponse:
     log.error("the disk is full", error=str(error))
     return problem_response(
         request, DiskFull.status, DiskFull.code, DiskFull.title,
-        "The disk is full: nothing was stored. Delete files or ended jobs, or give the data folder more space.",
+        "The disk is full: nothing was stored. Delete files or ended jobs, or give the data folder more "
+        "space.",
     )  # fmt: skip
 
 

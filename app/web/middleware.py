@@ -81,7 +81,7 @@ class EveryRequest:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
-        _by_its_first_name(scope)
+        _strip_api_prefix(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         identifier = given if _REQUEST_ID.match(given) else request_id()
@@ -144,7 +144,7 @@ class EveryRequest:
                 request, 400, InvalidRequest.code, InvalidRequest.title,
                 "The URL contains a NUL character: remove it.",
             )  # fmt: skip
-        if not self._is_for_others(headers):
+        if not self._skips_origin_check(headers):
             why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
             if why is not None:
                 return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
@@ -177,9 +177,9 @@ class EveryRequest:
             )  # fmt: skip
         return None
 
-    def _is_for_others(self, headers: Headers) -> bool:
-        """Whether the Host and Origin checks are skipped: the request carries a well-formed key, or the service
-        is not limited to loopback."""
+    def _skips_origin_check(self, headers: Headers) -> bool:
+        """Whether the Host and Origin checks are skipped: the request carries a well-formed key, or the
+        service is not limited to loopback."""
         on_loopback = self.settings.host in LOOPBACK and not self.is_mounted
         return not on_loopback or is_well_formed(bearer(headers) or "")
 
@@ -197,7 +197,7 @@ class EveryRequest:
         return most if path.startswith(_WITH_DATA) else min(most, _BODY_WITHOUT_DATA)
 
 
-def _by_its_first_name(scope: Scope) -> None:
+def _strip_api_prefix(scope: Scope) -> None:
     """Removes the prefix `/api/v1`, under which the native routes can also be called."""
     root = scope.get("root_path", "")
     if scope["path"].startswith(f"{root}{_ALSO_UNDER}{NATIVE}"):
@@ -205,7 +205,7 @@ def _by_its_first_name(scope: Scope) -> None:
 
 
 def _template(scope: Scope) -> str:
-    """The route's path with its parameters' names, such as `/training/{training_id}`: there are only a few."""
+    """The route's path with its parameters' names, such as `/training/{training_id}`: one of a few."""
     return getattr(scope.get("route"), "path", "none")
 
 
@@ -227,7 +227,8 @@ def _too_large(limit: int) -> str:
 
 
 _TOO_MANY_VALUES = (
-    "The body contains more values than this route accepts: upload the data with POST /v1/files and name it by "
+    "The body contains more values than this route accepts: upload the data with POST /v1/files and "
+    "name it by "
     "its file_id."
 )
 

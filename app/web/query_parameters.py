@@ -1,5 +1,4 @@
-"""A parameter in the query that a route does not have, or has once and is given twice, is refused by name, as
-a field in a body is."""
+"""Unknown and repeated query parameters are rejected by name, like unknown fields of a body."""
 
 from collections.abc import Callable
 from typing import Any, get_args, get_origin

@@ -49,7 +49,7 @@ _LOOKED_AT = 200
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _ClaimedDelivery:
     id: str
     job_id: str
     type: str
@@ -113,14 +113,14 @@ class Deliverer:
             if taken is None:
                 self._ended.wait(_LOOK_EVERY_SECONDS)
 
-    def _take(self) -> _Taken | None:
+    def _take(self) -> _ClaimedDelivery | None:
         with self._choosing:
             taken = self._taken()
             if taken is not None:
                 self._under_way.update(_counted(taken.owner, taken.host))
             return taken
 
-    def _taken(self) -> _Taken | None:
+    def _taken(self) -> _ClaimedDelivery | None:
         """The first that is due and whose owner and host have not enough of them under way."""
         busy = [name for (kind, name), n in self._under_way.items() if kind == "owner" and n >= _OF_ONE_OWNER]
         turn = func.row_number().over(
@@ -160,7 +160,7 @@ class Deliverer:
         own = owner is None or self._under_way["owner", owner] < _OF_ONE_OWNER
         return own and self._under_way["host", host] < _TO_ONE_HOST
 
-    def _claimed(self, delivery_id: str, owner: str | None, host: str | None) -> _Taken | None:
+    def _claimed(self, delivery_id: str, owner: str | None, host: str | None) -> _ClaimedDelivery | None:
         with self._database.writing() as session:
             still_due = select(Delivery).where(
                 Delivery.id == delivery_id, Delivery.not_before <= database_now()
@@ -170,9 +170,11 @@ class Deliverer:
                 return None
             now = session.scalar(select(database_now())) or 0.0
             row.attempts, row.not_before = row.attempts + 1, now + _TAKEN_FOR_SECONDS
-            return _Taken(row.id, row.job_id, row.type, row.url, row.created_at, row.attempts, owner, host)
+            return _ClaimedDelivery(
+                row.id, row.job_id, row.type, row.url, row.created_at, row.attempts, owner, host
+            )
 
-    def _deliver(self, taken: _Taken) -> str | None:
+    def _deliver(self, taken: _ClaimedDelivery) -> str | None:
         """Null: it arrived; otherwise why not."""
         import httpx2 as httpx  # a service starts sooner without
 
@@ -212,7 +214,7 @@ class Deliverer:
             log.exception("a delivery failed unexpectedly", id=taken.id)  # the others go out all the same
             return type(error).__name__
 
-    def _note(self, taken: _Taken, failure: str | None) -> None:
+    def _note(self, taken: _ClaimedDelivery, failure: str | None) -> None:
         given_up = taken.attempts > len(RETRY_AFTER_SECONDS)
         if failure is None or given_up:
             log.info("webhook", id=taken.id, job=taken.job_id, attempts=taken.attempts, outcome=failure)

@@ -78,7 +78,7 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     steps = [json.loads(line) for line in run(shared, "logs", job_id, "--steps").splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
 
-    assert "No prompt was held back" in run(shared, "sample", job_id)
+    assert "No prompt was held out" in run(shared, "sample", job_id)
 
     folder = tmp_path / "model"
     assert "model.safetensors" in run(shared, "download", job_id, str(folder))

@@ -50,9 +50,9 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         requested["windows"],
         requested["max_length"],
     )
-    order = run.order()
-    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
-        training, _ = start(run, order, reporter, trackers, lambda: False)
+    assignment = run.assignment()
+    with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
+        training, _ = start(run, assignment, reporter, trackers, lambda: False)
         before = forget_peak()
         certificate.certify(training)
         began = time.time()
@@ -195,10 +195,10 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         1,
         requested["max_length"],
     )
-    order = run.order()
+    assignment = run.assignment()
     ratios = []
-    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
-        training, _ = start(run, order, reporter, trackers, lambda: False)
+    with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
+        training, _ = start(run, assignment, reporter, trackers, lambda: False)
         training.state.progress.step = 1  # a window in which the noise scale is not measured
         window = training.next_window()
         denominator = training.loader.samples.denominator(window)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from app.cli import demo_data
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
 from app.contract.spec import RequestedSplit, Spec
 from tests.harness.specs import cpu_plan, make_optimizer, make_schedule, make_spec
@@ -110,8 +110,8 @@ def lay_run(
     spec = spec.model_copy(update={"data": own})
     run = RunDirectory(folder)
     plan = cpu_plan(spec, threads=2, **({"cut": cut} if cut else {}))
-    run.write_order(
-        Order(
+    run.write_assignment(
+        Assignment(
             job_id="ftjob-bench", attempt=1, spec=spec, plan=plan,
             data_file=str(data), model_path=str(model),
         )

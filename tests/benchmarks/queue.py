@@ -28,7 +28,7 @@ from app.storage.migrations import migrate
 from app.storage.tables import Job
 from tests.harness.log_lines import line
 from tests.harness.postgresql import Server
-from tests.harness.runs import lay_order
+from tests.harness.runs import lay_assignment
 from tests.harness.submissions import submitted
 from workers.ingest import Position, ingest
 
@@ -86,7 +86,7 @@ def lines_per_second(url: str, folder: Path, count: int) -> float:
     with database.writing() as session:
         fence = queue.claim(session, "worker-1", 600.0)
         assert fence is not None
-    run = lay_order(folder / "run")
+    run = lay_assignment(folder / "run")
     with run.metrics.open("w") as file:
         for step in range(1, count + 1):
             file.write(line(step).model_dump_json() + "\n")

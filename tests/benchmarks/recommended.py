@@ -90,8 +90,8 @@ def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     assert isinstance(rule, TokenBudget)
     rows = rule.tokens / requested["sequence"]
     run = lay_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
-    with Reporter(run, 1) as reporter, Trackers((), run.order(), run.path) as trackers:
-        training, _ = start(run, run.order(), reporter, trackers, lambda: False)
+    with Reporter(run, 1) as reporter, Trackers((), run.assignment(), run.path) as trackers:
+        training, _ = start(run, run.assignment(), reporter, trackers, lambda: False)
         training.loader.executor = Inline()  # type: ignore[assignment]
         training.replica.memory = Watch(
             training.replica.device, 2**60

@@ -15,7 +15,7 @@ import torch
 
 from app.contract.architecture import ModelReference
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from app.contract.plan import FixedSize, Plan
 from app.contract.spec import LoraSpec, MethodSpec, Spec
 from app.planning.architectures import from_config
@@ -62,10 +62,12 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 
 def lay_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) -> RunDirectory:
-    """A run directory with an order."""
+    """A run directory with an assignment."""
     run = RunDirectory(folder / "run")
-    run.write_order(
-        Order(job_id="ftjob-1", attempt=1, spec=spec, plan=plan, data_file=str(data), model_path=str(model))
+    run.write_assignment(
+        Assignment(
+            job_id="ftjob-1", attempt=1, spec=spec, plan=plan, data_file=str(data), model_path=str(model)
+        )
     )
     return run
 
@@ -131,9 +133,9 @@ def held_bytes(training: Training) -> int:
 
 def measure(run: RunDirectory) -> dict[str, Any]:
     """Works through a window, and measures the next."""
-    order = run.order()
-    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
-        training, _ = start(run, order, reporter, trackers, lambda: False)
+    assignment = run.assignment()
+    with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
+        training, _ = start(run, assignment, reporter, trackers, lambda: False)
         training.loader.executor = Inline()  # type: ignore[assignment]
         advance(training)
         window = training.next_window()
@@ -146,7 +148,7 @@ def measure(run: RunDirectory) -> dict[str, Any]:
     return {
         "bytes": held + peak,
         "held_bytes": held,
-        "recipe": recipe_of(order.spec, CPU).model_dump(mode="json") | {"packing": packed},
+        "recipe": recipe_of(assignment.spec, CPU).model_dump(mode="json") | {"packing": packed},
         "own_logits": own_logits,
         "changed": changed,
     }

@@ -19,7 +19,7 @@ import torch
 
 from app.contract.plan import FixedSize
 from tests.benchmarks.material import write_docstrings
-from tests.harness.runs import lay_order, small_data
+from tests.harness.runs import lay_assignment, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from workers.run_directory import Reporter
 from workers.training.fit import fit
@@ -39,9 +39,9 @@ def losses_at(accumulation: int, folder: Path) -> list[float]:
         effective_batch_size=MICRO_BATCH * accumulation, optimizer=make_optimizer("adamw", 5e-4),
         schedule=make_schedule("constant"), save_every=10**6,
     )  # fmt: skip
-    run = lay_order(folder / f"run{accumulation}", spec, rule=FixedSize(samples=MICRO_BATCH), threads=2)
+    run = lay_assignment(folder / f"run{accumulation}", spec, rule=FixedSize(samples=MICRO_BATCH), threads=2)
     with Reporter(run, 1) as reporter:
-        fit(run, run.order(), reporter, lambda: False)
+        fit(run, run.assignment(), reporter, lambda: False)
     return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
 
 

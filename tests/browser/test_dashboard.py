@@ -54,7 +54,14 @@ def test_from_a_plan_to_a_model(
     page.goto("./")
     page.get_by_label("Upload JSON lines").set_input_files(data)
     expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
-    plan(page, Epochs="30", Sequence_length="24", Learning_rate="1e-3", Effective_batch="16", Held_back="0.1")
+    plan(
+        page,
+        Epochs="30",
+        Sequence_length="24",
+        Learning_rate="1e-3",
+        Effective_batch="16",
+        Validation_split="0.1",
+    )
     expect(prediction(page).get_by_text("It fits")).to_be_visible()
     page.get_by_role("button", name="Check only").click()
     expect(page.get_by_text("This would run: 360 steps of 16 samples")).to_be_visible()
@@ -80,7 +87,7 @@ def test_from_a_plan_to_a_model(
     expect(page.get_by_label("Events, newest first").get_by_text("Training succeeded.")).to_have_count(1)
     expect(page.get_by_label("Events, newest first").get_by_text("Job submitted")).to_have_count(1)
     expect(page.get_by_label("Outcome")).to_contain_text("apart")  # the certificate
-    expect(page.get_by_role("table")).to_contain_text("=")  # held-back sums, as completed
+    expect(page.get_by_role("table")).to_contain_text("=")  # held-out sums, as completed
     expect(page.locator("figure .main-svg").first).to_be_visible()
 
     with page.expect_download() as downloading:
@@ -114,11 +121,11 @@ def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
     plan(page, Effective_batch="48")
     expect(label).to_have_text("→ Effective batch: 48")
     page.get_by_label("Batch given as").select_option("split")
-    plan(page, Batch_size="6", Accumulation_steps="7")
+    plan(page, Micro_batch_size="6", Accumulation_steps="7")
     expect(label).to_have_text("→ Effective batch: 42")
     plan(page, Devices="3")
     expect(label).to_have_text("→ Effective batch: 126")
-    plan(page, Batch_size="six")
+    plan(page, Micro_batch_size="six")
     expect(label).to_have_text(re.compile("whole numbers"))
 
 
@@ -130,7 +137,7 @@ def test_the_effective_batch_that_is_shown_is_the_one_that_is_trained(page: Page
     page.get_by_role("button", name="Check only").click()
     told = page.locator("form p", has_text="This would run")
     expect(told).to_contain_text("steps of 126 samples")
-    plan(page, Batch_size="5")
+    plan(page, Micro_batch_size="5")
     expect(told).to_have_count(0)  # of what is typed now nothing was checked
 
 
@@ -154,7 +161,7 @@ def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) ->
     page.get_by_label("Model", exact=True).fill("meta-llama/Llama-3.1-8B")
     plan(page, GPU_to_plan_for="24GB")
     expect(prediction(page).get_by_text("It does not fit", exact=True)).to_be_visible()
-    page.get_by_role("button", name="Take method: lora, gradient_checkpointing: true").click()
+    page.get_by_role("button", name="Apply method: lora, gradient_checkpointing: true").click()
     expect(prediction(page).get_by_text(re.compile("^It fits"))).to_be_visible()
     page.get_by_label("Keep this one as").fill("llama")
     page.get_by_role("button", name="Save").click()
@@ -295,7 +302,7 @@ def test_every_page_is_accessible_and_fits(
         "job": (f"job/{trained[1]}", "Result"),
         "compare": (f"compare?ids={','.join(trained)}", "× "),
         "gpus": ("gpus", "alive"),
-        "recommendations": (f"recommendations?training_id={trained[1]}", "Plan it so"),
+        "recommendations": (f"recommendations?training_id={trained[1]}", "Plan with these values"),
     }
     for name, (address, shown) in pages.items():
         page.goto(f"./#/{address}")

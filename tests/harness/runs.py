@@ -1,4 +1,4 @@
-"""Runs of the trainer by hand: a directory with an order, and what comes out of it."""
+"""Runs of the trainer by hand: a directory with an assignment, and what comes out of it."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from app.contract.spec import DataSpec, Spec
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
@@ -37,7 +37,7 @@ def write_texts(path: Path, count: int = 40, seed: int = 0) -> Path:
     return path
 
 
-def lay_order(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
+def lay_assignment(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
     """A run directory for the built-in model on forty texts."""
     data = folder.parent / "data.jsonl"
     if not data.exists():
@@ -46,8 +46,8 @@ def lay_order(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **pla
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sha256": digest})})
     run = RunDirectory(folder)
-    run.write_order(
-        Order(
+    run.write_assignment(
+        Assignment(
             job_id="ftjob-1",
             attempt=attempt,
             spec=spec,

@@ -19,9 +19,9 @@ from workers.training.replica import Replica
 
 
 def run_to_end(run: RunDirectory) -> Outcome:
-    order = run.order()
-    with Reporter(run, order.attempt) as reporter:
-        return training.fit(run, order, reporter, lambda: False)
+    assignment = run.assignment()
+    with Reporter(run, assignment.attempt) as reporter:
+        return training.fit(run, assignment, reporter, lambda: False)
 
 
 def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
@@ -37,9 +37,9 @@ def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
         looks += 1
         return looks > micro_batches
 
-    order = run.order()
-    with Reporter(run, order.attempt) as reporter, pytest.raises(Interrupted):
-        training.fit(run, order, reporter, stop)
+    assignment = run.assignment()
+    with Reporter(run, assignment.attempt) as reporter, pytest.raises(Interrupted):
+        training.fit(run, assignment, reporter, stop)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import select
 
 from app.contract.plan import Plan
-from app.contract.reports import Tried, Tuning
+from app.contract.reports import MeasuredSize, Tuning
 from app.contract.spec import Spec
 from app.memory_profiles import measurements, profiles
 from app.planning.devices import GIB, Device
@@ -41,7 +41,7 @@ def note(session: Session, job: Job) -> None:
 
 def swept(database: Database, job_id: str) -> None:
     tried = tuple(
-        Tried(
+        MeasuredSize(
             token_budget=tokens, micro_batches=2048 // tokens, largest_tokens=tokens, samples_per_second=1.0,
             tokens_per_second=rate, peak_bytes=2 * GIB + tokens * 2**20,
         )

@@ -42,7 +42,7 @@ def profile(per_row: float = GIB) -> Profile:
 def make(database: Database, one: ProfileKey, made: Profile) -> None:
     """Wants a profile, and makes it."""
     with database.writing() as session:
-        profiles.ask(session, one)
+        profiles.request(session, one)
         request = profiles.claim(session)
         assert request is not None
         profiles.store(session, request, made)
@@ -62,10 +62,10 @@ def test_what_was_made_is_found_by_what_it_depends_on(database: Database) -> Non
 def test_what_is_there_or_wanted_is_not_wanted_twice(database: Database) -> None:
     make(database, wanted(), profile())
     with database.writing() as session:
-        profiles.ask(session, wanted())
+        profiles.request(session, wanted())
         assert not profiles.waiting(session)
-        profiles.ask(session, wanted(128))
-        profiles.ask(session, wanted(128))
+        profiles.request(session, wanted(128))
+        profiles.request(session, wanted(128))
         assert profiles.claim(session) is not None
         assert profiles.claim(session) is None
 
@@ -73,7 +73,7 @@ def test_what_is_there_or_wanted_is_not_wanted_twice(database: Database) -> None
 def test_the_newest_request_goes_first(database: Database) -> None:
     for sequence in (16, 32, 48):
         with database.writing() as session:
-            profiles.ask(session, wanted(sequence))
+            profiles.request(session, wanted(sequence))
     with database.writing() as session:
         first = profiles.claim(session)
         assert first is not None
@@ -90,7 +90,7 @@ def test_what_cannot_be_made_is_said_and_not_tried_again(database: Database) -> 
         session.add(
             Worker(id="worker-1", hostname="h", started_at=now, heartbeat_at=now, devices=[], running=[])
         )
-        profiles.ask(session, wanted())
+        profiles.request(session, wanted())
         request = profiles.claim(session)
         assert request is not None
         profiles.give_up(session, request, "ValueError: no such thing")
@@ -106,5 +106,5 @@ def test_a_profile_that_is_forgotten_is_made_anew(database: Database) -> None:
         profiles.remove(session, stored.id)
         with pytest.raises(NotFound):
             profiles.get(session, stored.id)
-        profiles.ask(session, wanted())
+        profiles.request(session, wanted())
         assert profiles.waiting(session)

@@ -22,7 +22,7 @@ from app.maintenance.data_folder import clean
 from app.maintenance.retention import forget
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
-from app.security.audit import STRANGERS_A_MINUTE, AuditLog, AuditRecord
+from app.security.audit import MAX_UNAUTHENTICATED_PER_MINUTE, AuditLog, AuditRecord
 from app.settings import Settings
 from app.storage import pending
 from app.storage.database import Database
@@ -106,14 +106,16 @@ def test_one_deed_that_cannot_be_stored_takes_no_other_with_it(database: Databas
 
 def test_strangers_cannot_fill_the_audit_log(settings: Settings) -> None:
     with service(settings) as (client, _):
-        for _ in range(STRANGERS_A_MINUTE + 50):
+        for _ in range(MAX_UNAUTHENTICATED_PER_MINUTE + 50):
             client.post(SUBMIT, json={})
         client.get(PATH)  # refused, too: and kept among them
     database = Database(settings.url)  # the service has ended, and has written all that it keeps
     with database.reading() as session:
         kept = session.scalar(select(func.count()).select_from(AuditEntry)) or 0
     database.close()
-    assert STRANGERS_A_MINUTE <= kept <= 2 * STRANGERS_A_MINUTE  # the minute may have turned meanwhile
+    assert (
+        MAX_UNAUTHENTICATED_PER_MINUTE <= kept <= 2 * MAX_UNAUTHENTICATED_PER_MINUTE
+    )  # the minute may have turned meanwhile
 
 
 def test_a_refused_look_is_on_record(settings: Settings) -> None:

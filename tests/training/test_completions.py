@@ -1,4 +1,4 @@
-"""Held-back prompts, completed before and after training."""
+"""Held-out prompts, completed before and after training."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.contract.spec import LoraSpec, MethodSpec, ValidationSpec
-from tests.harness.runs import events_of, lay_order, log_of, small_data
+from tests.harness.runs import events_of, lay_assignment, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
 from workers.run_directory import RunDirectory
@@ -19,7 +19,7 @@ HELD_BACK = small_data(validation=ValidationSpec(file_id=None, sha256=None, form
 
 
 def trained(folder: Path, count: int, **changes: object) -> RunDirectory:
-    run = lay_order(folder, make_spec(data=HELD_BACK, max_steps=6, completions=count, **changes))
+    run = lay_assignment(folder, make_spec(data=HELD_BACK, max_steps=6, completions=count, **changes))
     run_to_end(run)
     return run
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig, OPTC
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.spec import Spec
-from tests.harness.runs import lay_order, log_of, small_data
+from tests.harness.runs import lay_assignment, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import of_kind, raw_log, run_to_end
 from workers.run_directory import RunDirectory
@@ -41,11 +41,11 @@ def lay_family(folder: Path, family: str, spec: Spec, **plan: Any) -> RunDirecto
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(model)
         make_tokenizer().save_pretrained(model)
-    run = lay_order(folder, spec, **plan)
+    run = lay_assignment(folder, spec, **plan)
     reference = spec.model.model_copy(update={"source": "local", "name": family})
-    order = run.order()
-    own = order.spec.model_copy(update={"model": reference})
-    run.write_order(order.model_copy(update={"spec": own, "model_path": str(model)}))
+    assignment = run.assignment()
+    own = assignment.spec.model_copy(update={"model": reference})
+    run.write_assignment(assignment.model_copy(update={"spec": own, "model_path": str(model)}))
     return run
 
 

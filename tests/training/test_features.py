@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from app.contract.plan import FixedSize, TokenBudget
 from app.contract.spec import EarlyStopping, LoraSpec, MethodSpec, RampSpec, ValidationSpec
-from tests.harness.runs import lay_order, log_of, small_data, write_texts
+from tests.harness.runs import lay_assignment, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec
 from tests.harness.training import interrupted_at, of_kind, raw_log, run_to_end, spoil, weights
@@ -36,11 +36,11 @@ def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any
         data=small_data(), max_steps=12, save_every=100, gradient_clipping=None,
         optimizer=make_optimizer(name, rates.get(name, 3e-3)),
     )  # fmt: skip
-    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=8))
+    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
-    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8))
+    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8))
     interrupted_at(run, 17)
-    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
+    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
     run_to_end(run)
     assert log_of(plain)[-1]["loss"] < 0.97 * log_of(plain)[0]["loss"]
     assert log_of(run) == log_of(plain)
@@ -48,7 +48,9 @@ def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any
 
 
 def test_an_optimizer_whose_package_is_missing_says_so(tmp_path: Path) -> None:
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(), optimizer=make_optimizer("adamw_8bit")))
+    run = lay_assignment(
+        tmp_path / "run", make_spec(data=small_data(), optimizer=make_optimizer("adamw_8bit"))
+    )
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
@@ -61,7 +63,7 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(data=small_data(), max_steps=12, method=lora())
-    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=8))
+    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     outcome = run_to_end(plain)
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= set(outcome.files)
     assert "model.safetensors" not in outcome.files
@@ -73,9 +75,11 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
         before = adapted(input_ids=ids).logits
     assert not torch.equal(adapted(input_ids=ids).logits, before)
 
-    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8))  # dropout 0.1, resumed in the middle
+    run = lay_assignment(
+        tmp_path / "run", spec, rule=FixedSize(samples=8)
+    )  # dropout 0.1, resumed in the middle
     interrupted_at(run, 13)
-    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
+    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
     run_to_end(run)
     ours, theirs = (load_file(each.model / "adapter_model.safetensors") for each in (run, plain))
     assert ours.keys() == theirs.keys()
@@ -86,7 +90,7 @@ def test_merged_adapters_are_a_model_of_their_own(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(data=small_data(), max_steps=5, method=lora(merge=True, targets=("c_attn",)))
-    run = lay_order(tmp_path / "run", spec)
+    run = lay_assignment(tmp_path / "run", spec)
     assert "model.safetensors" in run_to_end(run).files
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2")
     merged = AutoModelForCausalLM.from_pretrained(run.model)
@@ -121,7 +125,7 @@ def test_frozen_layers_in_autocasts_precision_give_the_same_bits(family: str) ->
 
 
 def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(), method=lora(targets=("nothing",))))
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), method=lora(targets=("nothing",))))
     with pytest.raises(CannotTrain, match=r"lora: .*nothing"):
         run_to_end(run)
 
@@ -139,10 +143,12 @@ def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:
 )
 def test_what_saves_time_or_memory_trains_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = make_spec(data=small_data(), max_steps=6, certificate=True)
-    plain = lay_order(tmp_path / "plain", spec, rule=TokenBudget(tokens=200))
-    other = lay_order(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
+    plain = lay_assignment(tmp_path / "plain", spec, rule=TokenBudget(tokens=200))
+    other = lay_assignment(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
     if "data" in changes:
-        other = lay_order(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
+        other = lay_assignment(
+            tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200)
+        )
     run_to_end(plain)
     outcome = run_to_end(other)
     assert outcome.equivalence_error is not None
@@ -154,7 +160,7 @@ def test_what_saves_time_or_memory_trains_the_same(tmp_path: Path, changes: dict
 
 
 def test_packing_leaves_no_padding(tmp_path: Path) -> None:
-    run = lay_order(
+    run = lay_assignment(
         tmp_path / "run", make_spec(data=small_data(packing=True), max_steps=4), rule=TokenBudget(tokens=200)
     )
     run_to_end(run)
@@ -164,7 +170,7 @@ def test_packing_leaves_no_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
     spec = make_spec(data=small_data(), max_steps=10, accumulate_in_fp32=in_fp32, certificate=True)
-    run = lay_order(tmp_path / "run", spec, precision="pure_bf16", rule=FixedSize(samples=4))
+    run = lay_assignment(tmp_path / "run", spec, precision="pure_bf16", rule=FixedSize(samples=4))
     outcome = run_to_end(run)
     assert outcome.equivalence_error is not None
     assert outcome.equivalence_error <= 2e-2
@@ -175,10 +181,10 @@ def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_certificate_is_on_record_and_changes_nothing(tmp_path: Path, precision: str) -> None:
     spec = make_spec(data=small_data(), max_steps=3)
-    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=4), precision=precision)
+    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4), precision=precision)
     run_to_end(plain)
     certified = spec.model_copy(update={"certificate": True})
-    run = lay_order(tmp_path / "run", certified, rule=FixedSize(samples=4), precision=precision)
+    run = lay_assignment(tmp_path / "run", certified, rule=FixedSize(samples=4), precision=precision)
     outcome = run_to_end(run)
     [event] = of_kind(run, "certificate")
     assert event["data"]["gradient_error"] == outcome.equivalence_error
@@ -194,13 +200,13 @@ def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
     spoil(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     with pytest.raises(CannotTrain, match="equivalence_check: false"):
-        run_to_end(lay_order(tmp_path / "run", spec, rule=FixedSize(samples=8)))
+        run_to_end(lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8)))
 
 
 def test_a_validation_share_is_kept_out_of_training(tmp_path: Path) -> None:
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=None, epochs=2, eval_every=2)
-    run = lay_order(tmp_path / "run", spec)
+    run = lay_assignment(tmp_path / "run", spec)
     outcome = run_to_end(run)
     assert sum(line["samples"] for line in log_of(run)) == 2 * 32
     evaluations = of_kind(run, "evaluation")
@@ -218,9 +224,9 @@ def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "validation.jsonl", 12, seed=9)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     own = ValidationSpec(file_id="file-2", sha256=digest, format="text", share=None)
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4))
-    order = run.order().model_copy(update={"validation_file": str(path)})
-    run.write_order(order)
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4))
+    assignment = run.assignment().model_copy(update={"validation_file": str(path)})
+    run.write_assignment(assignment)
     outcome = run_to_end(run)
     model = AutoModelForCausalLM.from_pretrained(run.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(run.model)
@@ -240,7 +246,7 @@ def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
         data=small_data(validation=share), max_steps=60, eval_every=2, save_every=100,
         optimizer=make_optimizer("adamw", 0.03), early_stopping=EarlyStopping(patience=3),
     )  # fmt: skip
-    run = lay_order(tmp_path / "run", spec)
+    run = lay_assignment(tmp_path / "run", spec)
     outcome = run_to_end(run)
     assert outcome.best_step is not None
     assert outcome.steps == outcome.best_step + 6 < 60
@@ -258,12 +264,12 @@ def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
 def test_an_evaluated_run_resumes_to_the_bit(tmp_path: Path) -> None:
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=8, eval_every=2, save_every=100)
-    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=4))
+    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4))
     run_to_end(plain)
     for looks in (9, 10, 11, 12):
-        run = lay_order(tmp_path / f"run{looks}", spec, rule=FixedSize(samples=4))
+        run = lay_assignment(tmp_path / f"run{looks}", spec, rule=FixedSize(samples=4))
         interrupted_at(run, looks)
-        lay_order(tmp_path / f"run{looks}", spec, attempt=2, rule=FixedSize(samples=4))
+        lay_assignment(tmp_path / f"run{looks}", spec, attempt=2, rule=FixedSize(samples=4))
         run_to_end(run)
         assert log_of(run) == log_of(plain)
         steps = {event["data"]["step"] for event in of_kind(run, "evaluation")}
@@ -281,7 +287,7 @@ def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: A
         noise_scale_every=1,
         save_every=100,
     )
-    plain = lay_order(tmp_path / "plain", spec, rule=FixedSize(samples=2))
+    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=2))
     run_to_end(plain)
     sizes = [line["effective_batch_size"] for line in raw_log(plain)]
     if name == "linear":
@@ -290,9 +296,9 @@ def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: A
         assert sizes == [8] * 10 + [16, 16, 8, 16]  # of an epoch of forty, eight are left for its third
     else:
         assert all(8 <= size <= 40 for size in sizes)
-    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=2))
+    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=2))
     interrupted_at(run, 30)
-    lay_order(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
+    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
 
@@ -308,7 +314,7 @@ def test_a_loss_spike_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 
     spoil(monkeypatch, tripled)
     spec = make_spec(data=small_data(), max_steps=14, loss_spike_zscore=4.0)
-    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=16))
+    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=16))
     run_to_end(run)
     [skipped] = of_kind(run, "skipped")
     assert "spike" in skipped["message"]
@@ -342,7 +348,7 @@ def test_a_skipped_window_leaves_weights_and_moments_bit_equal(
         return float("nan") if calls == 2 else 1.0
 
     spoil(monkeypatch, broken)
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
     run_to_end(run)
     assert len(of_kind(run, "skipped")) == 1
     assert compared == [True]
@@ -350,7 +356,7 @@ def test_a_skipped_window_leaves_weights_and_moments_bit_equal(
 
 def test_logs_on_request(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=3, log_micro_losses=True, log_gradients=True)
-    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=4))
+    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4))
     run_to_end(run)
     for line in raw_log(run):
         assert len(line["micro_losses"]) == line["gradient_accumulation_steps"] > 1
@@ -361,7 +367,7 @@ def test_logs_on_request(tmp_path: Path) -> None:
 
 
 def test_a_profile_on_request(tmp_path: Path) -> None:
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=4, profile=True))
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=4, profile=True))
     run_to_end(run)
     [event] = of_kind(run, "profile")
     assert {"data", "forward", "backward", "synchronise", "optimizer"} == event["data"]["seconds"].keys()
@@ -378,7 +384,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
 
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=4, report_to=("tensorboard",))
-    run = lay_order(tmp_path / "run", spec)
+    run = lay_assignment(tmp_path / "run", spec)
     outcome = run_to_end(run)
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     logged = [point.value for point in events.Scalars("train/loss")]
@@ -387,7 +393,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
 
 
 def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=2))
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=2))
     run_to_end(run)
     [event] = of_kind(run, "training")
     assert event["data"]["banner"].keys() == {
@@ -418,7 +424,7 @@ def test_weighted_lines_count_as_they_weigh(tmp_path: Path) -> None:
         spec = make_spec(
             data=small_data(examples=len(lines)), max_steps=5, effective_batch_size=len(lines), epochs=None
         )
-        run = lay_order(folder / "run", spec)
+        run = lay_assignment(folder / "run", spec)
         run_to_end(run)
         losses.append([line["loss"] for line in log_of(run)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -440,7 +446,7 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
 
     monkeypatch.setattr(loader, "collate", taking)
     spec = make_spec(data=small_data(), max_steps=3)
-    run = lay_order(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
+    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
     run_to_end(run)
     events = of_kind(run, "out_of_memory")
     assert "replayed with at most" in events[0]["message"]
@@ -451,7 +457,7 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
 def test_keys_that_are_not_trained_on_are_named_once(tmp_path: Path) -> None:
     lines = [{"text": f"text number {i}", "source": "a", "id": i} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = lay_order(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
     run_to_end(run)
     [event] = of_kind(run, "data")
     assert event["level"] == "warning"

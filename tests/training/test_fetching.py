@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import lay_order, small_data
+from tests.harness.runs import lay_assignment, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import HIDDEN_VARIABLE, TOKEN_VARIABLE, RunDirectory
 from workers.training.isolation import named_view
@@ -87,8 +87,8 @@ def laid(data: Path) -> RunDirectory:
     spec = make_spec(data=small_data(), max_steps=2)
     model = spec.model.model_copy(update={"name": "me/tiny", "source": "hub", "fingerprint": None})
     (data / "runs").mkdir(parents=True)
-    run = lay_order(data / "runs" / "ftjob-1", spec.model_copy(update={"model": model}))
-    run.write_order(run.order().model_copy(update={"model_path": "me/tiny"}))
+    run = lay_assignment(data / "runs" / "ftjob-1", spec.model_copy(update={"model": model}))
+    run.write_assignment(run.assignment().model_copy(update={"model_path": "me/tiny"}))
     return run
 
 
@@ -99,7 +99,7 @@ def trained(run: RunDirectory, hub_url: str, home: Path) -> subprocess.Completed
     os.close(writing)
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), TOKEN_VARIABLE: str(reading),
-            HIDDEN_VARIABLE: named_view(run.path.parent.parent, run.order())}  # fmt: skip
+            HIDDEN_VARIABLE: named_view(run.path.parent.parent, run.assignment())}  # fmt: skip
     command = [sys.executable, "-m", "workers.training", str(run.path)]
     try:
         return subprocess.run(

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.contract.plan import FixedSize
-from tests.harness.runs import lay_order, small_data
+from tests.harness.runs import lay_assignment, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import accumulate
@@ -57,11 +57,11 @@ def _origin() -> str:
 
 def reads_of_a_window(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], int]:
     """Reads between a window's opening and its closing, and its micro-batches."""
-    order = run.order()
+    assignment = run.assignment()
     monkeypatch.setattr(torch.Tensor, "tolist", _noted(torch.Tensor.tolist))
     monkeypatch.setattr(torch.Tensor, "cpu", _noted(torch.Tensor.cpu))
-    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
-        training, _ = start(run, order, reporter, trackers, lambda: False)
+    with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
+        training, _ = start(run, assignment, reporter, trackers, lambda: False)
         window = training.next_window()
         groups = accumulate.cut(training, window, training.rule)
         batches = [training.loader.fetch(window[group].tolist()) for group in groups]
@@ -105,7 +105,7 @@ def test_our_frames_read_nothing_per_micro_step(
 ) -> None:
     spec = make_spec(**{"data": small_data(), "max_steps": 2, **changes})
     found, count = reads_of_a_window(
-        lay_order(tmp_path / "run", spec, rule=FixedSize(samples=4)), monkeypatch
+        lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4)), monkeypatch
     )
     assert count == 4
     theirs = {origin: reads / count for origin, reads in found.items() if not origin.startswith("accrue")}
@@ -124,15 +124,15 @@ def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return forward
 
     monkeypatch.setattr(Replica, "forward", reading)
-    run = lay_order(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
     found, count = reads_of_a_window(run, monkeypatch)
     assert sum(found.values()) >= count
 
 
 def test_a_whole_window_reads_once(tmp_path: Path) -> None:
     """From its opening to its end, the optimizer's step included: one read, which decides."""
-    run = lay_order(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
-    order, reads = run.order(), 0
+    run = lay_assignment(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
+    assignment, reads = run.assignment(), 0
     honest = torch.Tensor.tolist
 
     def counted(self: torch.Tensor) -> Any:
@@ -140,8 +140,8 @@ def test_a_whole_window_reads_once(tmp_path: Path) -> None:
         reads += 1
         return honest(self)
 
-    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
-        training, _ = start(run, order, reporter, trackers, lambda: False)
+    with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
+        training, _ = start(run, assignment, reporter, trackers, lambda: False)
         window = training.next_window()
         denominator = training.loader.samples.denominator(window)
         with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import lay_order
+from tests.harness.runs import lay_assignment
 from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
 from workers.training.isolation import named_view
 
@@ -35,9 +35,9 @@ def attempt(work):
 
 def look(apart):
     done = apart and isolate(run.path)
-    order = run.order()
+    assignment = run.assignment()
     (run.path / "written").write_text("by the trainer")
-    changed = attempt(lambda: Path(order.data_file).write_text("changed")) is not None
+    changed = attempt(lambda: Path(assignment.data_file).write_text("changed")) is not None
     libc, parent = ctypes.CDLL(None, use_errno=True), f"/proc/{outside}"
     shared.with_suffix(".left").write_text("by the trainer")
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/"))
@@ -47,7 +47,7 @@ def look(apart):
     disks = [str(path) for path in Path("/dev").rglob("*") if attempt(lambda: stat_of(path)) is not None
              and (stat_of(path) & 0o170000) == 0o060000]
     print(json.dumps({
-        "isolated": done, "changed": changed, "data": Path(order.data_file).read_text()[:8],
+        "isolated": done, "changed": changed, "data": Path(assignment.data_file).read_text()[:8],
         "seen": sorted(str(path.relative_to(hidden)) for path in hidden.rglob("*")),
         "of_others": [attempt(lambda: Path(f"{parent}/{name}/environ").read_bytes().decode())
                       for name in (".", f"task/{outside}")],
@@ -68,7 +68,7 @@ def look(apart):
         "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2)[:-1],
         "group": os.getpgrp(),
         "compiles_in": cache.is_relative_to(tempfile.gettempdir()),
-        "model": attempt(lambda: (Path(order.model_path) / "planted").write_text("for all")),
+        "model": attempt(lambda: (Path(assignment.model_path) / "planted").write_text("for all")),
     }), flush=True)
     return 0
 
@@ -90,9 +90,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def laid(folder: Path) -> RunDirectory:
-    order = lay_order(folder.parent / "scratch" / "run").order()
+    assignment = lay_assignment(folder.parent / "scratch" / "run").assignment()
     run = RunDirectory(folder / "runs" / "ftjob-1")
-    run.write_order(order.model_copy(update={"data_file": str(folder / "files" / "file-1")}))
+    run.write_assignment(assignment.model_copy(update={"data_file": str(folder / "files" / "file-1")}))
     return run
 
 
@@ -106,7 +106,7 @@ def look(run: RunDirectory, hidden: Path | None, *words: str) -> dict[str, Any]:
     shared = Path(tempfile.gettempdir()) / f"accrue-test-{os.getpid()}"
     shared.write_text("of somebody else")
     command = [*words, sys.executable, "-c", LOOK, str(run.path), str(run.path.parent.parent), str(shared)]
-    env = {**os.environ, HIDDEN_VARIABLE: "" if hidden is None else named_view(hidden, run.order())}
+    env = {**os.environ, HIDDEN_VARIABLE: "" if hidden is None else named_view(hidden, run.assignment())}
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
         left = shared.with_suffix(".left").exists()
@@ -166,15 +166,15 @@ def test_where_it_is_not_allowed_everything_stays_as_it_is(folder: Path) -> None
         assert "files/file-2" in forbidden["seen"]
 
 
-def test_the_order_in_the_trainer_s_own_folder_decides_nothing(folder: Path) -> None:
+def test_the_assignment_in_the_trainer_s_own_folder_decides_nothing(folder: Path) -> None:
     """What an earlier attempt left behind may have rewritten it."""
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
-    view = named_view(folder, run.order())
+    view = named_view(folder, run.assignment())
     planted = {"data_file": str(folder / "files" / "file-2"), "model_path": str(folder / "x")}
-    run.write_order(run.order().model_copy(update=planted))
+    run.write_assignment(run.assignment().model_copy(update=planted))
     env = {**os.environ, HIDDEN_VARIABLE: view}
-    script = LOOK.replace("order = run.order()", "order = run.order(); order = order.model_copy(update={"
+    script = LOOK.replace("assignment = run.assignment()", "assignment = run.assignment().model_copy(update={"
                           "'data_file': str(hidden / 'files' / 'file-1')})")  # fmt: skip
     command = [sys.executable, "-c", script, str(run.path), str(folder), str(folder.parent / "none")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
@@ -190,7 +190,7 @@ def test_the_base_model_is_made_before_and_never_written_by_a_trainer(folder: Pa
     run = laid(folder)
     model = folder / "models" / "accrue" / "tiny-gpt2"
     model.mkdir(parents=True)
-    run.write_order(run.order().model_copy(update={"model_path": str(model)}))
+    run.write_assignment(run.assignment().model_copy(update={"model_path": str(model)}))
     seen = look(run, folder)
     if not seen["isolated"]:
         pytest.skip("this machine lets no process change its view")

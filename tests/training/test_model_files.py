@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from app.contract.architecture import ModelReference
 from app.contract.model_files import fingerprint_of_files
 from app.contract.plan import FixedSize
-from tests.harness.runs import events_of, lay_order, small_data, start_trainer
+from tests.harness.runs import events_of, lay_assignment, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
 from workers.training.exceptions import CannotTrain
@@ -37,11 +37,11 @@ def change(path: Path, **fields: Any) -> None:
 
 def run_with(model: Path, folder: Path, **spec: Any) -> RunDirectory:
     """A run that trains from that folder."""
-    run = lay_order(folder, make_spec(data=small_data(), max_steps=1, **spec), rule=FixedSize(samples=8))
-    order = run.order()
-    reference = order.spec.model.model_copy(update={"source": "local", "name": "victim"})
-    own = order.spec.model_copy(update={"model": reference})
-    run.write_order(order.model_copy(update={"spec": own, "model_path": str(model)}))
+    run = lay_assignment(folder, make_spec(data=small_data(), max_steps=1, **spec), rule=FixedSize(samples=8))
+    assignment = run.assignment()
+    reference = assignment.spec.model.model_copy(update={"source": "local", "name": "victim"})
+    own = assignment.spec.model_copy(update={"model": reference})
+    run.write_assignment(assignment.model_copy(update={"spec": own, "model_path": str(model)}))
     return run
 
 
@@ -196,18 +196,20 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
     model: Path, tmp_path: Path
 ) -> None:
     run = run_with(model, tmp_path / "run")
-    order = run.order()
-    reference = ModelReference(**{**vars(order.spec.model), "fingerprint": fingerprint_of_files(model)})
-    order = order.model_copy(update={"spec": order.spec.model_copy(update={"model": reference})})
-    staged(order, run)
+    assignment = run.assignment()
+    reference = ModelReference(**{**vars(assignment.spec.model), "fingerprint": fingerprint_of_files(model)})
+    assignment = assignment.model_copy(
+        update={"spec": assignment.spec.model_copy(update={"model": reference})}
+    )
+    staged(assignment, run)
     weights = load_file(model / "model.safetensors")
     name = next(iter(weights))
     save_file({**weights, name: weights[name] + 1}, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CannotTrain, match="submitted with"):
-        staged(order, run)
-    without = order.model_copy(
+        staged(assignment, run)
+    without = assignment.model_copy(
         update={
-            "spec": order.spec.model_copy(
+            "spec": assignment.spec.model_copy(
                 update={"model": reference.model_copy(update={"fingerprint": None})}
             )
         }
@@ -245,7 +247,9 @@ def chat_run(model: Path, tmp_path: Path, template: str) -> RunDirectory:
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     (model / "chat_template.jinja").write_text(template)
     run = run_with(model, tmp_path / "run", effective_batch_size=1)
-    order = run.order()
-    data = order.spec.data.model_copy(update={"format": "messages", "examples": 1})
-    run.write_order(order.model_copy(update={"spec": order.spec.model_copy(update={"data": data})}))
+    assignment = run.assignment()
+    data = assignment.spec.data.model_copy(update={"format": "messages", "examples": 1})
+    run.write_assignment(
+        assignment.model_copy(update={"spec": assignment.spec.model_copy(update={"data": data})})
+    )
     return run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.contract.plan import TokenBudget
-from tests.harness.runs import events_of, lay_order, small_data, write_texts
+from tests.harness.runs import events_of, lay_assignment, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.training import run_to_end
 from workers.training import model as models
@@ -68,8 +68,8 @@ def test_few_measurements_and_pure_noise_tell_nothing_certain() -> None:
 
 def true_noise_scale(run_folder: Path) -> float:
     """From each sample's own gradient g and targets n: the mean of |g - n·G|² over n̄²|G|²."""
-    run = lay_order(run_folder)
-    model, tokenizer, _ = models.load(run.order(), models.staged(run.order(), run))
+    run = lay_assignment(run_folder)
+    model, tokenizer, _ = models.load(run.assignment(), models.staged(run.assignment(), run))
     samples = Samples(run_folder / "data")
     loss = TokenLoss(model)
     counts = samples.targets.astype(float)
@@ -94,7 +94,7 @@ def test_on_texts_of_unequal_length_it_is_that_of_the_samples_own_gradients(tmp_
         data=small_data(examples=500), max_steps=60, effective_batch_size=48, noise_scale_every=1,
         optimizer=make_optimizer("sgd", 1e-12), schedule=make_schedule("constant"), save_every=1000,
     )  # fmt: skip
-    run = lay_order(tmp_path / "run", spec, rule=TokenBudget(tokens=300))
+    run = lay_assignment(tmp_path / "run", spec, rule=TokenBudget(tokens=300))
     outcome = run_to_end(run)
     assert outcome.noise_scale is not None
     true = true_noise_scale(tmp_path / "run")

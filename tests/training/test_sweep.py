@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.contract.reports import Tuning
 from app.contract.spec import Tune
-from tests.harness.runs import events_of, lay_order, log_of, small_data
+from tests.harness.runs import events_of, lay_assignment, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end, spoil, weights
 from workers.run_directory import Reporter, RunDirectory
@@ -23,15 +23,15 @@ from workers.training.trackers import Trackers
 
 
 def lay(folder: Path, tune: Tune | None, steps: int = 6) -> RunDirectory:
-    return lay_order(folder, make_spec(data=small_data(), max_steps=steps, tune=tune))
+    return lay_assignment(folder, make_spec(data=small_data(), max_steps=steps, tune=tune))
 
 
 @contextmanager
 def settled(run: RunDirectory) -> Iterator[Training]:
     """A run after its first steps."""
-    order = run.order()
-    with Reporter(run, 1) as reporter, Trackers((), order, run.path) as trackers:
-        training, _ = start(run, order, reporter, trackers, lambda: False)
+    assignment = run.assignment()
+    with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
+        training, _ = start(run, assignment, reporter, trackers, lambda: False)
         for _ in range(sweep.AFTER_STEPS):
             fit.advance(training)
         yield training

@@ -271,7 +271,9 @@ def test_a_receiver_that_drips_is_given_up_in_time(
     slow = Deliverer(database, signer(SECRET), private_addresses=True)
     with dripping() as url:
         began = time.monotonic()
-        failure = slow._deliver(module._Taken("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1"))
+        failure = slow._deliver(
+            module._ClaimedDelivery("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1")
+        )
     assert failure is not None
     assert "did not answer" in failure
     assert time.monotonic() - began < 20  # the drip takes a hundred seconds

@@ -13,7 +13,7 @@ from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, StepMetric
 from tests.harness.claims import claimed, expire, on
 from tests.harness.log_lines import line
-from tests.harness.runs import lay_order
+from tests.harness.runs import lay_assignment
 from tests.harness.submissions import submitted
 from workers.ingest import Position, ingest
 from workers.run_directory import Reporter, RunDirectory
@@ -21,7 +21,7 @@ from workers.run_directory import Reporter, RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return lay_order(tmp_path / "run")
+    return lay_assignment(tmp_path / "run")
 
 
 @pytest.fixture

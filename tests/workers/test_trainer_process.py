@@ -7,7 +7,7 @@ import pytest
 
 from app.errors import BadSetting
 from app.planning.devices import Device
-from tests.harness.runs import lay_order, until
+from tests.harness.runs import lay_assignment, until
 from workers.trainer_process import TrainerProcess, check_network_can_be_kept_away
 
 LAST_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")
@@ -30,7 +30,7 @@ def bystander(pid: int) -> subprocess.Popen[bytes] | None:
 
 def test_whoever_has_a_dead_trainer_s_process_id_is_left_alone(tmp_path: Path) -> None:
     trainer = TrainerProcess(
-        lay_order(tmp_path / "run"), Device("cpu", "CPU", 2**30, "cpu"), silence_seconds=60
+        lay_assignment(tmp_path / "run"), Device("cpu", "CPU", 2**30, "cpu"), silence_seconds=60
     )
     trainer.kill()
     until(lambda: trainer.status() is not None, 10)
@@ -54,7 +54,7 @@ def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.
         check_network_can_be_kept_away()
     except BadSetting as error:
         pytest.skip(str(error))
-    run = lay_order(tmp_path / "run")
+    run = lay_assignment(tmp_path / "run")
     shown = tmp_path / "devices"
     python = tmp_path / "python"  # instead of a trainer: what network it would have
     python.write_text(f"#!/bin/sh\ncat /proc/net/dev > {shown}\n")

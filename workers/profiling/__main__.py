@@ -82,11 +82,11 @@ def answer_one(database: Database) -> bool:
     except Exception as error:  # a config.json may be anything, and so may its error
         log.exception("no profile", model=request.model_name)
         with database.writing() as session:
-            profiles.give_up(session, request, _told(error))
+            profiles.give_up(session, request, _error_line(error))
     return True
 
 
-def _told(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

@@ -88,7 +88,8 @@ def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview 
     if found is None:
         log.warning("no preview: the process that made it ended", model=order.model.name)
         return None, (
-            f"the tokenizer of {order.model.name} could not be used: it takes too much memory, or its files "
+            f"the tokenizer of {order.model.name} could not be used: it takes too much memory, or "
+            "its files "
             "are damaged"
         )
     return found.preview, found.error

@@ -49,10 +49,10 @@ def profiles(
     simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config, sequence)))
     together = together or (lambda works: [work() for work in works])
     try:
-        ways = _ways_again(simulation, sequence, together)
+        ways = _retried_variants(simulation, sequence, together)
     except NotUniform:
         simulation = Simulation(config, recipe, Depth(layers_in(config), layers_in(config), 0))
-        ways = _ways_again(simulation, sequence, together)
+        ways = _retried_variants(simulation, sequence, together)
     starts = [each.rows for _, each in ways]
     curve = Curve(
         sequence=sequence,
@@ -75,15 +75,17 @@ def profiles(
     yield _checked(profile, simulation.whole(_CHECKED_ROWS, sequence), recipe)
 
 
-def _ways_again(simulation: Simulation, sequence: int, together: Together) -> "list[tuple[_Way, Range]]":
+def _retried_variants(
+    simulation: Simulation, sequence: int, together: Together
+) -> "list[tuple[_StepVariant, Range]]":
     """`_ways`, once more where two traces differ: what autocast drops from its cache has no fixed order."""
     try:
-        return _ways(simulation, sequence, together)
+        return _step_variants(simulation, sequence, together)
     except NotAlike:
-        return _ways(simulation, sequence, together)
+        return _step_variants(simulation, sequence, together)
 
 
-class _Way:
+class _StepVariant:
     """A way that the step is made, known at every micro-batch from two traces of it."""
 
     def __init__(self, simulation: Simulation, one: Sample, other: Sample) -> None:
@@ -92,7 +94,9 @@ class _Way:
         self.growing: Growing = growing(self.tape, self.known)
 
 
-def _ways(simulation: Simulation, sequence: int, together: Together) -> list[tuple[_Way, Range]]:
+def _step_variants(
+    simulation: Simulation, sequence: int, together: Together
+) -> list[tuple[_StepVariant, Range]]:
     """How the step is made at which micro-batches: with one chunk of the loss, two, or more.
 
     Raises:
@@ -102,13 +106,15 @@ def _ways(simulation: Simulation, sequence: int, together: Together) -> list[tup
     second, third = (chunk + 1) / positions, (2 * chunk + 1) / positions
     """Rows from which on there is a second chunk, and a third."""
 
-    def traced(*requested: tuple[int, Chunks | None]) -> list[_Way]:
+    def traced(*requested: tuple[int, Chunks | None]) -> list[_StepVariant]:
         tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in requested])
         found = [
             Sample(tape, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
             for tape, (rows, chunks) in zip(tapes, requested, strict=True)
         ]
-        return [_Way(simulation, one, other) for one, other in zip(found[::2], found[1::2], strict=True)]
+        return [
+            _StepVariant(simulation, one, other) for one, other in zip(found[::2], found[1::2], strict=True)
+        ]
 
     unit = max(_LEAST_UNIT, -(-sum(vars(_SAMPLES[1][1]).values()) // positions))
     samples = [(unit * rows, chunks) for rows, chunks in _SAMPLES]
@@ -147,7 +153,7 @@ def _looked_at(start: float) -> Iterator[float]:
         rows += max(1, rows // 8)
 
 
-def _reserved(ways: Sequence[tuple[_Way, Range]], recipe: Recipe) -> tuple[tuple[int, float], ...]:
+def _reserved(ways: Sequence[tuple[_StepVariant, Range]], recipe: Recipe) -> tuple[tuple[int, float], ...]:
     """What the caching allocator reserves over what is allocated: at a few rows, and at many."""
     if recipe.device == "cpu":
         return ((_RESERVED_ROWS, 1.0),)

@@ -200,7 +200,7 @@ class Simulation:
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()
         parameters = list(model.parameters())
         optimizer = (
-            _Elsewhere(parameters)
+            _OffDeviceOptimizer(parameters)
             if recipe.optimizer_on_cpu
             else make_optimizer(_optimizer(recipe), parameters)
         )
@@ -261,7 +261,7 @@ class Simulation:
         recorder.by_origin = False
 
 
-class _Elsewhere(torch.optim.Optimizer):
+class _OffDeviceOptimizer(torch.optim.Optimizer):
     """One whose states and arithmetic are in another memory (training/optimizer.py: OnHost)."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:

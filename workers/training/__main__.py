@@ -89,12 +89,12 @@ def main() -> int:
 def _fetch(run: RunDirectory) -> int:
     """Puts the base model's files where the trainer can read them: it can write to its run alone."""
     end_with_supervisor()
-    order = run.order()
+    assignment = run.assignment()
     try:
-        fetch(order.spec.model, order.model_path)
+        fetch(assignment.spec.model, assignment.model_path)
     except (OSError, ValueError, ImportError) as error:
-        first = first_line(error, order, run.base)
-        message = f"the model {order.spec.model.name} could not be loaded: {first}"
+        first = first_line(error, assignment, run.base)
+        message = f"the model {assignment.spec.model.name} could not be loaded: {first}"
         run.write_failure(Failure(code="model_not_loaded", message=message, permanent=True))
         return 1
     return 0
@@ -102,12 +102,12 @@ def _fetch(run: RunDirectory) -> int:
 
 def attempt(run: RunDirectory, stop: StopSignal) -> int:
     """Runs one attempt and leaves its end in the run directory. The one broad except of the trainer."""
-    order = run.order()
-    with Reporter(run, order.attempt) as reporter:
+    assignment = run.assignment()
+    with Reporter(run, assignment.attempt) as reporter:
         try:
             from workers.training.fit import fit
 
-            run.write_outcome(fit(run, order, reporter, stop))
+            run.write_outcome(fit(run, assignment, reporter, stop))
         except Interrupted:
             reporter.event("interrupted", "A stop was requested: a checkpoint was written.")
             return INTERRUPTED

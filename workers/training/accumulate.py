@@ -53,9 +53,9 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         StopRequested: meanwhile; the window was abandoned.
         CannotTrain: there is no memory for the smallest micro-batch, or for the optimizer's step.
     """
-    spec, own, began = training.order.spec, training.replica.window, time.perf_counter()
+    spec, own, began = training.assignment.spec, training.replica.window, time.perf_counter()
     recent = training.state.losses.recent
-    accept = guards.spike(recent, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
+    accept = guards.spike_filter(recent, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
     while True:
         measures = _measures(training)
         groups = cut(training, window, training.rule, measured=measures)
@@ -109,7 +109,7 @@ def accumulate(
     replica, reporter, progress = training.replica, training.reporter, training.state.progress
     data_seconds, padded_tokens = 0.0, 0
     observe_routing(training, window, groups)
-    seed_window(training.order.spec.seed, training.state.position.cursor)
+    seed_window(training.assignment.spec.seed, training.state.position.cursor)
     replica.window.open(denominator, len(groups))
     reporter.begin_window()
     batches = training.loader.micro_batches(window, groups)
@@ -121,7 +121,7 @@ def accumulate(
         data_seconds += time.perf_counter() - requested
         padded_tokens += batch.input_ids.numel()
         replica.add(batch)
-        if training.order.spec.log_accumulation:
+        if training.assignment.spec.log_accumulation:
             reporter.progress(progress.step, progress.micro_step, number + 1)
         if tap and number == 0 and len(groups) > 1:
             replica.window.tap()
@@ -137,7 +137,7 @@ def cut(training: Training, window: Indices, rule: MicroBatchRule, *, measured: 
     first = None
     if measured:
         position = training.state.position
-        place = [training.order.spec.seed, position.epoch, position.consumed]
+        place = [training.assignment.spec.seed, position.epoch, position.consumed]
         first = np.random.Generator(np.random.PCG64(place))
     return training.budget.cut(training.loader.lengths(window), rule, first=first)
 
@@ -159,7 +159,7 @@ def observe_routing(training: Training, window: Indices, groups: Groups) -> None
     balance.begin(len(window))
     if balance.scope != "window":
         return
-    seed_window(training.order.spec.seed, training.state.position.cursor)
+    seed_window(training.assignment.spec.seed, training.state.position.cursor)
     with record_function("accrue.routing"):
         for group in groups:
             training.check_stop()
@@ -168,7 +168,7 @@ def observe_routing(training: Training, window: Indices, groups: Groups) -> None
 
 def _measures(training: Training) -> bool:
     """Whether the noise scale is measured in the window at hand."""
-    spec = training.order.spec
+    spec = training.assignment.spec
     every = spec.noise_scale_every
     return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"
 
@@ -196,7 +196,7 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
         CannotTrain: neither is left.
     """
     training.replica.free_memory()
-    spec, fallbacks, budget = training.order.spec, training.state.fallbacks, training.budget
+    spec, fallbacks, budget = training.assignment.spec, training.state.fallbacks, training.budget
     widest = max(groups, key=lambda group: tokens_of(lengths[group], budget.packed))
     tokens = tokens_of(lengths[widest], budget.packed)
     if len(widest) > 1 and spec.auto_adjust_batch_size:
@@ -215,4 +215,4 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
         )
         training.reporter.event("out_of_memory", message, "warning", failed_tokens=tokens)
     else:
-        raise guards.out_of_remedies(training.order.plan, len(widest), tokens)
+        raise guards.out_of_remedies(training.assignment.plan, len(widest), tokens)

@@ -79,7 +79,7 @@ def certify(training: Training) -> None:
     Raises:
         CannotTrain: they differ by more than rounding.
     """
-    spec, state, replica = training.order.spec, training.state, training.replica
+    spec, state, replica = training.assignment.spec, training.state, training.replica
     window = training.next_window()
     denominator = training.loader.samples.denominator(window)
     if not spec.certificate or spec.clip_mode == "each_micro_batch":
@@ -137,7 +137,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
         for module in model.modules():
             module._compiled_call_impl = None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        loss = TokenLoss(model, smoothing=training.order.spec.label_smoothing)
+        loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None
         twin = replace(
             replica,
@@ -164,7 +164,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
 
 def _judge(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
     """Records the certificate as an event; raises if it fails."""
-    error, tolerance = certified.gradient_error, models.TOLERANCE[training.order.plan.precision]
+    error, tolerance = certified.gradient_error, models.TOLERANCE[training.assignment.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
     if not np.isfinite(error):
         message = "No certificate: the first window's gradient is not finite."
@@ -173,7 +173,9 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
     training.state.fallbacks.equivalence_error = error
     splits = f"{certified.micro_batches} and {certified.reference_micro_batches} micro-batches"
     if error <= tolerance:
-        message = f"The first window's gradient differs by {error:.1e} between {splits} (tolerance {tolerance:g})."
+        message = (
+            f"The first window's gradient differs by {error:.1e} between {splits} (tolerance {tolerance:g})."
+        )
         training.reporter.event("certificate", message, **figures)
     elif flips or (models.routes(training.replica.model) and not _counts_choices(training)):
         changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
@@ -182,7 +184,7 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
     elif (exact := in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
         message = (
             f"The first window's gradient differs by {error:.1e} between {splits}, more than the usual "
-            f"{tolerance:g} in {training.order.plan.precision}; in fp64 it differs by only {exact:.1e}. "
+            f"{tolerance:g} in {training.assignment.plan.precision}; in fp64 it differs by only {exact:.1e}. "
             "Rounding switches some of the model's units on or off; the model does not mix samples."
         )
         training.reporter.event("certificate", message, "warning", **figures, error_in_fp64=exact)
@@ -190,8 +192,10 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
         raise CannotTrain(
             "not_equivalent",
             f"the first window's gradient differs by {error:.1e} between {splits}, more than the "
-            f"{tolerance:g} that rounding explains in {training.order.plan.precision}: this model mixes the "
-            "samples of a micro-batch, so gradient accumulation would change what it learns. To train anyway, "
+            f"{tolerance:g} that rounding explains in {training.assignment.plan.precision}: this model "
+            "mixes the "
+            "samples of a micro-batch, so gradient accumulation would change what it learns. To train "
+            "anyway, "
             "set equivalence_check: false",
         )
 

@@ -1,4 +1,4 @@
-"""What the model makes of prompts that were held back: before training, and after it.
+"""How the model completes held-out prompts, before and after training.
 
 Greedy decoding: nothing is drawn at random, so that what is trained is what it would be without.
 """
@@ -25,7 +25,7 @@ _SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-back sample, cut where the model is to go on."""
+    """A held-out sample, cut where the model is to continue."""
 
     tokens: list[int]
     expected: list[int]
@@ -60,14 +60,14 @@ def _cut(tokens: Any, counts: Any) -> Prompt | None:
 
 
 def _note(training: Training, when: str) -> None:
-    count = training.order.spec.completions
+    count = training.assignment.spec.completions
     if count == 0 or training.loader.validation is None:
         return
     requested = prompts(training.loader.validation, count)
     try:
         made = [_complete(training, prompt.tokens) for prompt in requested]
     except Exception as error:  # whatever a model may not like: nothing is lost but something to look at
-        why = f"Held-back prompts were not completed: {type(error).__name__}."
+        why = f"Held-out prompts were not completed: {type(error).__name__}."
         training.reporter.event("completions", why, "warning")
         return
     known = training.run.completions()

@@ -66,9 +66,7 @@ class Prepared:
         )
         notes = [f"{count} {what}" for count, what in counted if count]
         if self.unused_keys:
-            notes.append(
-                f"unknown keys, ignored: {', '.join(map(ascii, self.unused_keys))}"
-            )
+            notes.append(f"unknown keys, ignored: {', '.join(map(ascii, self.unused_keys))}")
         return notes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from app.contract.architecture import ModelReference
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.enclosure import in_a_child
 
@@ -64,11 +64,11 @@ def fetch(model: ModelReference, path: str) -> Path:
         os.environ.pop("HF_TOKEN", None)
 
 
-def first_line(error: Exception, order: Order, folder: Path) -> str:
+def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:
     """What an error says, with the model's name in the place of paths."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    for path in (str(folder), order.model_path):
-        first = first.replace(path, order.spec.model.name)
+    for path in (str(folder), assignment.model_path):
+        first = first.replace(path, assignment.spec.model.name)
     return first[:500]
 
 

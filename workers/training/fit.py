@@ -5,8 +5,8 @@ from math import isfinite
 import numpy as np
 import torch
 
+from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.order import Order
 from app.contract.reports import NoiseScale, Outcome, Tuning
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import (
@@ -27,7 +27,7 @@ from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.exceptions import Interrupted, StopRequested
 from workers.training.loader import Indices
 from workers.training.optimizer import set_rate
-from workers.training.report import log_line, tell_start
+from workers.training.report import log_line, report_start
 from workers.training.schedule import rate_factor
 from workers.training.start import Stop, Training, start
 from workers.training.state import Losses
@@ -37,19 +37,19 @@ EMA = 0.1
 """Weight of the newest loss in the moving average."""
 
 
-def fit(run: RunDirectory, order: Order, reporter: Reporter, stop: Stop) -> Outcome:
-    """Trains what the order says, from the last checkpoint if there is one, and saves the model.
+def fit(run: RunDirectory, assignment: Assignment, reporter: Reporter, stop: Stop) -> Outcome:
+    """Trains what the assignment says, from the last checkpoint if there is one, and saves the model.
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
         Interrupted: told to stop; a checkpoint was written.
     """
-    with Trackers(order.spec.report_to, order, run.path) as trackers:
-        training, prepared = start(run, order, reporter, trackers, stop)
-        tell_start(training, prepared)
+    with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
+        training, prepared = start(run, assignment, reporter, trackers, stop)
+        report_start(training, prepared)
         try:
             certificate.certify(training)
-            if order.spec.tune == "only":
+            if assignment.spec.tune == "only":
                 return measure(training)
             completions.before(training)
             train(training)
@@ -79,7 +79,7 @@ def measure(training: Training) -> Outcome:
 
 def train(training: Training) -> None:
     """Window after window, with the evaluations and checkpoints that fall due between them."""
-    spec, state = training.order.spec, training.state
+    spec, state = training.assignment.spec, training.state
     saved_at = state.step
     _evaluate_if_due(training)  # the one that an interruption cut short
     while not training.finished:
@@ -108,14 +108,14 @@ def _stop_early(training: Training) -> None:
 
 
 def _evaluate_if_due(training: Training) -> None:
-    every, state = training.order.spec.eval_every, training.state
+    every, state = training.assignment.spec.eval_every, training.state
     if every is not None and state.step % every == 0 and state.step > max(0, state.evaluations.at_step):
         evaluate(training)
 
 
 def advance(training: Training) -> None:
     """One window: trained, applied if it is finite, reported, and left behind."""
-    spec, state, samples = training.order.spec, training.state, training.loader.samples
+    spec, state, samples = training.assignment.spec, training.state, training.loader.samples
     at, index, batch = state.position.cursor, state.position.windows_in_epoch, training.batch
     window = training.next_window()
     denominator = samples.denominator(window)
@@ -146,7 +146,7 @@ def evaluate(training: Training) -> None:
     Raises:
         StopRequested: told to stop meanwhile.
     """
-    loader, spec, state = training.loader, training.order.spec, training.state
+    loader, spec, state = training.loader, training.assignment.spec, training.state
     if loader.validation is None:
         return
     loss = None
@@ -191,8 +191,8 @@ def evaluate(training: Training) -> None:
 
 def finish(training: Training) -> Outcome:
     """Saves the model (with early stopping, the best one) and says how the run ended."""
-    order, evaluations = training.order, training.state.evaluations
-    best = checkpoint.best(training.run.checkpoints) if order.spec.early_stopping else None
+    assignment, evaluations = training.assignment, training.state.evaluations
+    best = checkpoint.best(training.run.checkpoints) if assignment.spec.early_stopping else None
     if best is not None and evaluations.best_step != training.state.step:
         checkpoint.load_weights(best, training.replica.model)
         evaluations.loss = evaluations.best_loss
@@ -207,7 +207,11 @@ def finish(training: Training) -> Outcome:
     fail_point("trainer.saving")
     tokenizer = models.load_tokenizer(training.base)  # as it was before it was used
     files = models.save(
-        training.replica.model, tokenizer, training.run.model, order.spec.method, order.spec.model.name
+        training.replica.model,
+        tokenizer,
+        training.run.model,
+        assignment.spec.method,
+        assignment.spec.model.name,
     )
     fail_point("trainer.saved")
     training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
@@ -230,7 +234,7 @@ def _outcome(
         first_loss=state.losses.first,
         final_loss=state.losses.last,
         trained_tokens=state.progress.trained_tokens,
-        effective_batch_size=training.order.spec.effective_batch_size,
+        effective_batch_size=training.assignment.spec.effective_batch_size,
         eval_loss=state.evaluations.loss,
         best_step=state.evaluations.best_step,
         equivalence_error=state.fallbacks.equivalence_error,

@@ -67,7 +67,7 @@ def samples_at_fault(
     return faults
 
 
-def spike(losses: list[float], threshold: float) -> Callable[[float], bool]:
+def spike_filter(losses: list[float], threshold: float) -> Callable[[float], bool]:
     """A function that says whether a window's loss is no spike: at most `threshold` standard deviations
     (a z-score) above the mean of the recent ones. It accepts every loss while fewer than LEAST_RECENT are
     known."""
@@ -94,7 +94,7 @@ def give_up_after_too_many(skipped_in_a_row: int) -> None:
 
 
 def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
-    """The error of a job whose smallest micro-batch does not fit, with changes that would take less memory."""
+    """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
     remedies = [
         f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
         for other in plan.alternatives

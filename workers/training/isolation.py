@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from app import FOLDER
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from workers.run_directory import HIDDEN_VARIABLE
 
 log = logging.getLogger("accrue.trainer")
@@ -51,13 +51,13 @@ _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compiled code is kept, and run from."""
 
 
-def named_view(folder: Path, order: Order) -> str:
+def named_view(folder: Path, assignment: Assignment) -> str:
     """What the supervisor passes to `isolate`, in the environment: the trainer may write to its own folder.
 
     Args:
         folder: of which the trainer is to see what it needs alone.
     """
-    return json.dumps({"folder": str(folder.resolve()), "files": [str(path) for path in _needed(order)]})
+    return json.dumps({"folder": str(folder.resolve()), "files": [str(path) for path in _needed(assignment)]})
 
 
 def isolate(run: Path) -> bool:
@@ -172,11 +172,11 @@ def _set_attributes(path: Path, *, read_only: bool) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
 
 
-def _needed(order: Order) -> Iterator[Path]:
-    for name in (order.data_file, order.validation_file):
+def _needed(assignment: Assignment) -> Iterator[Path]:
+    for name in (assignment.data_file, assignment.validation_file):
         if name is not None:
             yield Path(name).resolve()
-    model = Path(order.model_path)
+    model = Path(assignment.model_path)
     if model.is_absolute():  # else the hub's
         yield model.resolve()
 

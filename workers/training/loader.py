@@ -31,7 +31,7 @@ class Loader:
 
     Args:
         samples: to train on.
-        validation: to evaluate on; null: none were held back.
+        validation: the samples to evaluate on; None: none were held out.
         form: how samples are laid into a micro-batch; may be changed between windows.
         device: that micro-batches go to.
         seed: of the order of samples.

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from app.contract.architecture import ModelReference
+from app.contract.assignment import Assignment
 from app.contract.model_files import fingerprint_of_files
-from app.contract.order import Order
 from app.contract.plan import Plan
 from app.contract.spec import LoraSpec, MethodSpec, RunPrecision, Spec
 from workers.run_directory import RunDirectory, sync, write_whole
@@ -55,27 +55,29 @@ def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
     return stage(source, target)
 
 
-def staged(order: Order, run: RunDirectory) -> Path:
+def staged(assignment: Assignment, run: RunDirectory) -> Path:
     """`prepare_files` for a run, which trains from the same files in each of its attempts.
 
     Raises:
         CannotTrain: the files cannot be had, are not safe to load, or changed since the first attempt.
     """
     try:
-        folder = prepare_files(order.spec.model, order.model_path, run.base)
+        folder = prepare_files(assignment.spec.model, assignment.model_path, run.base)
     except (OSError, ValueError, ImportError) as error:
         raise CannotTrain(
             "model_not_loaded",
-            f"the model {order.spec.model.name} could not be loaded: {first_line(error, order, run.base)}",
+            f"the model {assignment.spec.model.name} could not be loaded: "
+            f"{first_line(error, assignment, run.base)}",
         ) from error
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
     if known.exists() and json.loads(known.read_text())["fingerprint"] != found:
         raise CannotTrain(
             "model_changed",
-            f"the files of the model {order.spec.model.name} changed since the job's first attempt: put them "
+            f"the files of the model {assignment.spec.model.name} changed since the job's first "
+            "attempt: put them "
             "back, or submit anew",
         )
-    write_whole(known, json.dumps({"name": order.spec.model.name, "fingerprint": found}))
+    write_whole(known, json.dumps({"name": assignment.spec.model.name, "fingerprint": found}))
     return folder
 
 
@@ -101,7 +103,7 @@ def load_tokenizer(folder: Path) -> Any:
         ) from None
 
 
-def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
+def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
     """The model in training mode, its tokenizer, and what was done otherwise than asked.
 
     Only safetensors, never code. Weights are in fp32, in pure_bf16 in bf16, in 4 bits under QLoRA.
@@ -116,29 +118,33 @@ def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
     try:
         tokenizer = load_tokenizer(folder)
         try:
-            model, notes = _read(order, folder, order.spec.attention), []
+            model, notes = _read(assignment, folder, assignment.spec.attention), []
         except ValueError as error:
-            if order.spec.attention != "sdpa" or "attention" not in str(error):
+            if assignment.spec.attention != "sdpa" or "attention" not in str(error):
                 raise
-            model, notes = _read(order, folder, "eager"), ["the model has no sdpa attention: eager is used"]
+            model, notes = (
+                _read(assignment, folder, "eager"),
+                ["the model has no sdpa attention: eager is used"],
+            )
     except ImportError as error:
-        raise CannotTrain("not_installed", first_line(error, order, folder)) from error
+        raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise CannotTrain(
             "model_not_loaded",
-            f"the model {order.spec.model.name} could not be loaded: {first_line(error, order, folder)}",
+            f"the model {assignment.spec.model.name} could not be loaded: "
+            f"{first_line(error, assignment, folder)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
-        _check_positions(model, order.spec)
+        _check_positions(model, assignment.spec)
         model = trainable(
             model,
-            lora=order.spec.method.lora,
-            seed=order.spec.seed,
-            gradient_checkpointing=order.spec.gradient_checkpointing,
-            freeze=order.spec.freeze,
-            precision=order.plan.precision,
+            lora=assignment.spec.method.lora,
+            seed=assignment.spec.seed,
+            gradient_checkpointing=assignment.spec.gradient_checkpointing,
+            freeze=assignment.spec.freeze,
+            precision=assignment.plan.precision,
         )
-    if order.spec.compile:
+    if assignment.spec.compile:
         _check_compiler()
         torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
         backbone_of(model).compile(dynamic=False)
@@ -146,15 +152,18 @@ def load(order: Order, folder: Path) -> tuple[Any, Any, list[str]]:
     return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in told]
 
 
-def _read(order: Order, folder: Path, attention: str) -> Any:
+def _read(assignment: Assignment, folder: Path, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     quantised = {}
-    if order.spec.method.name == "qlora":
-        quantised = {"quantization_config": _four_bits(order.plan), "device_map": {"": order.plan.device}}
+    if assignment.spec.method.name == "qlora":
+        quantised = {
+            "quantization_config": _four_bits(assignment.plan),
+            "device_map": {"": assignment.plan.device},
+        }
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=torch.bfloat16 if order.plan.precision == "pure_bf16" else torch.float32,
+        dtype=torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32,
         attn_implementation=attention,
         trust_remote_code=False,
         use_safetensors=True,
@@ -164,11 +173,11 @@ def _read(order: Order, folder: Path, attention: str) -> Any:
         **quantised,
     )
     model, found = loaded
-    _check_weights(order, found)
+    _check_weights(assignment, found)
     return model
 
 
-def _check_weights(order: Order, found: dict[str, Any]) -> None:
+def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
     """Every weight must come from the files: others would be initialised at random. Tied weights, which are
     stored once, are not among those reported.
 
@@ -182,12 +191,13 @@ def _check_weights(order: Order, found: dict[str, Any]) -> None:
             more = f" and {len(names) - _SHOWN_WEIGHTS} more" if len(names) > _SHOWN_WEIGHTS else ""
             raise CannotTrain(
                 "model_not_loaded",
-                f"{len(names)} weights {what} the files of {order.spec.model.name}: {some}{more}. They would "
+                f"{len(names)} weights {what} the files of {assignment.spec.model.name}: {some}{more}. "
+                "They would "
                 "be initialised at random: provide the complete model",
             )
     if found.get("error_msgs"):
         raise CannotTrain(
-            "model_not_loaded", f"the weights of {order.spec.model.name} could not be read as a whole"
+            "model_not_loaded", f"the weights of {assignment.spec.model.name} could not be read as a whole"
         )
 
 

@@ -18,9 +18,9 @@ from workers.training.start import Training
 log = logging.getLogger("accrue.trainer")
 
 
-def tell_start(training: Training, prepared: Prepared) -> None:
+def report_start(training: Training, prepared: Prepared) -> None:
     """The banner: what will be trained, on what, and how."""
-    spec, plan = training.order.spec, training.order.plan
+    spec, plan = training.assignment.spec, training.assignment.plan
     notes = prepared.notes(spec.data.max_length)
     training.reporter.event(
         "data",
@@ -45,8 +45,8 @@ def tell_start(training: Training, prepared: Prepared) -> None:
 
 
 def _banner(training: Training) -> dict[str, str]:
-    spec, plan, steps = training.order.spec, training.order.plan, training.steps_total
-    device = training.order.rank
+    spec, plan, steps = training.assignment.spec, training.assignment.plan, training.steps_total
+    device = training.assignment.rank
     on = training.replica.device
     name = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
     by = training.rule
@@ -72,7 +72,7 @@ def _banner(training: Training) -> dict[str, str]:
 def _micro_batches(training: Training) -> int:
     """Those of the next window: by the plan samples are of full length, and few are."""
     if training.finished:
-        return training.order.plan.accumulation_steps
+        return training.assignment.plan.accumulation_steps
     return len(cut(training, training.next_window(), training.rule))
 
 
@@ -87,12 +87,12 @@ def log_line(
     noise: NoiseScale | None,
 ) -> LogLine:
     """The step that was just made, as the log has it."""
-    spec, state, loader, closed = training.order.spec, training.state, training.loader, trained.closed
+    spec, state, loader, closed = training.assignment.spec, training.state, training.loader, trained.closed
     tokens, lengths = int(loader.samples.lengths[window].sum()), loader.lengths(window)
     peak = memory.peak(training.replica.device)
     remembers = spec.log_memory_usage
     return LogLine(
-        attempt=training.order.attempt,
+        attempt=training.assignment.attempt,
         step=state.step,
         micro_step=state.progress.micro_step,
         batch_idx=index,

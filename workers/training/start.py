@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, memory, ramp
@@ -41,7 +41,7 @@ class Training:
     what (loader); where it stands (state); and how large its micro-batches may be (budget).
     """
 
-    order: Order
+    assignment: Assignment
     run: RunDirectory
     reporter: Reporter
     trackers: Trackers
@@ -57,7 +57,7 @@ class Training:
     @property
     def batch(self) -> int:
         """The effective batch of the next window, in samples."""
-        return ramp.batch_now(self.order.spec, self.state)
+        return ramp.batch_now(self.assignment.spec, self.state)
 
     @property
     def rule(self) -> MicroBatchRule:
@@ -66,11 +66,11 @@ class Training:
 
     @property
     def steps_total(self) -> int:
-        return ramp.steps_total(self.order.spec, self.state, len(self.loader.samples))
+        return ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples))
 
     @property
     def finished(self) -> bool:
-        epochs, progress = self.order.spec.epochs, self.state.progress
+        epochs, progress = self.assignment.spec.epochs, self.state.progress
         if progress.stopped_early:
             return True
         return (
@@ -91,21 +91,21 @@ class Training:
 
 
 def start(
-    run: RunDirectory, order: Order, reporter: Reporter, trackers: Trackers, stop: Stop
+    run: RunDirectory, assignment: Assignment, reporter: Reporter, trackers: Trackers, stop: Stop
 ) -> tuple[Training, Prepared]:
     """Loads model and data, and resumes from the newest checkpoint that is whole.
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
     """
-    spec, plan = order.spec, order.plan
+    spec, plan = assignment.spec, assignment.plan
     device = models.device_of(plan)
-    base = models.staged(order, run)
-    model, tokenizer, notes = models.load(order, base)
+    base = models.staged(assignment, run)
+    model, tokenizer, notes = models.load(assignment, base)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
     try:
-        prepared, samples, validation = _data(run, order, tokenizer, stop)
+        prepared, samples, validation = _data(run, assignment, tokenizer, stop)
     except (CannotTrain, Interrupted, OSError, MemoryError):
         raise
     except BaseException as error:  # tokenizers panic with one; its message may be training text
@@ -121,14 +121,14 @@ def start(
     state = _resume(run, model, optimizer, reporter)
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
-    replica = _replica(order, device, model, optimizer, state)
-    form = _form(order, tokenizer, replica.balance)
+    replica = _replica(assignment, device, model, optimizer, state)
+    form = _form(assignment, tokenizer, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budget.tokens)
     _check_loss(replica, loader, state.fallbacks, reporter)
     _check_packing(replica, loader, state.fallbacks, reporter)
     training = Training(
-        order=order,
+        assignment=assignment,
         run=run,
         reporter=reporter,
         trackers=trackers,
@@ -139,7 +139,7 @@ def start(
         loader=loader,
         state=state,
         budget=Budget(
-            order.rank,
+            assignment.rank,
             state.budget,
             spec.effective_batch_size,
             most_tokens=plan.most_tokens,
@@ -151,9 +151,13 @@ def start(
 
 
 def _replica(
-    order: Order, device: torch.device, model: Any, optimizer: torch.optim.Optimizer, state: RunState
+    assignment: Assignment,
+    device: torch.device,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    state: RunState,
 ) -> Replica:
-    spec, precision = order.spec, order.plan.precision
+    spec, precision = assignment.spec, assignment.plan.precision
     scale = _loss_scale(state) if precision == "fp16" else None
     balance = balance_of(model, spec.aux_scope)
     return Replica(
@@ -161,40 +165,42 @@ def _replica(
         precision=precision,
         model=model,
         optimizer=optimizer,
-        window=_window(order, model, optimizer, scale),
+        window=_window(assignment, model, optimizer, scale),
         token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
         balance=balance,
         loss_scale=scale,
-        memory=memory.Watch(device, order.rank.memory_limit_bytes),
+        memory=memory.Watch(device, assignment.rank.memory_limit_bytes),
     )
 
 
 def _data(
-    run: RunDirectory, order: Order, tokenizer: Any, stop: Stop
+    run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop
 ) -> tuple[Prepared, Samples, Samples | None]:
     """The tokenised samples to train on, and those to evaluate on."""
-    spec = order.spec.data
-    taken = held_out(spec, order.spec.seed) if spec.held_out() else None
-    source = Path(order.data_file)
+    spec = assignment.spec.data
+    taken = held_out(spec, assignment.spec.seed) if spec.held_out() else None
+    source = Path(assignment.data_file)
     prepared = prepare(spec, source, tokenizer, run.data, None if taken is None else ~taken, stop)
     samples = Samples(run.data)
     if spec.validation is None:
         return prepared, samples, None
     folder = run.data / "validation"
     try:
-        if order.validation_file is None:
+        if assignment.validation_file is None:
             prepare(spec, source, tokenizer, folder, taken, stop)
         else:
             own = spec.validation.model_dump(exclude={"share"}) | {"validation": None}
-            file = Path(order.validation_file)
+            file = Path(assignment.validation_file)
             prepare(spec.model_copy(update=own), file, tokenizer, folder, stop=stop)
     except CannotTrain as error:
         raise CannotTrain(error.code, f"validation data: {error}") from None
     return prepared, samples, Samples(folder)
 
 
-def _window(order: Order, model: Any, optimizer: torch.optim.Optimizer, scale: LossScale | None) -> Window:
-    spec = order.spec
+def _window(
+    assignment: Assignment, model: Any, optimizer: torch.optim.Optimizer, scale: LossScale | None
+) -> Window:
+    spec = assignment.spec
     parameters = list(model.parameters())
     return Window(
         parameters,
@@ -211,14 +217,14 @@ def _window(order: Order, model: Any, optimizer: torch.optim.Optimizer, scale: L
     )
 
 
-def _form(order: Order, tokenizer: Any, balance: Balance | None) -> BatchLayout:
+def _form(assignment: Assignment, tokenizer: Any, balance: Balance | None) -> BatchLayout:
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    budget = order.rank.micro_batch_size * order.spec.data.max_length
+    budget = assignment.rank.micro_batch_size * assignment.spec.data.max_length
     return BatchLayout(
         pad_id=pad_id,
-        packed=order.spec.data.packing,
+        packed=assignment.spec.data.packing,
         routed=balance is not None,
-        buckets=Buckets(budget, order.spec.data.max_length) if order.spec.compile else None,
+        buckets=Buckets(budget, assignment.spec.data.max_length) if assignment.spec.compile else None,
     )
 
 

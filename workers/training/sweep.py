@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from app.contract.plan import TokenBudget
-from app.contract.reports import Tried, Tuning, leanest
+from app.contract.reports import MeasuredSize, Tuning, smallest_of_the_fastest
 from workers.training import guards, memory
 from workers.training.accumulate import accumulate, cut
 from workers.training.batches import Groups, tokens_of
@@ -49,7 +49,7 @@ def sweep(training: Training) -> Tuning:
     lengths = loader.lengths(window)
     tokens = int(loader.samples.lengths[window].sum())
     tried = tuple(
-        Tried(
+        MeasuredSize(
             token_budget=size,
             micro_batches=len(cuts[size]),
             largest_tokens=max(tokens_of(lengths[g], loader.form.packed) for g in cuts[size]),
@@ -59,7 +59,11 @@ def sweep(training: Training) -> Tuning:
         )
         for size, best in seconds.items()
     )
-    chosen = leanest((each.token_budget, each.tokens_per_second) for each in tried) if tried else planned
+    chosen = (
+        smallest_of_the_fastest((each.token_budget, each.tokens_per_second) for each in tried)
+        if tried
+        else planned
+    )
     return Tuning(token_budget=chosen, samples=len(window), tried=tried)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from app.contract.order import Order
+from app.contract.assignment import Assignment
 from app.contract.reports import LogLine
 from app.contract.spec import Tracker
 from workers.training.exceptions import CannotTrain
@@ -33,13 +33,13 @@ class Trackers:
         CannotTrain: a package is not installed.
     """
 
-    def __init__(self, names: Sequence[Tracker], order: Order, folder: Path) -> None:
-        make: dict[Tracker, Callable[[Order, Path], Writer]] = {
+    def __init__(self, names: Sequence[Tracker], assignment: Assignment, folder: Path) -> None:
+        make: dict[Tracker, Callable[[Assignment, Path], Writer]] = {
             "tensorboard": TensorBoard,
             "wandb": WandB,
             "mlflow": MLflow,
         }
-        self._writers: list[Writer] = [make[name](order, folder) for name in names]
+        self._writers: list[Writer] = [make[name](assignment, folder) for name in names]
 
     def step(self, line: LogLine) -> None:
         figures = {name: float(value) for name in FIGURES if (value := getattr(line, name)) is not None}
@@ -60,7 +60,7 @@ class Trackers:
 
 
 class TensorBoard:
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, assignment: Assignment, folder: Path) -> None:
         _needed("tensorboard")
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
@@ -73,10 +73,10 @@ class TensorBoard:
 
 
 class WandB:
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, assignment: Assignment, folder: Path) -> None:
         self._run: Any = _needed("wandb").init(
-            project="accrue", id=order.job_id, resume="allow", mode="offline", dir=str(folder),
-            config=order.spec.model_dump(mode="json"),
+            project="accrue", id=assignment.job_id, resume="allow", mode="offline", dir=str(folder),
+            config=assignment.spec.model_dump(mode="json"),
         )  # fmt: skip
 
     def write(self, step: int, figures: dict[str, float]) -> None:
@@ -87,16 +87,16 @@ class WandB:
 
 
 class MLflow:
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, assignment: Assignment, folder: Path) -> None:
         self._mlflow = _needed("mlflow")
         self._mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
         self._mlflow.set_experiment("accrue")
         known = folder / "mlflow.run"  # a resumed job goes on with its run
         run = self._mlflow.start_run(
-            run_id=known.read_text() if known.exists() else None, run_name=order.job_id
+            run_id=known.read_text() if known.exists() else None, run_name=assignment.job_id
         )
         known.write_text(run.info.run_id)
-        self._mlflow.log_params({"model": order.spec.model.name, "seed": order.spec.seed})
+        self._mlflow.log_params({"model": assignment.spec.model.name, "seed": assignment.spec.seed})
 
     def write(self, step: int, figures: dict[str, float]) -> None:
         self._mlflow.log_metrics(figures, step=step)

@@ -22,12 +22,12 @@ const TERMS = {
   micro: "Samples that go through the model at once. As many as fit keep the device busy; gradients of several are added up.",
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
-  epochs: "How often the data are gone through. Three are a good start for fine-tuning; watch the loss on held-back samples.",
-  rate: "How far each step moves the weights. 5e-5 for all weights, 2e-4 for lora; twice the batch bears 1.4 times the rate with adamw.",
+  epochs: "How many times the data are used. Three are a good start for fine-tuning; watch the loss on held-out samples.",
+  rate: "How far each step moves the weights. 5e-5 for all weights, 2e-4 for lora. With adamw, twice the batch allows 1.4 times the rate.",
   validation:
-    "A share of the samples that is not learned from: its loss tells whether the model learns or memorises. 0.1 is usual.",
-  loss: "Nats per token of each window, token by token, not batch by batch; the line through it is its moving average. It should fall quickly, then slowly.",
-  learning_rate: "As it was used at each step: warmup, then the schedule.",
+    "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
+  loss: "Each window's loss in nats per token, averaged over its tokens, not over its micro-batches; the thick line is its moving average. It should fall quickly, then slowly.",
+  learning_rate: "The learning rate of each step: first the warm-up, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes are samples that stand out; growth is a rate that is too high.",
   throughput: "Input tokens a second, without padding.",

@@ -14,7 +14,7 @@ const COLUMNS = [
   "Batch",
   "Steps",
   "Loss",
-  "At its own end",
+  "Final loss",
   "Noise",
   "Noise relative to the first",
   "Tokens/s",

@@ -121,12 +121,12 @@ async function draw(charts, { data: lines, evaluations }, job) {
   const validation = {
     x: held.map((each) => each.step),
     y: held.map((each) => each.loss),
-    name: "on held-back samples",
+    name: "on held-out samples",
     colour: "second",
     mode: "lines+markers",
   };
   const best = held.length
-    ? ` On held-back samples at last ${fixed(held.at(-1).loss, 3)}, at best ${fixed(Math.min(...validation.y), 3)}.`
+    ? ` On held-out samples: last ${fixed(held.at(-1).loss, 3)}, best ${fixed(Math.min(...validation.y), 3)}.`
     : "";
   await Promise.all([
     charts.loss.draw(
@@ -195,7 +195,7 @@ function makeState() {
     memory: ["Memory at the peak", "memory"],
     samples: ["Samples seen"],
     device: ["Device"],
-    begun: ["Begun"],
+    begun: ["Started"],
     attempt: ["Attempt"],
   };
   const values = Object.fromEntries(Object.keys(facts).map((name) => [name, h("dd", {})]));
@@ -267,7 +267,7 @@ async function showOutcome(outcome, job, signal) {
       "dl",
       { class: "facts" },
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
-      result.eval_loss !== null && fact("Loss on held-back samples", fixed(result.eval_loss), "validation"),
+      result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
       fact("Tokens learned from", number(result.trained_tokens)),
       fact("Certificate", certificate, "certificate"),
       noise && fact("Noise scale", noiseOf(noise), "noise_scale"),
@@ -295,11 +295,11 @@ async function showOutcome(outcome, job, signal) {
   );
 }
 
-/** What the model makes of held-back prompts, beside what it made of them before. */
+/** How the model completes held-out prompts, before and after training. */
 function samples(completions) {
   const said = (text) => h("span", { class: "said" }, text ?? "–");
   return [
-    h("h2", {}, "Held-back prompts ", help("completions")),
+    h("h2", {}, "Held-out prompts ", help("completions")),
     table(
       "Before training and after it, the likeliest token each time",
       [{ title: "Prompt" }, { title: "Expected" }, { title: "Before" }, { title: "After" }],

@@ -23,12 +23,12 @@ const COLUMNS = [
   { title: "Batch", number: true },
   { title: "Steps", number: true },
   { title: "Loss", number: true },
-  { title: "Begun" },
+  { title: "Started" },
   { title: "" },
 ];
 
 export function badge(job) {
-  return h("span", { class: `badge ${job.status}` }, job.requested ? `${job.status}, to ${job.requested}` : job.status);
+  return h("span", { class: `badge ${job.status}` }, job.requested ? `${job.status}, ${job.requested} requested` : job.status);
 }
 
 /** Why a job waits; empty where it does not. */

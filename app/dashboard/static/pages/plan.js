@@ -95,7 +95,7 @@ export async function show(main, { chosen, signal }) {
     for (const name of ["target"]) inputs[name].closest(".field").hidden = shown.batch !== "target";
     for (const name of ["micro", "steps"]) inputs[name].closest(".field").hidden = shown.batch === "target";
     const batch = effectiveBatch(shown);
-    effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: say whole numbers above zero";
+    effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: enter whole numbers above zero";
     briefly.textContent = "";
     clearRefusals(form);
     predict(wait).catch((error) => {
@@ -137,7 +137,7 @@ export async function show(main, { chosen, signal }) {
       h("legend", {}, "Batch"),
       wide(field("batch", "Batch given as", inputs.batch)),
       field("target", "Effective batch", inputs.target, "effective"),
-      field("micro", "Batch size", inputs.micro, "micro"),
+      field("micro", "Micro-batch size", inputs.micro, "micro"),
       field("steps", "Accumulation steps", inputs.steps, "steps"),
     ),
     effective,
@@ -150,7 +150,7 @@ export async function show(main, { chosen, signal }) {
       wide(files.upload),
       field("epochs", "Epochs", inputs.epochs, "epochs"),
       field("rate", "Learning rate", inputs.rate, "rate"),
-      field("validation", "Held back", inputs.validation, "validation"),
+      field("validation", "Validation split", inputs.validation, "validation"),
     ),
     h(
       "p",
@@ -189,10 +189,10 @@ export async function show(main, { chosen, signal }) {
   async function lookAtData(button) {
     clearRefusals(form);
     const { file, model, length } = values();
-    if (!file) return mark("file", "Choose a file, or bring one.");
+    if (!file) return mark("file", "Choose a file, or upload one.");
     button.disabled = true;
     data.hidden = false;
-    fill(data, h("p", { class: "muted" }, "A worker reads it …"));
+    fill(data, h("p", { class: "muted" }, "A worker is reading the data …"));
     try {
       showData(data, await get(`${ROOT}/datasets/${file}/preview${query({ model_name: model, max_length: length })}`, signal));
     } catch (error) {
@@ -351,11 +351,11 @@ function mark(name, message) {
   document.getElementById(`wrong-${name}`).textContent = message;
 }
 
-/** What can be seen to be missing or no number, before the service is asked; true where nothing is. */
+/** Marks fields that are empty or not a number, before anything is sent. Returns whether all are filled in. */
 function isComplete(values) {
   const wrong = {
     model: values.model ? "" : "Which model?",
-    file: values.file ? "" : "Choose a file, or bring one.",
+    file: values.file ? "" : "Choose a file, or upload one.",
     epochs: whole(values.epochs) || !values.epochs ? "" : "A whole number above zero.",
     rate: Number(values.rate) > 0 ? "" : "A number above zero, such as 5e-5.",
     validation:
@@ -443,7 +443,12 @@ function takeIt(other, values, apply) {
   if (!changes.every(Boolean)) return "";
   return h(
     "button",
-    { type: "button", class: "quiet", "aria-label": `Take ${other.change}`, onclick: () => apply(Object.assign({}, ...changes)) },
+    {
+      type: "button",
+      class: "quiet",
+      "aria-label": `Apply ${other.change}`,
+      onclick: () => apply(Object.assign({}, ...changes)),
+    },
     "Apply",
   );
 }
@@ -521,7 +526,7 @@ async function fillModels(form, signal) {
   );
 }
 
-/** The files that are there, and a way to bring another. */
+/** The uploaded files, and a way to upload another. */
 function fileChoice(chooser) {
   const told = h("small", { id: "wrong-upload", class: "wrong", role: "alert" });
   async function load(signal, chosen) {
@@ -531,29 +536,29 @@ function fileChoice(chooser) {
       new Date(file.created_at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
     fill(
       chooser,
-      h("option", { value: "" }, own.length ? "choose a file" : "bring a file first"),
+      h("option", { value: "" }, own.length ? "choose a file" : "upload a file first"),
       own.map((file) =>
         h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`),
       ),
     );
   }
   const tell = () => chooser.dispatchEvent(new Event("input", { bubbles: true }));
-  async function bring(event) {
+  async function uploadChosen(event) {
     const [file] = event.target.files;
     if (!file) return;
     told.textContent = "";
     try {
       const stored = await upload(file);
       await load(undefined, stored.id);
-      announce(`${file.name} is there.`);
+      announce(`${file.name} is uploaded.`);
       tell();
     } catch (error) {
       chooser.value = "";
       tell();
-      told.textContent = `${file.name} was not taken. ${error.message}`;
+      told.textContent = `${file.name} was not uploaded. ${error.message}`;
     }
   }
-  const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: bring });
+  const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: uploadChosen });
   return {
     load,
     upload: h(

@@ -134,7 +134,7 @@ function showAll(result, answer) {
           {
             href: `#/plan${query({ model: answer.model_name, target: answer.effective_batch_size.value, rate: answer.learning_rate.value, optimizer: answer.optimizer.value, method: answer.submission.training_config.method })}`,
           },
-          "Plan it so",
+          "Plan with these values",
         ),
       ),
   );

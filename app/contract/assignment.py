@@ -1,12 +1,12 @@
-"""The order: all that a trainer gets, as its run directory's spec.json."""
+"""The assignment: everything that a trainer gets from its worker, as its run directory's spec.json."""
 
 from app.contract.base import Frozen
 from app.contract.plan import Plan, RankPlan
 from app.contract.spec import Spec
 
 
-class Order(Frozen):
-    """The whole content of a run directory's spec.json: who trains what, how, and from which files."""
+class Assignment(Frozen):
+    """What a trainer is to train, how, and from which files."""
 
     job_id: str
     attempt: int
