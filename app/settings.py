@@ -135,7 +135,7 @@ class Settings(BaseSettings):
             try:
                 make_url(value)
             except ArgumentError:
-                raise ValueError("is no SQLAlchemy URL, such as postgresql+psycopg://…") from None
+                raise ValueError("is not a SQLAlchemy URL, such as postgresql+psycopg://…") from None
         return value
 
     @model_validator(mode="after")

@@ -44,7 +44,7 @@ DISK_FULL = 74
 
 NO_ROOM = Failure(
     code="disk_full",
-    message="the disk is full: the job goes on from its last checkpoint once there is room",
+    message="the disk is full: the job continues from its last checkpoint once there is space",
     permanent=False,
 )
 

@@ -153,7 +153,7 @@ class Supervisor:
             running.stuck = True
             running.trainer.kill()
         elif self.slots.is_gone(running.device) and not running.stopping:
-            running.stopping = f"its GPU {running.device.name} is no longer there"
+            running.stopping = f"its GPU {running.device.name} has disappeared"
             self.slots.set_aside(running.device, "nvidia-smi does not show it")
             running.trainer.kill()
 
@@ -229,7 +229,9 @@ class Supervisor:
         with self.database.writing() as session:
             queue.store_plan(session, fence, plan, _name(device))
             if not earlier.predicted and resumed is None:
-                message = "Another device: the job goes on with a new plan, and the same effective batches."
+                message = (
+                    "The job continues on another device, with a new plan and the same effective batches."
+                )
                 events.record_event(
                     session, transitions.get(session, job.id), "plan_changed", message, level="warning"
                 )

@@ -166,7 +166,7 @@ def _uploaded(client: Client, data: str) -> Iterator[str]:
 @commands.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A model's name: gpt2, accrue/tiny-gpt2, or a local one")],
-    batch: Annotated[int | None, typer.Option(help="Effective batch wanted")] = None,
+    batch: Annotated[int | None, typer.Option(help="Effective batch")] = None,
     gpu: Annotated[
         list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
     ] = None,

@@ -60,13 +60,13 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
                     bar.print(_line(job), highlight=False)
             warned.show()
     except KeyboardInterrupt:
-        console.print(f"The job goes on: accrue watch {job_id}, or accrue cancel {job_id}")
+        console.print(f"The job continues: accrue watch {job_id} follows it, accrue cancel {job_id} ends it")
         return _INTERRUPTED
     if job["status"] == "succeeded":
         stats = client.get(f"/gradient-accumulation/stats/{job_id}")["stats"]
         _show_end(job, stats["tokens_per_second"])
         if stays and job["links"]["model"]:
-            console.print("accrue download fetches the model; accrue sample shows what it makes of prompts")
+            console.print("accrue download fetches the model; accrue sample shows how it completes prompts")
         return 0
     return _show_end(job)
 

@@ -38,7 +38,7 @@ class LengthBin(Answer):
 class Lengths(Answer):
     """Tokens of examples, before any is cut."""
 
-    examples: int = Field(description="Looked at: all, or as many spread evenly over the file")
+    examples: int = Field(description="How many were measured: all, or a sample spread evenly over the file")
     shortest: int
     median: float
     mean: float

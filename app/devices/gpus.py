@@ -168,7 +168,7 @@ def select_devices(gpu_ids: list[int], there: list[Device]) -> list[Device]:
     if unknown:
         known = ", ".join(f"{device.id} ({device.name})" for device in there)
         raise Unprocessable(
-            f"gpu_ids: {', '.join(unknown)} is not there. There are: {known}. Declare devices to plan for "
+            f"gpu_ids: no GPU {', '.join(unknown)}. Available: {known}. Declare devices to plan for "
             "with gpus, or with ACCRUE_GPUS=24GB,24GB.",
             field="gpu_ids",
         )

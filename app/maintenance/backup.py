@@ -46,9 +46,9 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
     """
     source = _sqlite_file(settings)
     if not source.exists():
-        raise InvalidRequest(f"{source} is not there: nothing to back up")
+        raise InvalidRequest(f"{source} does not exist: there is nothing to back up")
     if folder.exists():
-        raise InvalidRequest(f"{folder} is there already: choose another name")
+        raise InvalidRequest(f"{folder} already exists: choose another name")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(mode=0o700, parents=True)

@@ -67,7 +67,7 @@ def _examined(settings: Settings) -> Iterator[Finding]:
 def _data_folder(settings: Settings) -> Finding:
     folder = settings.data_dir.absolute()
     if not folder.is_dir():
-        return Finding("data folder", "warning", f"{folder} is not there yet: accrue up makes it")
+        return Finding("data folder", "warning", f"{folder} does not exist yet: accrue up creates it")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

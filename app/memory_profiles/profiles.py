@@ -183,7 +183,7 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
     if told is None:
         told = await until_found(lambda: request_warnings(database, wanted), seconds, gone)
     if told is None:
-        return ["the figures are by formula; a simulation is being made: ask again in a few seconds"]
+        return ["the figures come from a formula while a simulation runs: ask again in a few seconds"]
     return told
 
 

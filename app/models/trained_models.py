@@ -63,7 +63,7 @@ def remove(session: Session, settings: Settings, name: str) -> None:
         NotFound, Conflict: no trained model has that name; a base model is not the service's to delete.
     """
     if not name.startswith("ft:"):
-        raise Conflict(f"{name} is no trained model: only those can be deleted here.")
+        raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
     folder = _folder(find(session, settings, name), settings)
     remove_tree(folder)
 

@@ -38,7 +38,7 @@ async def calculate_batch_size(
     return await calculated(request, requested, settings, database)
 
 
-@router.get("/calculate-batch-size", summary="The same, asked by query")
+@router.get("/calculate-batch-size", summary="The same, by query parameters")
 async def get_batch_size(
     request: Request,
     settings: CurrentSettings,

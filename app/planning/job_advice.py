@@ -15,7 +15,7 @@ def advice_for(session: Session, job: Job) -> list[str]:
     """Sentences from a job's own figures."""
     measured = performance.of_job(session, job).stats
     if not measured.steps:
-        return [f"Job {job.id} has not made a step yet: ask again later."]
+        return [f"Job {job.id} has not made a step yet: try again later."]
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     share, device = performance.performance(session, job).share, plan.ranks[0]
     advice = advise(

@@ -29,7 +29,7 @@ def metrics(
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
-        int | None, Query(ge=2, le=10_000, description="At most so many, evenly spread")
+        int | None, Query(ge=2, le=10_000, description="Number of points at most, evenly spread")
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:

@@ -175,9 +175,9 @@ def check_quota(session: Session, settings: Settings) -> None:
 
 def _too_many(most: int) -> QuotaExceeded:
     return QuotaExceeded(
-        f"{most} jobs wait already, which is as many as a key may have (ACCRUE_MAX_QUEUED_JOBS): wait "
-        "for some "
-        "to end, or cancel them."
+        f"{most} jobs of this key are waiting already, which is the limit (ACCRUE_MAX_QUEUED_JOBS): try "
+        "again "
+        "once some have started, or cancel some."
     )
 
 
@@ -236,13 +236,13 @@ def _config(database: Database, requested: TrainingRequest) -> tuple[Accumulatio
 def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
     if config.target_effective_batch_size is None:
         raise Unprocessable(
-            "target_effective_batch_size is missing: say the batch you want, Accrue plans the steps.",
+            "target_effective_batch_size is missing: set the batch you want, and Accrue plans the steps.",
             field="target_effective_batch_size",
         )
     for field in ("accumulation_steps", "micro_batch_size"):
         if getattr(config, field) is not None:
             raise Unprocessable(
-                f"large-batch plans {field} by itself: leave it out, or use with-accumulation.", field=field
+                f"large-batch plans {field} itself: leave it out, or use with-accumulation.", field=field
             )
 
 

@@ -159,7 +159,7 @@ def _plainly(error: Mapping[str, Any]) -> str:
 
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     """That there is no such field, and which was probably meant."""
-    told = "is no field of this request"
+    told = "is not a field of this request"
     there = dict(_fields(requested)) if requested is not None else {}
     group, _, name = field.rpartition(".")
     first = next((path for path, others in there.items() if field in others), None)

@@ -76,9 +76,9 @@ def _host_and_port(url: str) -> tuple[str, int]:
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         host.encode("idna")
     except ValueError as error:
-        raise NotAllowed(f"it is no URL that can be reached ({error})") from None
+        raise NotAllowed(f"it is not a valid URL ({error})") from None
     if not host:
-        raise NotAllowed("it names no host")
+        raise NotAllowed("it has no host name")
     return host, port
 
 

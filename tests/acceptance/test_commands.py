@@ -83,7 +83,7 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     folder = tmp_path / "model"
     assert "model.safetensors" in run(shared, "download", job_id, str(folder))
     assert (folder / "config.json").is_file()
-    assert "is there already" in run(shared, "download", job_id, str(folder), status=1)
+    assert "already exists" in run(shared, "download", job_id, str(folder), status=1)
     assert not list(tmp_path.glob("*.part"))
 
 

@@ -20,7 +20,7 @@ def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue,
     accrue.serve()
     requested = tmp_path / "asked.jsonl"
     requested.write_text('{"prompt": "Whose wörk?", "completion": " Mine."}\n' * 5)
-    assert "No worker is here" in run(accrue, "preview", str(requested), status=1)
+    assert "No worker is running" in run(accrue, "preview", str(requested), status=1)
     llama = {"model_name": "meta-llama/Llama-3.1-8B", "gpus": ["24GB"], "wait_seconds": 30}
     by_formula = accrue.post(CALCULATE, llama)
     assert by_formula["source"] == "formula"
@@ -32,7 +32,7 @@ def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue,
     full = accrue.post(CALCULATE, llama)
     assert full["fits"] is False
     assert len(full["alternatives"]) >= 4
-    assert "The least change that fits" in full["explanation"]
+    assert "The smallest change that fits" in full["explanation"]
     taken = accrue.post(CALCULATE, {**llama, **advised(full)})
     assert (taken["fits"], taken["source"]) == (True, "simulated")
     assert f"({taken['memory']['peak_process_bytes'] / 2**30:.2f} GiB)" in full["explanation"]
@@ -61,7 +61,7 @@ def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue,
 
 
 def advised(answer: dict[str, Any]) -> dict[str, Any]:
-    """The least change that fits, as fields of a request."""
+    """The smallest change that fits, as fields of a request."""
     least = next(other for other in answer["alternatives"] if other["fits"])
     assert least["source"] == "simulated"
     changes: dict[str, Any] = dict(each.split(": ") for each in least["change"].split(", "))

@@ -151,7 +151,7 @@ def test_a_file_that_is_not_taken_leaves_none_chosen(
     table = tmp_path / "table.csv"
     table.write_text("prompt,completion\n1,2\n")
     page.get_by_label("Upload JSON lines").set_input_files(table)
-    expect(page.get_by_role("alert").filter(has_text="table.csv was not taken")).to_contain_text("Line 1")
+    expect(page.get_by_role("alert").filter(has_text="table.csv was not uploaded")).to_contain_text("Line 1")
     expect(chosen).to_have_value("")
     noticed.faults.clear()  # a browser writes every answer of 400 into its console
 

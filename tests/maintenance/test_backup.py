@@ -91,11 +91,11 @@ def test_what_cannot_be_backed_up_or_restored_says_why(
     submitted(database)
     (settings.files_dir / "file-1").write_text("{}")
     whole = backup.take(settings, tmp_path / "backup", runs=False).folder
-    with pytest.raises(InvalidRequest, match="there already"):
+    with pytest.raises(InvalidRequest, match="already exists"):
         backup.take(settings, tmp_path / "backup", runs=False)
-    with pytest.raises(InvalidRequest, match="stop service and workers"):
+    with pytest.raises(InvalidRequest, match="stop the service and the workers"):
         backup.restore(settings, whole)
-    with pytest.raises(InvalidRequest, match="is no backup"):
+    with pytest.raises(InvalidRequest, match="is not a backup"):
         backup.restore(elsewhere(settings, tmp_path / "other"), tmp_path)
     with pytest.raises(InvalidRequest, match="pg_dump"):
         backup.take(

@@ -114,7 +114,7 @@ def test_what_does_not_fit_comes_with_what_would(client: TestClient) -> None:
     assert answer["fits"] is False
     fitting = [other for other in answer["alternatives"] if other["fits"]]
     assert len(answer["alternatives"]) >= 4
-    assert f"The least change that fits: {fitting[0]['change']}" in answer["explanation"]
+    assert f"The smallest change that fits: {fitting[0]['change']}" in answer["explanation"]
     budget = answer["devices"][0]["memory_limit_bytes"]
     assert all((other["peak_process_bytes"] <= budget) is other["fits"] for other in answer["alternatives"])
 

@@ -25,5 +25,5 @@ def test_declared_devices_are_numbered() -> None:
 
 @pytest.mark.parametrize("phrase", ["", "GB", "0GB", "-4GB", "toaster", "24"])
 def test_what_is_no_device_is_refused(phrase: str) -> None:
-    with pytest.raises(ValueError, match="say its memory"):
+    with pytest.raises(ValueError, match="give its memory"):
         declared(phrase, 0)

@@ -75,7 +75,7 @@ def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
     database: Database, order: PreviewOrder
 ) -> None:
     worker(database)
-    with pytest.raises(Unavailable, match="ask again"):
+    with pytest.raises(Unavailable, match="try again"):
         asyncio.run(previews.ask(database, order, 0.1))
     with database.reading() as session:
         assert not previews.waiting(session)

@@ -148,7 +148,7 @@ def test_what_another_s_job_needs_stays(client: TestClient) -> None:
 @pytest.mark.parametrize("name", ["a--b", "a..b", "foo.git", "a.", "a-", "a/b--c", "models--x", "x" * 97])
 def test_names_that_the_hub_does_not_have_are_refused(settings: Settings, name: str) -> None:
     online = settings.model_copy(update={"offline": False})
-    with pytest.raises(Unprocessable, match="the hub has no such names"):
+    with pytest.raises(Unprocessable, match="not a valid name on the hub"):
         base_models.find_for_planning(name, online)
 
 

@@ -239,14 +239,14 @@ def test_a_backup_with_strange_names_or_links_is_refused(
     (settings.data_dir / "planted").write_text("stays")
     take(settings, tmp_path / "strange", runs=False)
     fresh = settings.model_copy(update={"data_dir": tmp_path / "fresh", "database_url": None})
-    with pytest.raises(InvalidRequest, match="as no service does"):
+    with pytest.raises(InvalidRequest, match="the service never creates"):
         restore(fresh, tmp_path / "strange")
     assert (settings.data_dir / "planted").read_text() == "stays"
     with database.writing() as session:
         session.delete(session.get_one(File, "../planted"))
     take(settings, tmp_path / "linked", runs=False)
     (tmp_path / "linked" / "files" / "file-1").symlink_to("/etc/hostname")
-    with pytest.raises(InvalidRequest, match="a link"):
+    with pytest.raises(InvalidRequest, match="a symbolic link"):
         restore(fresh, tmp_path / "linked")
 
 

@@ -461,4 +461,4 @@ def test_keys_that_are_not_trained_on_are_named_once(tmp_path: Path) -> None:
     run_to_end(run)
     [event] = of_kind(run, "data")
     assert event["level"] == "warning"
-    assert "keys that mean nothing here and are not used: 'id', 'source'" in event["message"]
+    assert "unknown keys, ignored: 'id', 'source'" in event["message"]

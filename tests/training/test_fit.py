@@ -154,7 +154,7 @@ def test_a_sample_that_gives_no_number_is_named_and_training_goes_on(
 def test_a_run_that_diverges_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, lambda batch: float("nan"))
     run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=50))
-    with pytest.raises(CannotTrain, match="10 windows in a row could not be applied"):
+    with pytest.raises(CannotTrain, match="10 windows in a row were skipped"):
         run_to_end(run)
 
 

@@ -61,7 +61,7 @@ def test_a_sweep_leaves_everything_as_it_was_bit_by_bit(tmp_path: Path) -> None:
 def test_a_tuned_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
-    monkeypatch.setattr(sweep, "leanest", lambda pairs: min(tokens for tokens, _ in pairs))
+    monkeypatch.setattr(sweep, "smallest_of_the_fastest", lambda pairs: min(tokens for tokens, _ in pairs))
     run_to_end(tuned)
     (event,) = [event for event in events_of(tuned) if event["type"] == "tuned"]
     assert Tuning.model_validate(event["data"]).token_budget < 512
@@ -74,7 +74,7 @@ def test_a_tuned_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_whose_plan_was_right_is_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
-    monkeypatch.setattr(sweep, "leanest", lambda pairs: 512)
+    monkeypatch.setattr(sweep, "smallest_of_the_fastest", lambda pairs: 512)
     run_to_end(tuned)
     assert log_of(plain) == log_of(tuned)
     assert all(torch.equal(value, weights(tuned)[name]) for name, value in weights(plain).items())

@@ -212,7 +212,7 @@ def test_a_trainer_that_nothing_is_heard_of_is_ended_and_its_job_tried_again(
     ended(supervisor)
     assert time.monotonic() - began > 1.5  # as long as it wrote, it was left alone
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
-    assert "nothing was heard" in told(database, job_id)
+    assert "the trainer wrote nothing" in told(database, job_id)
 
 
 def told(database: Database, job_id: str) -> str:

@@ -76,7 +76,7 @@ class Balance:
 
     def _probabilities(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """Routing probabilities of the real tokens, without padding; shape (tokens, experts)."""
-        assert batch.real is not None, "a batch of a model that routes says which of its tokens are real"
+        assert batch.real is not None, "a mixture of experts needs to know which tokens are padding"
         return logits.flatten(0, -2).index_select(0, batch.real).to(_at_least_fp32(logits)).softmax(-1)
 
     def _choices(self, probabilities: Tensor) -> Tensor:

@@ -317,7 +317,7 @@ class Tokeniser:
                 raise CannotTrain(
                     "chat_template",
                     f"line {number} of the data: the model's chat template renders a turn "
-                    "differently once others follow, so it cannot be told which tokens to learn; use "
+                    "differently once others follow, so it is unclear which tokens to learn; use "
                     "prompt and completion instead",
                 )
             pieces += [(whole[at : len(before)], False), (whole[len(before) : len(upto)], True)]
