@@ -1,1 +1,3 @@
-"""Planning: pure functions of values. No session, no file, no clock."""
+"""Planning. The planner and what it needs are pure functions; `inputs.py`, `batch_size.py`, `evidence.py` and
+`job_advice.py` read the database.
+"""
