@@ -74,7 +74,7 @@ _NATIVE = (
     device_routes,
     audit_routes,
 )
-"""Those that are asked most come first: the routes are tried one after another."""
+"""The routes that are called most come first: they are tried one after another."""
 _OPENAI = (file_routes, openai_routes, model_routes)
 
 

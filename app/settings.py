@@ -148,7 +148,7 @@ class Settings(BaseSettings):
 
     @property
     def allowed_origins(self) -> list[str]:
-        """Those of ACCRUE_CORS_ORIGINS, without a slash at their end."""
+        """The origins in ACCRUE_CORS_ORIGINS, without trailing slashes."""
         return [origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()]
 
     @property

@@ -1,4 +1,4 @@
-"""From a run directory's lines to rows: read again from anywhere, stored once."""
+"""Turns the lines of a run directory into rows: lines may be read again, and are stored once."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the rows of a job up to a step."""
+    """Sums over the rows of a job up to a step."""
 
     step: int
     steps: int
@@ -50,7 +50,7 @@ class Sums:
     seconds: float
 
     def with_line(self, line: LogLine) -> "Sums":
-        """With the step after those that it is of."""
+        """These sums and one more step."""
         took = line.data_seconds + line.forward_backward_seconds + line.optimizer_seconds
         took += line.synchronise_seconds or 0.0
         return Sums(
@@ -71,7 +71,7 @@ class Position:
     tuning: dict[str, Any] | None = None
     """This attempt's sweep over micro-batches (app.contract.reports.Tuning)."""
     sums: Sums | None = None
-    """Of the steps so far; null: to be summed anew."""
+    """The sums so far; None: they must be computed anew."""
     window: WindowProgress | None = None
     caught_up: bool = True
     """Whether everything that was there has been read."""
@@ -119,7 +119,7 @@ def ingest(
 
 
 def _warmed(lines: list[LogLine], temperature_celsius: float | None) -> list[LogLine]:
-    """With the GPU's temperature, where they are new."""
+    """Adds the GPU's temperature to new lines."""
     if temperature_celsius is None:
         return lines
     since = time.time() - _NEW_SECONDS

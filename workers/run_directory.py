@@ -138,7 +138,7 @@ class RunDirectory:
         return self._read("failure.json", Failure)
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
-        """What a file holds; null: it is not there, or something else lies in its place."""
+        """What a file holds; None: it is not there, or something else lies in its place."""
         with contextlib.suppress(NotPlain):
             content = read_plain(self.path, name)
             return None if content is None else kind.model_validate_json(content)

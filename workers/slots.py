@@ -34,12 +34,12 @@ class Slots:
         return found
 
     def usable(self) -> list[Device]:
-        """Those that no trainer has failed on lately."""
+        """Devices on which no trainer has failed recently."""
         now = time.monotonic()
         return [device for device in self.there() if self._aside_until.get(device.id, 0.0) <= now]
 
     def temperature(self, device: Device) -> float | None:
-        """Degrees Celsius of a GPU, as of a moment ago; null: unknown, as of a CPU."""
+        """Degrees Celsius of a GPU, as of a moment ago; None: unknown, as of a CPU."""
         if device.kind == "cpu":
             return None
         return next((gpu.temperature_celsius for gpu in gpus.seen() if gpu.id == device.id), None)

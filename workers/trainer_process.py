@@ -33,7 +33,7 @@ _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_"
 
 
 _WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
-"""In a network namespace of its own, which is empty, and the user namespace that this takes."""
+"""A command prefix for an empty network namespace, in the user namespace that this needs."""
 
 
 def check_network_can_be_kept_away() -> None:

@@ -72,7 +72,7 @@ def benchmark(
 
 
 def _ratio(times: list[float], others: list[float]) -> float:
-    """Of what was measured at nearly the same time: the machine is busier now and then."""
+    """The median ratio of neighbouring measurements, since the load of a machine changes with time."""
     return median(time / other for time, other in zip(times, others, strict=True))
 
 

@@ -102,7 +102,7 @@ class Client:
                 time.sleep(failures)
 
     def stored(self, file: Path) -> Any:
-        """The same file as it is there already, among the newest; null: it is not."""
+        """The uploaded file with the same content, among the newest; None if there is none."""
         with file.open("rb") as content:
             sha256 = hashlib.file_digest(content, "sha256").hexdigest()
         newest = self.get("/v1/files", params={"limit": 100, "purpose": "fine-tune"})["data"]

@@ -42,5 +42,5 @@ NewestModel = Annotated[
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not null."""
+    """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}

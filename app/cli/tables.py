@@ -123,7 +123,7 @@ def show_keys(keys: list[dict[str, Any]]) -> None:
 
 
 def _minute(time: str | None) -> str | None:
-    """Of an ISO 8601 time."""
+    """An ISO 8601 time, to the minute."""
     return time and time[:16].replace("T", " ")
 
 

@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.5
 _POLLS_BETWEEN_WARNINGS = 4
 _POLLS_BETWEEN_LINES = 40
 _INTERRUPTED = 130
-"""As shells have it: 128 and SIGINT."""
+"""The exit status that shells use after Ctrl-C: 128 + SIGINT."""
 
 _ENDED = ("succeeded", "failed", "cancelled")
 

@@ -32,7 +32,7 @@ class Architecture(Frozen):
     active_experts: int = 1
     """Experts that a token goes through."""
     fingerprint: str = ""
-    """Of the config.json, without what neither shapes nor sizes depend on: profiles are kept by it."""
+    """A digest of the fields of config.json that affect shapes or sizes; profiles are stored by it."""
     parameters: int
     """Trainable parameters, tied ones counted once."""
 
@@ -44,7 +44,7 @@ class ModelReference(Frozen):
     source: Literal["built_in", "local", "hub"]
     architecture: Architecture
     fingerprint: str | None = None
-    """Of its files at submission (`model_files.fingerprint_of_files`); null: they were not at hand."""
+    """A digest of the model's files at submission (`model_files.fingerprint_of_files`); None if not local."""
 
 
 MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")

@@ -20,7 +20,7 @@ OptimizerChoice = Annotated[OptimizerName, BeforeValidator(_as_ours)]
 
 
 class OptimizerArguments(Request):
-    """Those of the optimizer chosen; the defaults are its library's."""
+    """Arguments of the chosen optimizer; by default, those of its library."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
     eps: float | None = Field(None, gt=0)
@@ -30,7 +30,7 @@ class OptimizerArguments(Request):
 
 
 class ScheduleArguments(Request):
-    """Those of the schedule chosen; the defaults are PyTorch's."""
+    """Arguments of the chosen schedule; by default, those of PyTorch."""
 
     warmup_start: float | None = Field(
         None, ge=0, le=1, description="Share of the peak rate at the first update; default 0, constant: 0.1"

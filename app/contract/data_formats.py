@@ -84,7 +84,7 @@ def unused_keys(example: Example) -> set[str]:
 
 
 _MOST_VALUES = 200_000
-"""In a line, as far as commas and brackets tell: each takes time to look at."""
+"""The most values in a line, counted by commas and brackets: checking each takes time."""
 
 
 class BadLine(ValueError):

@@ -29,7 +29,7 @@ class Recipe(Frozen):
     accumulate_in_fp32: bool = True
     accumulate_on_cpu: bool = False
     optimizer_on_cpu: bool = False
-    """With its states."""
+    """Whether the optimizer and its states are on the CPU."""
     expandable_segments: bool = False
     """The caching allocator's segments grow (PyTorch's allocator settings)."""
 
@@ -48,7 +48,7 @@ class Line(Frozen):
     base: dict[Kind, float]
     slope: dict[Kind, float]
     square: dict[Kind, float] = Field(default_factory=dict)
-    """Of what grows with the square of the rows, such as a packed row's mask; a kind left out has none."""
+    """Bytes per squared row, such as a packed row's mask; a kind without such memory is left out."""
 
     def parts(self, rows: float) -> dict[Kind, float]:
         """Each kind's."""
@@ -90,6 +90,6 @@ class Profile(Frozen):
     curve: Curve
     checked_rows: int | None
     check_error: float | None
-    """null: not checked yet. The curve over a trace at `checked_rows`, which it was not made from, less 1."""
+    """None: not checked yet. The curve over a trace at `checked_rows`, which it was not made from, less 1."""
     seconds: float
     """What it took to make."""

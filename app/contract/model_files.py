@@ -39,7 +39,7 @@ def fingerprint_of_files(folder: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest(path: str, size: int, modified_ns: int, inode: int) -> str:
-    """Of a file's content, as sampled; the last two arguments say when it has to be read again."""
+    """The digest of samples of a file; the last two arguments invalidate the cache when the file changes."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         if size <= WHOLE_BYTES:

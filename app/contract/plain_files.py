@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 64 * 2**20
-"""Of a file that is read at once."""
+"""The largest file that is read at once."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -62,7 +62,7 @@ def open_plain(root: Path, *parts: str) -> BinaryIO:
 
 
 def read_plain(root: Path, *parts: str) -> bytes | None:
-    """What a file below a folder holds, at most `MOST_BYTES` of it; null: it is not there.
+    """What a file below a folder holds, at most `MOST_BYTES` of it; None: it is not there.
 
     Raises:
         NotPlain: it, or a part of the way, is a link or no file.

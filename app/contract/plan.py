@@ -58,7 +58,7 @@ class RankPlan(Frozen):
     rank: int
     gpu_id: int | str
     name: str | None = None
-    """Of the device; null in plans from before it was kept."""
+    """The device's name; None in old plans."""
     micro_batch_rule: MicroBatchRule
     expected_micro_batches: int
     """A step, with every sample at its full length."""
@@ -67,7 +67,7 @@ class RankPlan(Frozen):
     predicted_peak_bytes: int
     memory_limit_bytes: int
     share_of_tokens: float = 1.0
-    """Of a step's."""
+    """The share of a step's tokens that this device processes."""
 
 
 class PlannedDevice(Frozen):

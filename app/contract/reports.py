@@ -14,9 +14,9 @@ class NoiseScale(Frozen):
 
     value: float
     low: float
-    """Of the 90 % confidence band."""
+    """The lower end of the 90 % confidence interval."""
     high: float | None
-    """null: unbounded, since the gradient's own norm is not told from zero yet."""
+    """None: unbounded, since the gradient's own norm is not told from zero yet."""
     measurements: int
 
 
@@ -63,7 +63,7 @@ class LogLine(Frozen):
     synchronise_seconds: float | None = None
     """Reading the window's sums back from the device, and with several devices adding them up."""
     temperature_celsius: float | None = None
-    """Of the GPU, as the worker saw it when it read this line."""
+    """The GPU's temperature when the worker read this line."""
     aux_loss: float | None = None
     """A mixture of experts' balance loss, weighted as trained."""
     micro_losses: tuple[float, ...] | None = None
@@ -111,9 +111,9 @@ class MeasuredSize(Frozen):
 
     token_budget: int
     micro_batches: int
-    """That the samples measured were cut into."""
+    """The number of micro-batches of the measured samples."""
     largest_tokens: int
-    """Of the largest of them, padding included."""
+    """The tokens of the largest micro-batch, padding included."""
     samples_per_second: float
     """Forward and backward, without the optimizer."""
     tokens_per_second: float
@@ -138,11 +138,11 @@ class Completion(Frozen):
 
     prompt: str
     expected: str
-    """As the sample goes on."""
+    """How the sample continues."""
     before: str | None = None
-    """By the model that training began with; null: it was not asked."""
+    """The completion by the base model; None if there is none."""
     after: str | None = None
-    """By the model as saved; null: it is not there yet."""
+    """The completion by the trained model; None until it has been saved."""
 
 
 class Completions(Frozen):
@@ -159,14 +159,14 @@ class Operator(Frozen):
     seconds: float
     own_seconds: float
     device_seconds: float | None
-    """Of its kernels; null: on a CPU."""
+    """Seconds of its kernels; None on a CPU."""
 
 
 class Operators(Frozen):
     """The content of a run directory's profile/operators.json."""
 
     data: tuple[Operator, ...]
-    """Those that took longest by themselves, the first of them first."""
+    """The operators that took longest by themselves, the slowest first."""
 
 
 class Outcome(Frozen):

@@ -73,7 +73,7 @@ class ScheduleSpec(Frozen):
 
     name: ScheduleName
     warmup_steps: int | None
-    """null: `warmup_ratio` of the steps, resolved once these are known."""
+    """None: `warmup_ratio` of the steps, resolved once these are known."""
     warmup_ratio: float
     warmup_shape: WarmupShape
     warmup_start: float
@@ -95,7 +95,7 @@ class LoraSpec(Frozen):
     alpha: int
     dropout: float
     target_modules: tuple[str, ...] | None
-    """Ends of module names; null: every linear layer but the output head."""
+    """Ends of module names; None: every linear layer but the output head."""
     merge: bool
     """The model is saved with the adapters merged into it, instead of the adapters alone."""
 
@@ -122,7 +122,7 @@ class EarlyStopping(Frozen):
 
 
 class RequestedSplit(Frozen):
-    """What the person asked of the micro-batches, per device; null: planned."""
+    """What the person asked of the micro-batches, per device; None: planned."""
 
     accumulation_steps: int | None
     micro_batch_size: int | None

@@ -33,7 +33,7 @@ def storable(text: str) -> str:
 
 
 def storable_values(value: Any) -> Any:
-    """The same for every text within lists and objects."""
+    """Applies `storable` to every text within lists and objects."""
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, dict):
@@ -44,7 +44,7 @@ def storable_values(value: Any) -> Any:
 
 
 def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
-    """Where in lists and objects the first text is that cannot be stored; null: nowhere."""
+    """Where in lists and objects the first text is that cannot be stored; None: nowhere."""
     if isinstance(value, str):
         return None if is_storable(value) else path
     if isinstance(value, dict):
@@ -61,7 +61,7 @@ def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None
 
 
 def oversized(value: Any, most_fields: int = MOST_FIELDS, depth: int = 0) -> str | None:
-    """Why a value is not worth looking at field by field; null: it is."""
+    """Why a value is not worth looking at field by field; None: it is."""
     if depth > DEEPEST:
         return f"is nested deeper than {DEEPEST} levels"
     if isinstance(value, dict):

@@ -157,7 +157,7 @@ def add(
 
 
 def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
-    """An id under which the same content lies, whosever that is; null: there is none.
+    """An id under which the same content lies, whosever that is; None: there is none.
 
     It is read before it is taken, outside of any transaction: a file that was damaged since must not become
     another one's content. A damaged one is mended instead: its names come to stand for the new file.
@@ -213,7 +213,7 @@ def read_row(connection: Connection, owner: str | None, file_id: str, field: str
     """A file's id, digest, format and number of examples.
 
     Args:
-        owner: whose files are seen; null: everybody's.
+        owner: whose files are seen; None: everybody's.
 
     Raises:
         NotFound: as in `get`.

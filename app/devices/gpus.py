@@ -121,7 +121,7 @@ def _ask() -> list[SeenGpu]:
 
 @lru_cache
 def _compute_capabilities() -> dict[str, float]:
-    """By UUID, which GPUtil does not tell; empty where nvidia-smi is too old to. They never change."""
+    """Compute capabilities by UUID, which GPUtil does not have; empty if nvidia-smi is too old."""
     command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
     try:
         told = subprocess.run(

@@ -29,9 +29,9 @@ class Document:
 
 
 class AnswerCache:
-    """Those of jobs that ended, as long as nothing of their rows changes.
+    """Caches the serialised answers of ended jobs until their rows change.
 
-    What is told of others depends on the time, or on who waits before them.
+    Answers about other jobs depend on the time, or on the jobs that wait before them.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AnswerCache:
     def page(
         self, surface: str, rows: Sequence[Row], limit: int, answer: Callable[[Job], BaseModel]
     ) -> Response:
-        """Those of the first `limit` rows, in the shape of `Page`."""
+        """A page of the first `limit` rows."""
         shown = rows[:limit]
         rest = {
             "has_more": len(rows) > limit,

@@ -72,7 +72,7 @@ def record_event_of(
     level: Level = "info",
     data: dict[str, Any] | None = None,
 ) -> None:
-    """The same of a job by its id, which is in the database by now."""
+    """Records an event of a job that is in the database, by the job's id."""
     told = {
         "id": next_id(session, job_id),
         "job_id": job_id,

@@ -44,7 +44,7 @@ class Submission:
     priority: int
     paused: bool
     suffix: str | None = None
-    """Of the trained model's name."""
+    """A part of the trained model's name."""
     webhook_url: str | None = None
     gpu_id: int | None = None
     """The only GPU that may have it."""

@@ -150,7 +150,7 @@ def list_checkpoints(
     limit: Limit = 10,
     after: After = None,
 ) -> Page[FineTuningCheckpoint]:
-    """Those that are kept: older ones make room for newer ones."""
+    """The checkpoints that still exist: older ones are deleted."""
     job = transitions.get(session, fine_tuning_job_id)
     kept = [_checkpoint(job, each) for each in checkpoints.kept(session, settings, job)]
     return page_of(kept, lambda each: each.id, limit, after)

@@ -60,7 +60,7 @@ class FineTuningRequest(Request):
 
 
 class HyperparametersAnswer(Answer):
-    """As they were resolved."""
+    """The hyperparameters after "auto" has been resolved."""
 
     n_epochs: int | Auto = Field(description="auto: the job's length is given in steps")
     batch_size: int

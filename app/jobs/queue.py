@@ -80,7 +80,7 @@ def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | 
     """The next queued job, now running under this worker with a new attempt; null if there is none.
 
     Args:
-        gpu_id: the GPU that it is for; null: a CPU.
+        gpu_id: the GPU that it is for; None: a CPU.
     """
     values = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
     claimed = _CLAIM.run(session, values)
@@ -178,7 +178,7 @@ def waiting(session: Session) -> bool:
 
 
 def count_waiting(session: Session, owner: str | None, most: int) -> int:
-    """How many of an owner's jobs are queued or paused, counted up to `most`; null: of everybody's."""
+    """How many of an owner's jobs are queued or paused, counted up to `most`; None: of everybody's."""
     ((waiting,),) = _COUNT_WAITING.run(session, {"owner": owner, "most": most})
     return int(waiting)
 

@@ -40,7 +40,7 @@ class Row:
 
     values: Sequence[Any]
     json_is_text: bool
-    """As SQLite has it; other drivers read it themselves."""
+    """Whether JSON columns are text, as with SQLite; other drivers decode them."""
 
     def __getitem__(self, column: str) -> Any:
         """One of those that are not JSON."""
@@ -91,7 +91,7 @@ def row(connection: Connection, job_id: str, owner: str | None) -> Row:
     """A job's columns.
 
     Args:
-        owner: whose jobs are seen; null: everybody's.
+        owner: whose jobs are seen; None: everybody's.
 
     Raises:
         NotFound: no job has that id, or none that is seen.

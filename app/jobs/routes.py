@@ -187,9 +187,9 @@ def events(
     accept: Annotated[str, Header(max_length=1000)] = "*/*",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
 ) -> Page[EventAnswer] | Response:
-    """With `Accept: text/event-stream`: server-sent events, oldest first, each with its id. They begin at
-    the start, or after `Last-Event-ID`; the stream ends with the job. Between them, events named `progress`,
-    without an id, say once a second how far a window is that takes longer than that."""
+    """With `Accept: text/event-stream`, the answer is a stream of server-sent events, oldest first, each with
+    its id. It starts with the first event, or after `Last-Event-ID`, and ends with the job. While a window
+    takes longer than a second, events named `progress`, without an id, report once a second how far it is."""
     job = transitions.get(session, training_id)
     query = select(JobEvent).where(JobEvent.job_id == training_id)
     if "text/event-stream" not in accept:

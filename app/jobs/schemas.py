@@ -118,7 +118,7 @@ class DatasetConfig(DatasetOptions):
         return self
 
     def inline(self) -> tuple[DataFormat, list[dict[str, Any]]] | None:
-        """The samples that the request brings itself, as lines of a training file; null: it names a file."""
+        """The samples that the request brings itself, as lines of a training file; None: it names a file."""
         if self.texts is not None:
             return "text", [{"text": text} for text in self.texts]
         if self.prompts is not None:

@@ -68,7 +68,7 @@ def change(
 
     Args:
         where: a worker's fence, or a job that this session has locked.
-        to: the new state; null: the same.
+        to: the new state; None: the same.
         values: other columns.
 
     Returns:

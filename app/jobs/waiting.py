@@ -38,7 +38,7 @@ class WaitingReasons:
 
     @classmethod
     def within(cls, session: Session) -> "WaitingReasons":
-        """That of the transaction that a session is part of, for all of its jobs."""
+        """The reasons in a session's transaction, computed once for all of its jobs."""
         transaction = session.shared_transaction
         if transaction is None:
             return cls(session)
@@ -100,7 +100,7 @@ def _ahead(dialect: str) -> object:
 
 
 def _between(dialect: str) -> object:
-    """From one job, which counts, to another, which does not."""
+    """Jobs from one place in the queue (included) to another (excluded)."""
     place: BindParameter[float] = bindparam("place")
     low_place: BindParameter[float] = bindparam("low_place")
     job_id: BindParameter[str] = bindparam("id")

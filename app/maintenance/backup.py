@@ -131,7 +131,7 @@ def _named_files(path: Path) -> dict[str, str]:
 
 
 def _what_is_wrong(path: Path) -> str | None:
-    """The first thing that SQLite finds wrong with a database; null: nothing."""
+    """The first thing that SQLite finds wrong with a database; None: nothing."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             (answer,) = database.execute("PRAGMA integrity_check(1)").fetchone()
@@ -141,7 +141,7 @@ def _what_is_wrong(path: Path) -> str | None:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """In one go, as of one moment: in WAL mode no writer has to wait. On the disk when it returns."""
+    """Copies the database as of one moment (in WAL mode, no writer waits) and flushes it to disk."""
     with (
         contextlib.closing(sqlite3.connect(source, timeout=30)) as old,
         contextlib.closing(sqlite3.connect(target)) as new,
@@ -155,7 +155,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
-    """Those that are still there, equal ones once; gives how many."""
+    """Copies the files that still exist, equal ones once. Returns how many."""
     copied = 0
     first: dict[str, Path] = {}
     for file_id, sha256 in named.items():

@@ -86,7 +86,7 @@ def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> i
 
 
 class Retention:
-    """From `start()` to `close()`: deletes by age, if an age was set."""
+    """Deletes by age from `start()` to `close()`, if an age is set."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database, self._settings = database, settings

@@ -23,7 +23,7 @@ from app.storage.tables import Job, Measurement, StepMetric
 DeviceKind = Literal["cpu", "cuda"]
 
 _SETTLED_STEPS = 3
-"""From so many steps on, an attempt's peak is that of its steady state."""
+"""The number of steps after which an attempt's peak is that of its steady state."""
 
 _REMEMBERED = 200
 _ENOUGH = 5
@@ -41,7 +41,7 @@ class Subject:
     architecture: str
     """The fingerprint of the model's config.json."""
     key: str
-    """Of the profile."""
+    """The key of the profile."""
     estimate: Estimate
 
     def predicted_bytes(self, tokens: int, *, accumulating: bool) -> int:
@@ -86,7 +86,7 @@ def points(session: Session, architecture: str, device_name: str | None) -> Mapp
 
 
 def throughput(session: Session, key: str, device_name: str | None) -> Throughput | None:
-    """The newest sweep of a recipe on such a device, else what the newest job did; null: neither."""
+    """The newest sweep of a recipe on such a device, else what the newest job did; None: neither."""
     own = select(Measurement).where(
         Measurement.key == key,
         Measurement.device_name == device_name,
@@ -107,7 +107,7 @@ def throughput(session: Session, key: str, device_name: str | None) -> Throughpu
 
 
 def mean_error(session: Session, source: str, device: DeviceKind) -> float | None:
-    """The mean size of a source's relative errors on a kind of device; null: none was measured."""
+    """The mean size of a source's relative errors on a kind of device; None: none was measured."""
     errors = _errors(session, source, device)
     return fmean(map(abs, errors)) if errors else None
 
@@ -115,7 +115,7 @@ def mean_error(session: Session, source: str, device: DeviceKind) -> float | Non
 def margin(session: Session, device: DeviceKind) -> float | None:
     """The share of a device to keep free, so that all but one in twenty of the measured jobs fit.
 
-    null: too little was measured to say.
+    None: too little was measured to say.
     """
     errors = _errors(session, None, device)
     if len(errors) < _ENOUGH:

@@ -74,7 +74,7 @@ def estimates(session: Session, architecture: Architecture, device_name: str | N
     Either starts from what was measured with that recipe and length on such a device, where anything was.
 
     Args:
-        device_name: null: the devices are of several kinds.
+        device_name: None: the devices are of several kinds.
     """
     stored = select(StoredProfile.key, StoredProfile.content)
     stored = stored.where(StoredProfile.architecture == architecture.fingerprint)
@@ -113,7 +113,7 @@ def known(session: Session, architecture: Architecture, device_name: str | None)
     """What is known of an architecture's steps on such devices.
 
     Args:
-        device_name: null: the devices are of several kinds.
+        device_name: None: the devices are of several kinds.
     """
     on = (session, architecture, device_name)
     return Known(estimates(*on), throughput(*on), architecture)

@@ -35,7 +35,7 @@ class ProfileAnswer(Answer):
 def list_profiles(
     session: Reading, caller: CurrentCaller, limit: Limit = 20, after: After = None
 ) -> Page[ProfileAnswer]:
-    """Of all keys' models: for admins."""
+    """Lists the profiles of all keys' models, for admins."""
     _check(caller)
     return page(session, select(StoredProfile), StoredProfile.id, limit, after, _answer)
 

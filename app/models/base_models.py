@@ -138,7 +138,7 @@ def _of_the_catalogue(name: str) -> tuple[KnownFrom, Architecture]:
 
 
 def _configs(folder: Path) -> list[Path]:
-    """Of its folders and theirs; one that links lead to again is left out, and so is what is no file."""
+    """The config.json files of models in a folder and its subfolders; each real folder is visited once."""
     found: dict[Path, Path] = {}
     for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json")):
         with contextlib.suppress(OSError, RuntimeError):

@@ -27,7 +27,7 @@ def result_file_of(job: Job) -> str:
 
 
 def job_of_result_file(file_id: str) -> str | None:
-    """The job's id; null: it is no result file's."""
+    """The job's id; None: it is no result file's."""
     return f"ftjob-{file_id.removeprefix(RESULT_FILE)}" if file_id.startswith(RESULT_FILE) else None
 
 

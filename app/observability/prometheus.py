@@ -51,7 +51,7 @@ class Exposition:
         self._answers.labels(method, route, str(status)).observe(seconds)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
@@ -109,7 +109,7 @@ def _counters(session: Session) -> Iterable[Metric]:
 
 
 def _prediction_error(session: Session) -> Metric:
-    """By source; of what jobs measured."""
+    """The errors of memory predictions, by source, from jobs that measured their peak."""
     family = GaugeMetricFamily(
         "accrue_memory_prediction_error",
         "Mean of |predicted - measured| / measured peak memory, by the prediction's source",

@@ -16,7 +16,7 @@ class AuditAnswer(Answer):
     id: str
     at: float
     key_id: str | None
-    """null: none was made yet, or none was shown that opens the service."""
+    """None: none was made yet, or none was shown that opens the service."""
     method: str
     path: str
     status: int

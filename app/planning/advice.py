@@ -14,11 +14,11 @@ _IDLE = 0.5
 
 @dataclass(frozen=True)
 class Figures:
-    """As measured; null: not measured. Shares are of 1, memory is in bytes."""
+    """Measured figures; None where nothing was measured. Shares are between 0 and 1, memory is in bytes."""
 
     padding_share: float | None
     data_share: float
-    """Of the time, waiting for data."""
+    """The share of time spent waiting for data."""
     optimizer_share: float
     micro_batches_per_step: float
     skipped: int
@@ -34,9 +34,9 @@ class Figures:
     clipping: float | None
     effective_batch: int
     samples: int | None
-    """Of the training data."""
+    """The number of training samples."""
     load: float | None = None
-    """Of the GPU, while the job runs."""
+    """The utilisation of the GPU while the job runs."""
 
 
 def advise(figures: Figures) -> list[str]:

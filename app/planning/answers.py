@@ -89,7 +89,7 @@ _NO_RECIPE = Recipe(device="cuda", precision="fp32")
 
 
 def answer_raw(raw: RawQuestion) -> BatchSizeAnswer:
-    """The same from raw figures: weights, their gradients and states, and so much for each sample."""
+    """The answer for raw figures: weights, their gradients and states, and memory per sample."""
     estimate: Estimate = ByFigures(
         raw.weights_bytes, int(raw.weights_bytes * raw.optimizer_states), raw.sample_bytes
     )

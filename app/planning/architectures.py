@@ -44,7 +44,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 _LARGEST_NUMBER = 2**31
 _LONGEST_NUMBER = 10
-"""Of its digits, where a number is given as a text."""
+"""The most digits of a number that is given as text."""
 _MOST = {
     "layers": 1_000, "hidden_size": 2**17, "heads": 4_096, "key_value_heads": 4_096, "head_dim": 2**14,
     "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,

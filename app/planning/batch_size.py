@@ -39,7 +39,7 @@ _ADVICE_CHECKED = 4
 async def calculated(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeAnswer:
-    """In threads, but for the waits in between."""
+    """Calculates in threads, and holds none while it waits."""
     if requested.model_name is None:
         return _from_figures(
             requested, memory_limits(requested.max_memory_usage, requested.memory_safety_margin)

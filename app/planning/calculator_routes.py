@@ -34,7 +34,7 @@ Gpus = Annotated[int, Query(ge=1, le=1024)]
 async def calculate_batch_size(
     request: Request, requested: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
 ) -> BatchSizeAnswer:
-    """From a model by name, or from raw figures in GiB and MiB."""
+    """Calculates for a model by name, or from raw figures in GiB and MiB."""
     return await calculated(request, requested, settings, database)
 
 

@@ -36,11 +36,11 @@ class Device:
     expandable_segments: bool = False
     """Its trainers' allocator has segments that grow."""
     compute_capability: float | None = None
-    """Of a GPU, as 8.6; null: not known."""
+    """The compute capability of a GPU, such as 8.6; None if unknown."""
 
 
 def common_name(devices: Sequence[Device]) -> str | None:
-    """The name of devices that are all alike; null: they are not."""
+    """The name of devices that are all alike; None: they are not."""
     names = {device.name for device in devices}
     return names.pop() if len(names) == 1 else None
 

@@ -21,7 +21,7 @@ class Estimate(Protocol):
 
     @property
     def expected_error(self) -> float | None:
-        """The mean size of the errors that this source made on such devices; null: none was measured."""
+        """The mean size of the errors that this source made on such devices; None: none was measured."""
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
         """At the peak of a steady-state step; with several micro-batches, or with one.
@@ -34,7 +34,7 @@ class Estimate(Protocol):
 
 @dataclass(frozen=True)
 class ByFormula:
-    """From sizes alone: instant, and the least precise."""
+    """An estimate from sizes alone: instant, and the least precise."""
 
     architecture: Architecture
     recipe: Recipe
@@ -48,7 +48,7 @@ class ByFormula:
 
 @dataclass(frozen=True)
 class ByProfile:
-    """From a profile's curve."""
+    """An estimate from a simulated profile."""
 
     curve: Curve
     recipe: Recipe
@@ -102,7 +102,7 @@ class ByMeasurement:
     device: Literal["cpu", "cuda"]
     sequence: int
     points: tuple[Point, ...]
-    """By rising tokens; at least one."""
+    """The measured points by increasing tokens; at least one."""
     expected_error: float | None = None
     source: Source = "measured"
 
@@ -124,9 +124,9 @@ class ByMeasurement:
 
 @dataclass(frozen=True)
 class ByComparison:
-    """By formula, corrected by as much as the formula is off for a step of which more is known.
+    """An estimate by formula, plus the formula's known error for a similar step.
 
-    So that two steps differ by what changes between them, and not by how they were estimated.
+    Thus two steps differ by what changes between them, and not by how they were estimated.
     """
 
     formula: Estimate

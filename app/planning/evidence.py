@@ -34,7 +34,7 @@ NEWEST = 20
 
 @dataclass(frozen=True)
 class Choices:
-    """What recommendations are to hold to; null: recommended, or by default."""
+    """What recommendations are to hold to; None: recommended, or by default."""
 
     target: int | None
     optimizer: OptimizerName | None
@@ -74,7 +74,7 @@ def submission(recommended: dict[str, Recommendation], method: str) -> dict[str,
 
 
 def samples_known(spec: Spec) -> int | None:
-    """Of the training data; null: the tokenizer decides."""
+    """The number of training samples; None if it depends on the tokenizer."""
     return spec.data.examples if spec.data.overlength != "split" else None
 
 
@@ -154,14 +154,14 @@ def situation(
 
 
 def _steps_total(job: Job | None, requested: Choices, batch: int) -> int | None:
-    """Of the job, or of as many epochs as a job has by default."""
+    """The number of steps of the job, or of a job with the default number of epochs."""
     if job is not None and (total := job.plan["steps_total"] or job.progress.get("steps_total")):
         return int(total)
     return None if requested.samples is None else DEFAULT_EPOCHS * -(-requested.samples // batch)
 
 
 _UNITS = {"m": 10**6, "b": 10**9}
-"""As in 350m and 2b."""
+"""Suffixes of numbers such as 350m and 2b."""
 
 
 def architecture_of_size(size: str) -> Architecture:

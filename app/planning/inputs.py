@@ -64,29 +64,29 @@ class PlanningInputs:
         return PlanningInputs(self.database, ShortCache())
 
     def gpus(self) -> list[Device]:
-        """As `live_workers.gpus`."""
+        """See `live_workers.gpus`."""
         return self._found("gpus", live_workers.gpus)
 
     def machines_with_gpus(self) -> int:
-        """As `live_workers.machines_with_gpus`."""
+        """See `live_workers.machines_with_gpus`."""
         return self._found("machines", live_workers.machines_with_gpus)
 
     def devices(self) -> list[Device]:
-        """As `live_workers.devices`."""
+        """See `live_workers.devices`."""
         return self._found("devices", live_workers.devices)
 
     def margin(self, device: Literal["cpu", "cuda"]) -> float | None:
-        """As `measurements.margin`."""
+        """See `measurements.margin`."""
         return self._found(("margin", device), measurements.margin, device)
 
     def speed(self, spec: Spec, device: Device) -> Speed | None:
-        """As `performance.speed`, from the jobs that the caller sees."""
+        """See `performance.speed`; from the jobs that the caller sees."""
         return self._found(
             ("speed", self.database.viewer.owner, spec, device), performance.speed, spec, device
         )
 
     def known(self, architecture: Architecture, device_name: str | None) -> Known:
-        """As `profiles.known`."""
+        """See `profiles.known`."""
         on = (architecture, device_name)
         return Known(self._estimates(*on), self._throughput(*on), architecture)
 

@@ -42,7 +42,7 @@ class Known:
     estimates: Estimates
     throughput: ThroughputOf = unmeasured
     architecture: Architecture | None = None
-    """null: the question is of raw figures, not of a model."""
+    """None: the question is of raw figures, not of a model."""
 
 
 def by_formula(architecture: Architecture) -> Known:
@@ -61,14 +61,14 @@ class Question:
     """At least one; all CPUs or all GPUs."""
     limits: MemoryLimits
     effective_batch: int | None
-    """Samples of one optimizer step over all devices; null: those that fit at once, at most 32."""
+    """Samples of one optimizer step over all devices; None: those that fit at once, at most 32."""
     split: RequestedSplit = PLANNED
     constant_batch: bool = True
     """Whether every window has that many samples; false: the effective batch grows during training."""
     shrink_to_fit: bool = False
     """Replace a requested micro-batch that is predicted not to fit by the largest that does."""
     at_most: int | None = None
-    """The largest micro-batch to consider, in samples; null: any that fits."""
+    """The largest micro-batch to consider, in samples; None: any that fits."""
 
     @property
     def is_planned(self) -> bool:
@@ -82,17 +82,17 @@ class Capacity:
 
     device: Device
     limit_bytes: int
-    """Of the device's memory, that may be used."""
+    """The part of the device's memory that may be used."""
     largest: int
     """The most predicted to fit, while gradients of earlier micro-batches are held; 0: not even one fits."""
     largest_alone: int
-    """The same where the micro-batch is the whole window."""
+    """The largest micro-batch if it is the whole window."""
     useful: int
     """No more than `largest`, and no more than raises throughput; at least 1."""
     useful_alone: int
-    """The same of `largest_alone`."""
+    """The useful micro-batch if it is the whole window."""
     useful_tokens: int
-    """As `useful`, in padded tokens."""
+    """The useful micro-batch in padded tokens."""
 
     def largest_in(self, steps: int) -> int:
         """The largest micro-batch that fits in a window of so many."""
@@ -163,7 +163,7 @@ class Solution:
     @property
     def samples_per_second(self) -> float | None:
         """Forward and backward of samples of full length on all devices, from what one of them measured;
-        null: nothing near this size was measured."""
+        None: nothing near this size was measured."""
         tokens = self.micro_batch * self.question.sequence
         if self.throughput is None or tokens > _FARTHEST * self.throughput.points[-1][0]:
             return None
@@ -204,7 +204,7 @@ def capacity_of(
 
 
 def _useful_tokens(largest: int, question: Question, device: Device, throughput: Throughput | None) -> int:
-    """Of a micro-batch of at most so many samples; those that do not raise throughput are left out."""
+    """Tokens of the smallest micro-batch, up to `largest` samples, that no larger one is faster than."""
     samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
     tokens = samples * question.sequence
     useful = useful_tokens(throughput, device.kind, tokens)

@@ -22,7 +22,7 @@ Confidence = Literal["low", "medium", "high"]
 _FINE_TUNING_BATCH = 32
 _LARGE_BATCH = 8192
 _LARGE_VISION_BATCH = 4096
-"""From here on convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
+"""Above this batch, convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
 _NARROW, _WIDE = 2.0, 6.0
 """Upper over lower end of a noise scale's band: up to here it is told with high, and medium, confidence."""
 
@@ -73,21 +73,21 @@ class Situation:
     """Where `micro_batch` is from."""
     precision: RunPrecision = "fp32"
     optimizer: OptimizerName | None = None
-    """null: to be recommended."""
+    """None: to be recommended."""
     adapters: bool = False
     """LoRA or QLoRA, instead of all weights."""
     samples: int | None = None
-    """Of the training data; null: not known."""
+    """The number of training samples; None if unknown."""
     clip_mode: ClipMode = "after_accumulation"
     learned: MeasuredRate | None = None
     noise: MeasuredNoise | None = None
     useful: int | None = None
-    """The micro-batch beyond which throughput does not grow; null: nothing is known of that."""
+    """The micro-batch beyond which throughput does not grow; None: nothing is known of that."""
     swept: bool = False
     """`useful` was measured with this model on such a device; else it is what such devices have in common."""
     kind: ModelKind = "transformer"
     steps_total: int | None = None
-    """Optimizer steps of the run; null: not known."""
+    """Optimizer steps of the run; None: not known."""
 
 
 def recommended_batch(samples: int | None) -> int:

@@ -1,4 +1,4 @@
-"""From the numbers a person gave to an effective batch, and from an effective batch to micro-batches."""
+"""Turns the numbers of a request into an effective batch, and an effective batch into micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class RequestedBatch:
 
 @dataclass(frozen=True)
 class ResolvedBatch:
-    """The effective batch, in samples, and what is fixed of the micro-batches (null: planned)."""
+    """The effective batch, in samples, and what is fixed of the micro-batches (None: planned)."""
 
     effective_batch_size: int
     steps: int | None
@@ -70,7 +70,7 @@ def resolve(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
 
 
 def without_accumulation(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
-    """The same where accumulation is switched off: one micro-batch a device is the whole step.
+    """The effective batch if accumulation is turned off: one micro-batch per device is the whole step.
 
     Raises:
         ConflictingBatch: more than one accumulation step is asked for, or follows from the others.

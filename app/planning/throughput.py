@@ -18,7 +18,7 @@ class Throughput:
     """Tokens per second, padding not counted, by the tokens of a micro-batch: of one sweep on one device."""
 
     points: tuple[tuple[int, float], ...]
-    """By rising tokens; at least one."""
+    """Pairs of tokens and speed by increasing tokens; at least one."""
 
     @property
     def saw_the_end(self) -> bool:
@@ -53,7 +53,7 @@ def useful_tokens(measured: Throughput | None, device: Literal["cpu", "cuda"], m
 
 
 ThroughputOf = Callable[[Recipe, int], Throughput | None]
-"""What was measured with a recipe and a length of sequence on the device at hand; null: nothing."""
+"""What was measured with a recipe and a length of sequence on the device at hand; None: nothing."""
 
 
 def unmeasured(recipe: Recipe, sequence: int) -> None:

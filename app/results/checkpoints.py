@@ -22,7 +22,7 @@ class Checkpoint:
 
 
 def kept(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
-    """Those that are on the disk, newest first."""
+    """The checkpoints on disk, newest first."""
     there = checkpoint_names(settings, job.id)
     told = session.scalars(
         select(JobEvent)

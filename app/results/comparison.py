@@ -22,7 +22,7 @@ class _Run:
     samples: list[int]
     """Seen after each step."""
     losses: list[float]
-    """Of each step's window."""
+    """The loss of each step's window."""
     smooth: list[float]
     """The same, as an exponential moving average."""
 

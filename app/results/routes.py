@@ -68,7 +68,7 @@ def log(
     summary="How the model completes held-out prompts, before and after training",
 )
 def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsAnswer:
-    """Of samples that it did not learn from; empty without any, or before the first was completed."""
+    """Completions of held-out prompts; empty if there are none, or none has been completed yet."""
     transitions.get(session, training_id)
     found = run_files.completions(settings, training_id)
     return CompletionsAnswer(training_id=training_id, data=list(found.data))
@@ -76,7 +76,7 @@ def completions(session: Reading, settings: CurrentSettings, training_id: JobId)
 
 @router.get("/{training_id}/profile", summary="Where the time of one window went, operator by operator")
 def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> Profile:
-    """Of a job that was submitted with `profile`, once its third step is made."""
+    """The profile of a job that was submitted with `profile`, after its third step."""
     transitions.get(session, training_id)
     found = run_files.operators(settings, training_id)
     if found is None:

@@ -47,7 +47,7 @@ PROFILE_FILES = ("trace.json", "memory.pickle")
 
 
 def operators(settings: Settings, job_id: str) -> Operators | None:
-    """The operators of the window that was profiled; null: none was, so far."""
+    """The operators of the window that was profiled; None: none was, so far."""
     return _read(settings, Operators, job_id, "profile", "operators.json")
 
 
@@ -77,7 +77,7 @@ def blocks_of(file: BinaryIO) -> Iterator[bytes]:
 
 def model_files(settings: Settings, job_id: str) -> dict[str, BinaryIO] | None:
     """The files of a job's model by name, opened, so that they can be read to their end whatever happens to
-    the folder; null: there are none."""
+    the folder; None: there are none."""
     with ExitStack() as opened:
         try:
             names = plain_files(settings.runs_dir, job_id, "model")
@@ -119,7 +119,7 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
 
 
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
-    """What a file of a run holds; null: it is not there, or is not what it should be."""
+    """What a file of a run holds; None: it is not there, or is not what it should be."""
     try:
         content = read_plain(settings.runs_dir, job_id, *parts)
         return None if content is None else kind.model_validate_json(content)

@@ -17,7 +17,7 @@ class ComparedJob(Answer):
     loss_noise: float
     """Variance of the window losses around their trend."""
     noise_ratio: float | None
-    """Over that of the first job named; null: the first has none."""
+    """Over that of the first job named; None: the first has none."""
     stats: Statistics
 
 
@@ -27,14 +27,14 @@ class Comparison(Answer):
     samples_seen: list[float]
     """Where the series are compared: evenly spread over what all of them have seen."""
     loss: dict[str, list[float]]
-    """By training id: the smoothed loss at each of `samples_seen`."""
+    """The smoothed loss at each of `samples_seen`, by training id."""
     jobs: list[ComparedJob]
 
 
 class Evaluation(Answer):
     step: int
     loss: float | None
-    """On the validation data; null: it was no number."""
+    """On the validation data; None: it was no number."""
 
 
 class Metrics(Answer):
@@ -47,7 +47,7 @@ class Metrics(Answer):
 class Profile(Answer):
     training_id: str
     operators: list[Operator]
-    """Those that took longest by themselves, the first of them first."""
+    """The operators that took longest by themselves, the slowest first."""
     files: list[str]
     """To be had below this address: `trace.json` is for Perfetto or chrome://tracing, `memory.pickle` for
     pytorch.org/memory_viz."""

@@ -15,7 +15,7 @@ from app.errors import BadSetting
 from app.runtime import parent
 
 _LIFELINES: dict[int, int] = {}
-"""By a process' id, the pipe that it watches: it closes with this process."""
+"""The write end of the pipe that a process watches, by process id: it closes with this process."""
 
 _END_SECONDS = 45.0
 """Longer than a trainer's grace for its checkpoint."""

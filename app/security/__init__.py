@@ -1,1 +1,1 @@
-"""Who may drive this service."""
+"""Security: who may use this service, and for what."""

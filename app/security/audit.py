@@ -1,7 +1,7 @@
-"""Who changed what, when, and from where: rows that an admin can read.
+"""The audit log: who changed what, when, and from where, in rows that an admin can read.
 
-Written in batches from a thread of its own: a request does not wait for them. A service that is killed loses
-those of the last moment; what a client was told has happened is in the jobs' own events.
+A thread writes the rows in batches, so requests do not wait for them. A service that is killed loses the rows
+of its last moment; the events of the jobs themselves are complete.
 """
 
 import queue
@@ -45,7 +45,7 @@ class AuditRecord:
 
 
 class AuditLog:
-    """From `start()` to `close()` it writes what is noted."""
+    """Writes what is noted, from `start()` to `close()`."""
 
     def __init__(self, database: Database, kept_days: float) -> None:
         self._database = database

@@ -1,4 +1,4 @@
-"""Who a request comes from."""
+"""Authentication: which caller a request comes from."""
 
 from collections.abc import Awaitable, Callable
 
@@ -15,7 +15,7 @@ Authenticate = Callable[[Request], Awaitable[Caller]]
 
 
 def by_key(keyring: Keyring) -> Authenticate:
-    """As `authenticate` does."""
+    """An `Authenticate` that identifies callers by their API keys."""
 
     async def who(request: Request) -> Caller:
         return await authenticate(request, keyring)
@@ -24,11 +24,11 @@ def by_key(keyring: Keyring) -> Authenticate:
 
 
 async def admit(request: Request) -> Caller:
-    """Who a request comes from, once it is known and has not come too often; asked again, the same.
+    """The caller of a request, if it has a valid key and is within its rate limit. The result is cached.
 
     Raises:
         Unauthorized: a key is needed, and there is none that opens this service.
-        TooManyRequests: the key asks too often.
+        TooManyRequests: the key has reached its rate limit.
     """
     known: Caller | None = getattr(request.state, "caller", None)
     if known is not None:

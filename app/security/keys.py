@@ -27,7 +27,7 @@ _USE_NOTED_EVERY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. Without a key: this machine's own user, who may everything."""
+    """The caller of a request. Without a key, it is this machine's own user, who may do everything."""
 
     key_id: str | None
     scopes: frozenset[Scope]
@@ -37,7 +37,7 @@ class Caller:
 
     @property
     def owner(self) -> str | None:
-        """Whose things are seen; null: everybody's."""
+        """The key whose rows are visible; None: those of all keys."""
         return None if self.key_id is None or self.may("admin") else self.key_id
 
 
@@ -112,7 +112,7 @@ class Keyring:
         self._closed: tuple[float, bool] = (0.0, False)
 
     def is_closed(self) -> bool | None:
-        """Whether a key is needed; null: it must be looked up again. Once closed, closed for good."""
+        """Whether a key is needed; None: it must be looked up again. Once closed, closed for good."""
         until, closed = self._closed
         return closed if closed or time.monotonic() < until else None
 
@@ -130,7 +130,7 @@ class Keyring:
         return time.monotonic() < until, caller
 
     def find(self, key: str) -> Caller | None:
-        """Who asks with that key; null: it opens nothing (any more)."""
+        """The caller with that key; None if the key is not valid."""
         digest = _digest(key)
         with self._database.reading() as session:
             row = session.scalars(select(Key).where(Key.digest == digest, _valid())).one_or_none()

@@ -37,8 +37,8 @@ def keep(session: Session, job_id: str) -> None:
 
 
 def _of_jobs(session: Session, *which: Any) -> Iterator[Counted]:
-    """Of jobs that are there: seconds from first claim to end by state, target tokens of those that succeeded
-    and times that a trainer ran out of memory."""
+    """Counts existing jobs: seconds from first claim to end by state, target tokens of those that succeeded,
+    and how often a trainer ran out of memory."""
     ended = select(Job.status, func.sum(Job.finished_at - Job.started_at)).where(
         Job.finished_at.is_not(None), Job.started_at.is_not(None), *which
     )

@@ -57,10 +57,10 @@ def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
 
 
 _DECIDE_SPEED = ("model", "method", "attention", "compile", "gradient_checkpointing", "precision", "freeze")
-"""Of a spec: what a sample's time depends on, beside its length and the device."""
+"""Fields of a spec that decide how long a sample takes, besides its length and the device."""
 
 _NEWEST = 20
-"""Jobs that are looked at for one that went alike."""
+"""The most jobs that are searched for one that trained in the same way."""
 
 
 def _went_alike(
@@ -116,8 +116,8 @@ _ALIKE = 0.8, 1.25
 
 
 def performances(session: Session, jobs: Sequence[Job]) -> list[JobPerformance]:
-    """Of several jobs; accumulating is compared with single micro-batches of the same size, be it of the same
-    job or of one that trained the same model in the same way on such a device."""
+    """Measures several jobs. Accumulation is compared with single micro-batches of the same size, in
+    the same job or in one that trained the same model in the same way on such a device."""
     single = [job for job in jobs if job.plan["accumulation_steps"] == 1]
     return [
         performance(session, job, [other.id for other in single if _trains_like(other, job)]) for job in jobs
@@ -194,8 +194,8 @@ def _by_steps(session: Session, job: Job) -> list[CostOfSteps]:
 
 
 def _overhead(session: Session, job: Job, alike: Sequence[str]) -> float | None:
-    """By how much longer a token takes in windows of several micro-batches than in windows of a single one of
-    the same size; null where not both were measured."""
+    """How much longer a token takes in windows of several micro-batches than in windows of one micro-batch of
+    the same size, as a share; None unless both were measured."""
     several = StepMetric.gradient_accumulation_steps > 1
     cost = func.sum(StepMetric.forward_backward_seconds) / func.sum(StepMetric.padded_tokens)
     usual = select(func.avg(StepMetric.largest_tokens), cost)
@@ -297,7 +297,7 @@ def _loss_at(which: Any) -> ScalarSelect[Any]:
 
 
 def _noise_scale() -> ScalarSelect[Any]:
-    """As it was last measured in one of the jobs."""
+    """The last measured noise scale of these jobs."""
     steps = aliased(StepMetric)
     measured = select(steps.noise_scale).where(steps.job_id.in_(_THEIRS), steps.noise_scale.is_not(None))
     return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()

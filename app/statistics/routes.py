@@ -19,7 +19,7 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 
 @router.get("", summary="Totals of this service")
 def totals_of_service(database: CurrentDatabase, filters: Filters) -> Totals:
-    """Of all jobs, or of those with a `status`, `user_id`, `model`, or submitted `since` and `until` then."""
+    """Totals of all jobs; filter by `status`, `user_id`, `model`, submission (`since`, `until`)."""
     with database.connecting() as connection:
         return totals.count(connection, database.viewer.owner, filters)
 

@@ -50,7 +50,7 @@ class ConfigurationStatistics(Answer):
 
 
 class Totals(Answer):
-    """Of all jobs, or of those that the filters leave."""
+    """Totals of all jobs, or of those that the filters select."""
 
     jobs: int
     by_status: dict[str, int]
@@ -64,7 +64,7 @@ class Totals(Answer):
     final_loss: float | None
     """Mean of the jobs' last losses."""
     tokens_per_second: float | None
-    """Of training: target tokens over the seconds of all windows."""
+    """Target tokens per second of all windows."""
     samples_per_second: float | None
     device_hours: float
     """During which devices were taken; of a job that runs, its earlier attempts."""
@@ -79,11 +79,11 @@ class CostOfSteps(Answer):
     windows: int
     seconds_per_window: float
     seconds_per_micro_batch: float
-    """Of forward and backward."""
+    """Seconds of forward and backward."""
     padded_tokens_per_second: float | None
-    """In forward and backward."""
+    """Padded tokens per second of forward and backward."""
     optimizer_share: float
-    """Of the window."""
+    """The optimizer's share of a window's time."""
 
 
 class JobPerformance(Answer):
@@ -96,8 +96,8 @@ class JobPerformance(Answer):
     padding_share: float | None
     by_accumulation_steps: list[CostOfSteps]
     accumulation_overhead: float | None
-    """By what share a token takes longer in windows of several micro-batches than in windows of a single one
-    of the same size; null where not both were measured."""
+    """How much longer a token takes in windows of several micro-batches than in windows of one micro-batch of
+    the same size, as a share; null unless both were measured."""
 
 
 class Latency(Answer):

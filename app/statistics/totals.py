@@ -97,7 +97,7 @@ def _kept(jobs: Filters) -> Select[Any]:
 
 
 def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
-    """The same sums, counted from the steps of jobs."""
+    """The same sums for jobs that run, counted from their steps."""
     postgresql = connection.dialect.name == "postgresql"
     windows = Job.progress["skipped"].as_integer() if postgresql else func.json_extract(
         Job.progress, "$.skipped"

@@ -28,7 +28,7 @@ from app.storage.session import EVERYBODY, Session, Transaction, Viewer
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
 
 _PAGES_BETWEEN_CHECKPOINTS = 4000
-"""Of SQLite's log, 16 MiB: then every commit copies what it can into the database."""
+"""Pages of SQLite's write-ahead log (16 MiB), after which a commit copies what it can into the database."""
 
 _UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
 """Looks at a database for changes, of which one says yes where it cannot tell, and where it can tell no."""
@@ -77,14 +77,14 @@ class Database:
         self._file = _SqliteFile(self.engine) if self.is_sqlite else None
 
     def seen_by(self, viewer: Viewer) -> "Database":
-        """The same database, whose sessions are this viewer's."""
+        """This database, with sessions for a viewer."""
         other = copy(self)
         other.viewer = viewer
         return other
 
     def within(self, transaction: Transaction) -> "Database":
-        """The same database, whose writes are parts of a transaction: each is whole or not at all, and
-        committed with the others."""
+        """This database within a transaction: each write happens completely or not at all, and is committed
+        with the others."""
         other = copy(self)
         other._transaction = transaction
         return other

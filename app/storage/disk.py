@@ -14,7 +14,7 @@ _POSTGRESQL_DISK_FULL = "53100"
 
 
 def is_full(error: BaseException) -> bool:
-    """Of a file's, SQLite's or PostgreSQL's error."""
+    """Whether an error of a file, SQLite or PostgreSQL means that the disk is full."""
     if isinstance(error, DBAPIError):
         error = error.orig or error
     if isinstance(error, sqlite3.Error):

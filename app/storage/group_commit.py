@@ -27,7 +27,7 @@ class _Write:
     prepare: Callable[[], Any]
     write: Callable[[Any, Database], Any]
     database: Database
-    """As the caller sees it."""
+    """The database with the caller's view."""
     context: contextvars.Context
     outcome: "asyncio.Future[Any]"
     result: Any = None
@@ -43,7 +43,7 @@ class _Write:
 
 
 class GroupCommit:
-    """From `start()`, which belongs into the event loop, to `close()` it writes what is asked for."""
+    """Writes what `write` is given, from `start()` (called in the event loop) to `close()`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -53,7 +53,7 @@ def alembic_config(url: str) -> "Config":
 
 
 def current_revision(database: Database) -> str | None:
-    """The revision that the database stands at; null: never migrated."""
+    """The revision that the database stands at; None: never migrated."""
     with database.engine.connect() as connection:
         if not inspect(connection).has_table("alembic_version"):
             return None

@@ -1,8 +1,8 @@
-"""Sessions, and whose a job, a file or a configuration is: in every query.
+"""Sessions that see only their viewer's rows.
 
-A session that is opened for a viewer sees and makes only what is that viewer's. One that is opened for
-everybody, such as a worker's, sees everything. The rules hold for this class of session alone: an
-application that embeds the service keeps its own as they are.
+A session that is opened for a viewer adds the owner to every query on jobs, files and configurations, and to
+every new row. A session for everybody, such as a worker's, sees all rows. The rules apply only to this
+class of session: the sessions of an application that embeds the service are unchanged.
 """
 
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from sqlalchemy.orm import ORMExecuteState, with_loader_criteria
 from app.storage.tables import Owned
 
 OF_EVERYONE = {"accrue_of_everyone": True}
-"""Execution options of a query that counts other people's things too, and returns nothing of them."""
+"""Execution options of a query that also counts the rows of others, and returns nothing else about them."""
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """Whose things a session sees, and whose the things will be that it makes.
+    """Which rows a session sees, and which owner it gives to new ones.
 
-    An administrator sees everything, and makes things of their own.
+    An administrator sees the rows of all owners, and owns the rows that they make.
     """
 
     owner: str | None = None
-    """The id of the key whose things are seen; null: everybody's."""
+    """The id of the key whose rows are visible; None: all rows are."""
     maker: str | None = None
-    """The id of the key that makes; null: none, as on a machine without keys."""
+    """The id of the key that owns new rows; None: none does, as on a machine without keys."""
 
 
 EVERYBODY = Viewer()
@@ -35,20 +35,20 @@ EVERYBODY = Viewer()
 
 @dataclass(frozen=True)
 class Transaction:
-    """One that several write in, one after another."""
+    """A transaction that several callers write in, one after another."""
 
     connection: Connection
     known: dict[Any, Any] = field(default_factory=dict)
-    """What one of them found out, for those after it."""
+    """Values that one of them has computed, for those after it."""
 
 
 class Session(orm.Session):
-    """A session for a viewer, which ends with its `with` block: using it afterwards raises, instead of
-    taking a connection that nothing gives back.
+    """A session for a viewer. It ends with its `with` block: using it afterwards raises an error, instead of
+    taking a connection that is never returned.
 
     Args:
-        viewer: whose things are seen and made.
-        transaction: the one that it is part of; null: it has its own.
+        viewer: which rows are visible, and who owns new ones.
+        transaction: the one that it is part of; None: it has its own.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Session(orm.Session):
         self.shared_transaction = transaction
 
     def shows(self, owner: str | None) -> bool:
-        """Whether what belongs to that key is shown to this session's viewer."""
+        """Whether this session's viewer may see rows of that owner."""
         return self.viewer.owner in (None, owner)
 
 

@@ -35,7 +35,7 @@ class Owned:
     """What belongs to the key that it was made with (app/storage/session.py)."""
 
     owner: Mapped[str | None] = mapped_column()
-    """The key's id; null: made without a key, by this machine's own user."""
+    """The key's id; None: made without a key, by this machine's own user."""
 
 
 class Configuration(Owned, Base):
@@ -88,7 +88,7 @@ class Job(Owned, Base):
     """What a person wants of it that its worker has yet to do."""
     priority: Mapped[int]
     place: Mapped[float]
-    """In the queue, the lowest first: when it was submitted, earlier by so much for each priority."""
+    """The place in the queue, lowest first: the time of submission, minus a bonus for priority."""
     not_before: Mapped[float]
     """Not claimed earlier: the wait after a crash."""
 
@@ -99,9 +99,9 @@ class Job(Owned, Base):
     config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
     file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
     suffix: Mapped[str | None]
-    """Of the trained model's name, as OpenAI's clients know it."""
+    """A part of the trained model's name, as OpenAI's clients know it."""
     webhook_url: Mapped[str | None]
-    """Who is told when the job ends or is paused."""
+    """The URL that is notified when the job ends or is paused."""
     config: Mapped[dict[str, Any]]
     training_config: Mapped[dict[str, Any]]
     spec: Mapped[dict[str, Any]]
@@ -112,7 +112,7 @@ class Job(Owned, Base):
     lease_until: Mapped[float | None]
     device: Mapped[str | None]
     gpu_id: Mapped[int | None]
-    """The only GPU that may have it; null: any device."""
+    """The only GPU that may have it; None: any device."""
     failures: Mapped[int]
     """Crashes since the last checkpoint that moved on."""
     checkpoint_step: Mapped[int]
@@ -160,11 +160,11 @@ class JobTotals(Base):
     tokens: Mapped[int] = mapped_column(BigInteger)
     skipped: Mapped[int] = mapped_column(BigInteger)
     seconds: Mapped[float] = mapped_column(server_default="0")
-    """Of its windows."""
+    """Seconds of its windows."""
     device_seconds: Mapped[float] = mapped_column(server_default="0")
-    """Of its attempts, during each of which it has a device."""
+    """Seconds of its attempts, each of which holds a device."""
     final_loss: Mapped[float | None]
-    """Of its last step."""
+    """The loss of its last step."""
 
 
 class Counter(Base):
@@ -303,10 +303,10 @@ class Delivery(Base):
     type: Mapped[str]
     url: Mapped[str]
     host: Mapped[str | None]
-    """Of the URL; null: it has none, and is not delivered."""
+    """The host of the URL; None: the URL has none, and is not delivered to."""
     attempts: Mapped[int]
     not_before: Mapped[float | None] = mapped_column(index=True)
-    """When it is due; null: it was delivered, or given up."""
+    """When it is due; None: it was delivered, or given up."""
     outcome: Mapped[str | None]
     """`delivered`, or what came of the last attempt."""
 
@@ -384,10 +384,10 @@ class Measurement(Base):
     attempt: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[Literal["run", "sweep"]] = mapped_column(String, primary_key=True)
     tokens: Mapped[int] = mapped_column(primary_key=True)
-    """Of the largest micro-batch, padding included."""
+    """The tokens of the largest micro-batch, padding included."""
     created_at: Mapped[float]
     key: Mapped[str]
-    """Of the profile that predicts it."""
+    """The key of the profile that predicts it."""
     architecture: Mapped[str]
     """The fingerprint of the model's config.json."""
     device: Mapped[Literal["cpu", "cuda"]] = mapped_column(String)
@@ -395,7 +395,7 @@ class Measurement(Base):
     accumulating: Mapped[bool]
     """It was one of several micro-batches of its step."""
     source: Mapped[str]
-    """Of the prediction: measured, simulated or formula."""
+    """The source of the prediction: measured, simulated or formula."""
     predicted_bytes: Mapped[int] = mapped_column(BigInteger)
     measured_bytes: Mapped[int] = mapped_column(BigInteger)
     """Allocated at the peak on a GPU, the whole process on a CPU."""

@@ -27,7 +27,7 @@ Gone = Callable[[], Awaitable[bool]]
 
 
 class Waits:
-    """Who waits at the moment, by key."""
+    """The number of waiting requests of each key."""
 
     def __init__(self) -> None:
         self._waiting: Counter[str | None] = Counter()

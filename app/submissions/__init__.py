@@ -1,1 +1,1 @@
-"""From a request to a job in the queue: checked, frozen, planned and stored once."""
+"""Submissions: a request is checked, frozen, planned and stored once as a job."""

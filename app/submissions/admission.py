@@ -128,10 +128,10 @@ def _brought(
 
 
 def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
-    """Who is told of the job's end.
+    """The URL that is notified when the job ends.
 
     Raises:
-        Unprocessable: there is no secret to sign with, or the URL is not allowed.
+        Unprocessable: no secret is set to sign with, or the URL is not allowed.
     """
     url = requested.webhook_url or settings.webhook_url
     if url is None:

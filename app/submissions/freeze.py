@@ -1,4 +1,4 @@
-"""From what was asked to what is frozen: every default filled in, everything checkable checked."""
+"""Freezes a request: fills in every default, and checks everything that can be checked."""
 
 from dataclasses import dataclass
 from typing import Literal

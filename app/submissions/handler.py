@@ -37,7 +37,7 @@ class SubmissionHandler(ABC):
     """
 
     status = 200
-    """Of the answer, once the job is stored."""
+    """The status of the answer, once the job is stored."""
 
     def __init__(self, inputs: PlanningInputs, settings: Settings, once: IdempotentRequest) -> None:
         self.inputs = inputs

@@ -30,7 +30,7 @@ class IdempotentRequest:
     """A digest of everything by which it differs from another request."""
 
     def with_content(self, digest: str) -> "IdempotentRequest":
-        """The same request, where its body is read elsewhere."""
+        """This request, with the digest of a body that is read elsewhere."""
         return IdempotentRequest(self.key, self.owner, hashlib.sha256(self.said + digest.encode()).digest())
 
     def replay(self, session: Session) -> Response | None:

@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask for, in our words."""
+"""Translates requests of OpenAI's clients into native ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +25,11 @@ _THEIR_FIELDS = {
 
 
 def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> Checked:
-    """As `admission.check`; what is `"auto"` is recommended, and errors name OpenAI's fields.
+    """Checks a request like `admission.check`; `"auto"` becomes the recommendation, and errors name OpenAI's
+    fields.
 
     Raises:
-        Unprocessable, NotFound: what is asked for cannot be trained.
+        Unprocessable, NotFound: the request cannot be trained.
     """
     with _fields_in_their_words():
         return _check(requested, inputs, settings)
@@ -62,10 +63,10 @@ def _fields_in_their_words() -> Iterator[None]:
 
 
 def _in_our_words(requested: FineTuningRequest) -> TrainingRequest:
-    """The same request on the native surface.
+    """Translates the request into one of the native API.
 
     Raises:
-        Unprocessable: its parts exclude each other.
+        Unprocessable: its fields contradict each other.
     """
     chosen = _hyperparameters(requested)
     given = requested.accumulation.model_dump(exclude_unset=True)

@@ -5,7 +5,7 @@ from asyncio import TimerHandle
 from typing import Any
 
 HEADER_SECONDS = 15.0
-"""In which a request's head must have arrived, from the connection's start or from its own first byte."""
+"""Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
 
 MOST_HEAD_BYTES = 2**16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -32,7 +32,7 @@ def protocol() -> Any:
     class Impatient(HttpToolsProtocol):
         _silent: TimerHandle | None = None
         _head: int | None = 0
-        """Bytes of the head at hand; null: it is whole."""
+        """Bytes of the head at hand; None: it is whole."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

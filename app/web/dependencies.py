@@ -35,8 +35,8 @@ async def _settings(request: Request) -> Settings:
 
 
 async def _caller(request: Request) -> Caller:
-    """Who asks, and that they may. `app/web/openapi.py` says so in the document: a scheme of FastAPI's own
-    is a dependency more for every request, and would find the key where it is looked for again.
+    """The caller, if the request is allowed. `app/web/openapi.py` documents the key: a security scheme of
+    FastAPI would be one more dependency of every request, and would parse the key a second time.
 
     Raises:
         Unauthorized, Forbidden: no key that opens this service, or not for this.
@@ -107,7 +107,7 @@ Opened = Annotated[OpenStream, Depends(_open_stream)]
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 authorised = Depends(_caller)
-"""Of every router but those that anybody may ask: whether the service is up."""
+"""A dependency of every router except those that need no key, such as the health checks."""
 
 CurrentSettings = Annotated[Settings, Depends(_settings)]
 WholeDatabase = Annotated[Database, Depends(_whole_database)]

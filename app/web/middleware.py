@@ -35,7 +35,7 @@ _FORM_OVERHEAD = 2**16
 _BODY_WITHOUT_DATA = 2**18
 """Bytes of a body where no route takes samples in it: a configuration has a few thousand."""
 _MOST_VALUES = 150_000
-"""In a body with samples in it, as far as commas and brackets tell: each takes time to look at."""
+"""The most values in a body with samples, counted by commas and brackets: checking each takes time."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"
@@ -43,7 +43,7 @@ _WITH_DATA = f"{NATIVE}/training/"
 _PAGES = ("/", "/docs")
 _FOR_ANYBODY = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
-"""In which the body must have arrived; of an upload, the next part of it."""
+"""Seconds in which a body must arrive; for an upload, its next part."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _LONGEST_PATH = 500
 _LONGEST_LENGTH = 15
@@ -136,7 +136,7 @@ class EveryRequest:
         await self.app(scope, _limited(receive, self._limit(scope), whole=not is_upload), send)
 
     async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
-        """The answer to a request that does not come in; null: it does."""
+        """The answer to a request that does not come in; None: it does."""
         request = Request(scope)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if not is_storable(scope["path"]) or b"%00" in scope["query_string"]:

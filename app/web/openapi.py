@@ -31,7 +31,7 @@ def describe(app: FastAPI) -> None:
 
 
 def _operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """With their paths."""
+    """The operations, with their paths."""
     return [
         (path, operation) for path, methods in document["paths"].items() for operation in methods.values()
     ]

@@ -11,7 +11,7 @@ from app.errors import Unprocessable
 from app.jobs.filters import is_filter
 
 _LISTS: dict[Callable[..., Any], dict[str, bool]] = {}
-"""By the route's function: its parameters, and whether each may be given several times."""
+"""A route's parameters and whether each may be repeated, by the route's function."""
 
 
 def check_names(request: Request) -> None:
@@ -45,5 +45,5 @@ def _parameters_of(dependant: Dependant) -> dict[str, bool]:
 
 
 def _is_list(annotation: Any) -> bool:
-    """Of its own, or where it is given at all."""
+    """Whether a parameter is a list, optional or not."""
     return any(get_origin(each) is list for each in (annotation, *get_args(annotation)))

@@ -125,8 +125,8 @@ def _shortened(name: str) -> str:
 def _of_a_union(
     field: str, errors: Sequence[Mapping[str, Any]], requested: type[BaseModel] | None
 ) -> FieldProblem:
-    """Of a value that is none of several kinds: what is wrong within the kind that it comes nearest to, else
-    what it may be."""
+    """The problem of a value that fits none of several types: what is wrong with it as the nearest type, or
+    else which types are possible."""
     bounds = [error for error in errors if not error["type"].endswith(_OTHER_KINDS)]
     if bounds:  # it is of that kind, and beyond its bounds
         return _of_one(bounds[0], requested)
@@ -158,7 +158,7 @@ def _plainly(error: Mapping[str, Any]) -> str:
 
 
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:
-    """That there is no such field, and which was probably meant."""
+    """The message for an unknown field, with the one that was probably meant."""
     told = "is not a field of this request"
     there = dict(_fields(requested)) if requested is not None else {}
     group, _, name = field.rpartition(".")

@@ -39,7 +39,7 @@ _AT_ONCE = 6
 """Deliveries under way."""
 
 _OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
-"""Of them: receivers that never answer delay only their own."""
+"""Deliveries at a time for one owner, and to one host: receivers that never answer delay only their own."""
 
 _REMEMBERED = 10_000
 """Owners and hosts whose last delivery is known."""
@@ -62,12 +62,12 @@ class _ClaimedDelivery:
 
 
 class Deliverer:
-    """From `start()` to `close()`."""
+    """Delivers webhooks from `start()` to `close()`."""
 
     def __init__(self, database: Database, signing: Webhook | None, *, private_addresses: bool) -> None:
         """
         Args:
-            signing: signs deliveries; null: no secret is set, and nothing is delivered.
+            signing: signs deliveries; None: no secret is set, and nothing is delivered.
         """
         self._database = database
         self._signing = signing

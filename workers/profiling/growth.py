@@ -56,7 +56,7 @@ class Range:
         return np.array([1.0, rows, rows**2, first, second])
 
     def in_rows(self, terms: Numbers) -> Numbers:
-        """Of coefficients of the terms (in the last axis), those of 1, rows and rows²."""
+        """Coefficients of 1, rows and rows², from those of the terms (in the last axis)."""
         chunks = terms[..., 3:]
         fixed, each = (np.array(pair) for pair in zip(self.first, self.second, strict=True))
         found = terms[..., :3].copy()
@@ -66,7 +66,7 @@ class Range:
 
 
 Growths = dict[int, Numbers]
-"""By a block's id, the coefficients of its terms."""
+"""The coefficients of a block's terms, by block id."""
 
 
 def growths(one: Sample, other: Sample) -> Growths:
@@ -113,18 +113,18 @@ class Growing:
 
     runs: Sequence[Run]
     growth: Numbers
-    """Of each event: the coefficients of what is allocated, or freed."""
+    """For each event, the coefficients of what is allocated or freed."""
     kind: npt.NDArray[np.int64]
-    """Of each event: the number of the block's kind."""
+    """For each event, the number of the block's kind."""
     run: npt.NDArray[np.int64]
-    """Of each event: the number of its run."""
+    """For each event, the number of its run."""
     points: npt.NDArray[np.int64]
     """Events after which the step may be at its highest."""
     live: Numbers
-    """Of each point: the coefficients of all that is live."""
+    """For each point, the coefficients of all live memory."""
 
     def highest(self, within: Range, rows: Iterable[float], *, once: bool) -> tuple[Line, ...]:
-        """Those points that are the highest at one of these numbers of rows.
+        """The points that are the highest for at least one of these numbers of rows.
 
         Args:
             once: only the first micro-batch is made, and the window closed.

@@ -113,4 +113,4 @@ _WORKSPACES: dict[tuple[str, Target], Callable[[tuple[Any, ...]], int]] = {
     ("torch_nn._linear_cross_entropy_batch_chunked.default", "cpu"): _chunked_cross_entropy,
     ("torch_nn._linear_cross_entropy_batch_chunked.default", "cuda"): _chunked_cross_entropy,
 }
-"""By the operator's name, since some are registered on their first use."""
+"""Workspace by the operator's name, since some operators are registered on their first use."""

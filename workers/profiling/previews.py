@@ -39,7 +39,7 @@ _SECONDS = 20.0
 _FOUND = "found.json"
 _CPU_SECONDS = 60
 _MEMORY_BYTES = 2**31
-"""Of a look, beside what is there before it."""
+"""The memory that making a preview may use, beyond what the process uses before."""
 
 
 _served: dict[str | None, float] = {}

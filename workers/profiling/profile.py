@@ -44,7 +44,7 @@ def make_profile(config: dict[str, Any], recipe: Recipe, sequence: int) -> Profi
 def profiles(
     config: dict[str, Any], recipe: Recipe, sequence: int, together: Together | None = None
 ) -> Iterator[Profile]:
-    """The same twice: as soon as it can be used, and once it was checked."""
+    """Yields the profile twice: as soon as it can be used, and after it was checked."""
     began = time.perf_counter()
     simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config, sequence)))
     together = together or (lambda works: [work() for work in works])

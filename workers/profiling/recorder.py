@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         self._summed: tuple[int, int] | None = None
         """The block that a backward pass added to, and that of the sum, where this was the last event."""
         self._blocks: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """By the storage's address, the reference that tells its end, and its block."""
+        """Live blocks by storage address: a weak reference, which notices the end, and the block's number."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -148,12 +148,12 @@ class Simulation:
 
     @property
     def parameters(self) -> int:
-        """Of the model at its whole depth."""
+        """The parameters of the model at its full depth."""
         return self._count(lambda _: True)
 
     @property
     def trainable(self) -> int:
-        """Those that are trained, at the whole depth."""
+        """The trained parameters at the full depth."""
         return self._count(lambda parameter: parameter.requires_grad)
 
     def _count(self, counts: Callable[[Tensor], bool]) -> int:

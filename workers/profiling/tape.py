@@ -15,7 +15,7 @@ class Block:
     """Bytes, as the operator asked for them."""
     kind: Kind
     group: int | None
-    """The group of layers in whose part of the step it was made; null: outside of the layers."""
+    """The group of layers in whose part of the step it was made; None: outside of the layers."""
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""From the tape of a shallow model to that of the deep one, by repeating a group of layers.
+"""Turns the tape of a shallow model into that of the deep one, by repeating a group of layers.
 
 The shallow model has four groups of layers: first, two alike, last. If the two in the middle do the same,
 allocation for allocation, the deep model does just that once more for each group that it has more: the
@@ -90,7 +90,7 @@ class _Unrolled:
     freed_in: dict[int, int | None]
     tape: Tape = field(default_factory=Tape)
     _numbers: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By a block's number on the source and its copy, its number on the new tape."""
+    """A block's number on the new tape, by its number on the source tape and its copy."""
 
     def __post_init__(self) -> None:
         self._originals = {twin: original for original, twin in self.twins.items()}
@@ -131,7 +131,7 @@ class _Unrolled:
         raise NotUniform("a group in the middle frees what belongs to none of its neighbours")
 
     def _copies_freed(self, block: int, run: Run) -> range:
-        """Whose block it is that a run outside of the copies frees."""
+        """The copies whose block is freed by a run outside of the copies."""
         twin_freed_in = self.freed_in.get(self._original(block))
         if twin_freed_in == REPEATED:  # each by the group above it: what is left is the last one's
             return range(self.copies - 1, self.copies)

@@ -1,4 +1,4 @@
-"""From an order of samples to windows, and from a window to micro-batches. Pure functions.
+"""Divides samples into windows, and windows into micro-batches. Pure functions.
 
 The windows depend on the data, the seed and the effective batch alone; the cut is the plan's, and
 never changes a window's gradient.
@@ -47,11 +47,11 @@ class MicroBatch:
     predicted: Tensor
     """Flat positions whose next token counts for the loss; int64 of shape (targets,)."""
     targets: Tensor
-    """That next token; int64 of shape (targets,)."""
+    """The next token at each position that has a target; int64 of shape (targets,)."""
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host."""
     weights: Tensor | None = None
-    """How much each target counts, fp32 of shape (targets,); null: all 1."""
+    """How much each target counts, fp32 of shape (targets,); None: all 1."""
     position_ids: Tensor | None = None
     """int64 of shape (1, sequence), of a packed row."""
     real: Tensor | None = None
@@ -116,7 +116,7 @@ def cut_window(
         by_length: order by length, longest first, so that little is padded; false keeps the order given.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
         rows: under a token budget, at most so many samples in one.
-        first: draws the first micro-batch at random, before the rest is ordered; null: no such one.
+        first: draws the first micro-batch at random, before the rest is ordered; None: no such one.
     """
     array = np.asarray(lengths, dtype=np.int64)
     positions = np.arange(len(array))
@@ -183,7 +183,7 @@ def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[t
 
 
 def _by_budget(ordered: Lengths, tokens: int, packed: bool, rows: int | None = None) -> list[tuple[int, int]]:
-    """As many samples as the budget allows, and at least one."""
+    """Fills micro-batches with as many samples as the budget allows, at least one."""
     bounds, start, longest, total = [], 0, 0, 0
     for position, length in enumerate(ordered.tolist()):
         longest, total = max(longest, length), total + length
@@ -238,7 +238,7 @@ def collate(rows: Sequence[Row], form: BatchLayout, weights: Sequence[float] | N
 
     Args:
         rows: each sample's tokens, and which of these count for the loss.
-        weights: how much each sample's tokens count; null: all alike.
+        weights: how much each sample's tokens count; None: all alike.
     """
     lengths = np.array([len(tokens) for tokens, _ in rows])
     if form.packed:

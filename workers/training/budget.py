@@ -23,7 +23,7 @@ class Budget:
         rank: the plan for this device.
         learned: what a checkpoint keeps of it; changed in place.
         effective_batch_size: samples of a window, before any ramp.
-        most_tokens: the largest micro-batch that the plan expects to fit; null: the plan's own.
+        most_tokens: the largest micro-batch that the plan expects to fit; None: the plan's own.
         by_length: windows are cut by length, so that little is padded.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
     """
@@ -48,7 +48,7 @@ class Budget:
         """How windows are cut as things stand.
 
         Args:
-            batch: samples of the window; null: as many as the spec's effective batch. A fixed number of
+            batch: samples of the window; None: as many as the spec's effective batch. A fixed number of
                 micro-batches grows with it.
         """
         if self.learned.tokens is not None:
@@ -66,7 +66,7 @@ class Budget:
         Args:
             lengths: tokens of the window's samples.
             rule: usually `rule()`.
-            first: draws the first micro-batch at random; null: no such one.
+            first: draws the first micro-batch at random; None: no such one.
         """
         planned = self._rank.micro_batch_rule
 

@@ -123,11 +123,11 @@ def certify(training: Training) -> None:
 
 
 def in_fp64(training: Training, window: Indices) -> float | None:
-    """The same comparison on a few samples of a window with a copy of the model in fp64 on the host: one
-    micro-batch against single samples. Null: the model cannot be copied or widened, or there is no memory.
+    """Compares gradients in fp64, with a copy of the model on the host: one micro-batch of a few samples with
+    the same samples one by one. None: the model cannot be copied or converted, or memory is too short.
 
-    A unit at its kink (ReLU at zero) is switched by the last bit of its input, which moves the gradient by
-    far more than rounding; in fp64 that bit is too small to be met by chance.
+    The last bit of its input can turn a ReLU unit on or off, which changes the gradient by far more than
+    rounding; in fp64, that bit is too small to matter by chance.
     """
     samples, replica = training.loader.samples, training.replica
     counted = window[samples.targets[window] > 0]

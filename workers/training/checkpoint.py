@@ -184,7 +184,7 @@ def _unflat(flat: Mapping[str, Any], names: Sequence[str]) -> dict[int, dict[str
 
 
 def _unflat_by_index(flat: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The same of version 1, whose keys are `place.state`."""
+    """Reads the flat optimizer state of version 1, whose keys are `place.state`."""
     found: dict[int, dict[str, Any]] = {}
     for key, value in flat.items():
         place, _, state = key.partition(".")

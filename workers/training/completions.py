@@ -14,7 +14,7 @@ from workers.training.data import Samples
 from workers.training.start import Training
 
 MOST_TOKENS = 48
-"""Of a completion."""
+"""The most tokens of a completion."""
 
 _PROMPT_TOKENS = 256
 """The last ones of a prompt."""

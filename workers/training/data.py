@@ -51,7 +51,7 @@ class Prepared:
     split: int = 0
     without_targets: int = 0
     unused_keys: list[str] = field(default_factory=list)
-    """Of the lines, that mean nothing here; the first of them."""
+    """Unknown keys of the lines; only the first ones."""
 
     def note_unused(self, example: Example) -> None:
         new = unused_keys(example).difference(self.unused_keys)
@@ -128,7 +128,7 @@ def prepare(
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
 
     Args:
-        taken: which of the file's examples, bool of shape (examples,); null: all.
+        taken: which of the file's examples, bool of shape (examples,); None: all.
         stop: looked at between chunks.
 
     Raises:
@@ -234,7 +234,7 @@ def read_examples(
     """The examples of a JSONL file with their line numbers, from 1; blank lines are passed over.
 
     Args:
-        taken: for each example whether it is read; null: all are.
+        taken: for each example whether it is read; None: all are.
 
     Raises:
         CannotTrain: a line that is no example of the format.

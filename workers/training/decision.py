@@ -63,7 +63,7 @@ def decide(
 
     Args:
         scale_can_fall: there is a loss scale, and it is not at its smallest.
-        accept: whether a finite loss may be trained on; null: any may.
+        accept: whether a finite loss may be trained on; None: any may.
     """
     if observed.stop_requested:
         return Verdict.STOP

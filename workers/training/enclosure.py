@@ -25,11 +25,11 @@ from workers.training.lifeline import Lifeline, die_with_parent
 log = logging.getLogger("accrue.trainer")
 
 _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PROCESS_IDS = 0x00020000, 0x08000000, 0x10000000, 0x20000000
-"""Of unshare(2)."""
+"""Flags of unshare(2)."""
 _NO_SUID, _NO_DEV, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 16384, 1 << 18
-"""Of mount(2)."""
+"""Flags of mount(2)."""
 _ADOPT_ORPHANS = 36
-"""Of prctl(2)."""
+"""An option of prctl(2)."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 _SIGNALLED = 128

@@ -16,7 +16,7 @@ _FETCHED = "ACCRUE_MODEL_FETCHED"
 
 _WANTED = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
 _OTHER = ["*/*", "consolidated*"]
-"""The same weights in the format of the model's makers."""
+"""Files with the same weights in the format of the model's makers."""
 
 
 def fetched_first(fetch: Callable[[], int]) -> int:
@@ -73,7 +73,7 @@ def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:
 
 
 def _hub_token() -> str | None:
-    """The token that the supervisor passed on, read once; null: the hub's own rules hold (run by hand)."""
+    """The token that the supervisor passed on, read once; None: the hub's own rules hold (run by hand)."""
     descriptor = os.environ.pop(TOKEN_VARIABLE, None)
     if descriptor is None:
         return None

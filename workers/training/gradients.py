@@ -35,7 +35,7 @@ class SeparateAccumulator:
     micro-batches where the host holds the sums. The optimizer sees each sum rounded once to its parameter.
 
     Args:
-        host: where sums live, to come back for the optimizer's step only; null: with their parameters.
+        host: where sums live, to come back for the optimizer's step only; None: with their parameters.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, host: torch.device | None = None) -> None:

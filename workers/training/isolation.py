@@ -25,18 +25,18 @@ log = logging.getLogger("accrue.trainer")
 
 _READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _RECURSIVE = 1, 2, 4, 32, 4096, 16384
 _DETACH = 2
-"""Of mount(2) and umount2(2)."""
+"""A flag of umount2(2)."""
 
 _MOUNT_SETATTR, _HERE, _ALL_BELOW = 442, -100, 0x8000
 _MOUNT_READ_ONLY, _MOUNT_NO_SUID = 1, 2
-"""Of mount_setattr(2), whose number is the same on every architecture."""
+"""Flags of mount_setattr(2), whose number is the same on every architecture."""
 
 _NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS, _SET_DUMPABLE = 38, 24, 4
 _ANY_FILE, _MOST_POWERS, _CAPABILITIES_3 = 1, 64, 0x20080522
-"""Of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the one of capabilities(7) that is kept."""
+"""Constants of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the only one of capabilities(7) that is kept."""
 
 _ROOM = b"size=10%,nr_inodes=200k"
-"""Of the machine's memory, for each folder of the trainer's own; options of tmpfs(5)."""
+"""Options of tmpfs(5): a share of the machine's memory for each temporary folder."""
 
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders that every process may write to: an isolated one has empty ones of its own."""
@@ -45,7 +45,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvid
 """What there is in /dev: no disk, no memory, no console."""
 
 _KERNEL_S = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
-"""In /proc, where the kernel is set up; all else is about processes."""
+"""Parts of /proc that configure the kernel; the others are about processes."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compiled code is kept, and run from."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from workers.run_directory import LIFELINE_VARIABLE, SILENCE_VARIABLE
 
 _DIE_WITH_PARENT = 1
-"""Of prctl(2)."""
+"""An option of prctl(2)."""
 
 _LOOK_EVERY_SECONDS = 0.1
 """Where the kernel cannot say when a child ends."""
@@ -53,7 +53,7 @@ class Lifeline:
 
     descriptor: int
     patience_seconds: float | None
-    """Silence for so long is the end; null: only the pipe's own end is."""
+    """Silence for so long is the end; None: only the pipe's own end is."""
 
     def watch(self) -> None:
         """Ends this process when the supervisor is gone. Does not return."""

@@ -65,13 +65,13 @@ class Loader:
         return self.on(self.device, samples)
 
     def on(self, device: torch.device, samples: Sequence[int]) -> MicroBatch:
-        """The same on another device."""
+        """A micro-batch on another device."""
         rows = [self.samples.read(sample) for sample in samples]
         weights = self.samples.weights[list(samples)].tolist()
         return collate(rows, self.form, weights).to(device)
 
     def micro_batches(self, window: Indices, groups: Groups) -> Iterator[MicroBatch]:
-        """Those of a window, each made while the device works on the one before it."""
+        """The micro-batches of a window, each prepared while the device works on the one before it."""
         return prefetched(self.executor, lambda group: self.fetch(window[group].tolist()), groups)
 
     def shrink_buckets(self, budget: int | None) -> None:

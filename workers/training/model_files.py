@@ -142,7 +142,7 @@ def _link(source: Path, target: Path, name: str, most_bytes: int | None = None) 
 
 
 def _own(source: Path, name: str) -> Path | None:
-    """Where a file of the folder really lies; null: it is not there.
+    """Where a file of the folder really lies; None: it is not there.
 
     Raises:
         CannotTrain: it is a link that leads out of the folder (a snapshot: out of the repository's cache).
@@ -169,7 +169,7 @@ def _home(source: Path) -> Path:
 
 
 def _json(source: Path, name: str) -> dict[str, Any] | None:
-    """The content of a small JSON object; null: it is not there."""
+    """The content of a small JSON object; None: it is not there."""
     path = _own(source, name)
     if path is None:
         return None

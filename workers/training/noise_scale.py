@@ -25,7 +25,7 @@ LEAST = 8
 """Fewer measurements tell nothing."""
 
 _Z = 1.6449
-"""Of the normal distribution, for a band of 90 %."""
+"""The quantile of the normal distribution for a 90 % interval."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def estimate(measurements: Sequence[Sequence[float]]) -> NoiseScale | None:
         measurements: `Measurement.packed()` of each.
 
     Returns:
-        null: too few, or the gradient's own norm is lost in the noise.
+        None: too few, or the gradient's own norm is lost in the noise.
     """
     if len(measurements) < LEAST:
         return None

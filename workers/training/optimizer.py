@@ -17,7 +17,7 @@ def make_optimizer(
     """The optimizer of a spec over the trainable parameters; matrices decay, norms and biases don't.
 
     Args:
-        host: where its states and its arithmetic are; null: with the parameters.
+        host: where its states and its arithmetic are; None: with the parameters.
 
     Raises:
         CannotTrain: its package is not installed.

@@ -13,7 +13,7 @@ from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
 
 MOST_EXAMPLES = 1000
-"""Of a larger file as many are looked at, spread evenly."""
+"""The most examples that are measured; in a larger file, they are spread evenly."""
 
 _BINS = 20
 _CHUNK = 100
@@ -117,7 +117,7 @@ def _lengths(whole: Any, kept: Any, targets: Any, max_length: int) -> Lengths:
 
 
 def _histogram(lengths: Any) -> tuple[LengthBin, ...]:
-    """In steps of 1, 2 or 5 times a power of ten, at most twenty; from the first to the last that has any."""
+    """Bins of 1, 2 or 5 times a power of ten, at most twenty, from the first to the last non-empty one."""
     width = _round_up((int(lengths.max()) + 1) / _BINS)
     counted = np.bincount(lengths // width)
     return tuple(

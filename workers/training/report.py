@@ -70,7 +70,7 @@ def _banner(training: Training) -> dict[str, str]:
 
 
 def _micro_batches(training: Training) -> int:
-    """Those of the next window: by the plan samples are of full length, and few are."""
+    """The number of micro-batches in the next window; the plan assumes samples of full length."""
     if training.finished:
         return training.assignment.plan.accumulation_steps
     return len(cut(training, training.next_window(), training.rule))

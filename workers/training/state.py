@@ -70,7 +70,7 @@ class LearnedBudget:
     """What running out of memory, or measuring, taught about the token budget (budget.py)."""
 
     tokens: int | None = None
-    """The token budget in force; null: as planned."""
+    """The token budget in force; None: as planned."""
     failed_tokens: int | None = None
     """The smallest micro-batch that did not fit, in tokens."""
     largest_done: int = 0
@@ -85,7 +85,7 @@ class Ramp:
     """How far the effective batch has grown (ramp.py)."""
 
     batch: int | None = None
-    """The effective batch, in samples; null: as the spec says."""
+    """The effective batch, in samples; None: as the spec says."""
     windows_since_growth: int = 0
 
 
@@ -104,11 +104,11 @@ class Fallbacks:
     checkpointing: bool = False
     """Gradient checkpointing was switched on, since one sample did not fit without it."""
     own_logits: bool | None = None
-    """The model's own logits are taken, since its head alone does not give them; null: not checked yet."""
+    """The model's own logits are taken, since its head alone does not give them; None: not checked yet."""
     padded: bool | None = None
-    """Packing was given up; null: not checked yet."""
+    """Packing was given up; None: not checked yet."""
     equivalence_error: float | None = None
-    """What the equivalence certificate measured; null: nothing yet."""
+    """What the equivalence certificate measured; None: nothing yet."""
 
 
 @dataclass

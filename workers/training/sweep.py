@@ -115,7 +115,7 @@ def _measure(
 
 
 def _pass(training: Training, window: Indices, groups: Groups) -> float | None:
-    """Seconds of one pass over the samples; null: out of memory."""
+    """Seconds of one pass over the samples; None: out of memory."""
     began = time.perf_counter()
     fits = False
     try:

@@ -31,7 +31,7 @@ from workers.training.gradients import InPlace, SeparateAccumulator
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are bounded; `limit` null: not at all."""
+    """How gradients are bounded; `limit` None: not at all."""
 
     limit: float | None = None
     mode: Literal["after_accumulation", "each_micro_batch", "value"] = "after_accumulation"
@@ -88,7 +88,7 @@ class Closed(Totals):
     optimizer_seconds: float = 0.0
     """The host's time in the optimizer; on a GPU that only starts its kernels."""
     memory_bytes: int = 0
-    """In use when the window was closed: allocated on a GPU, resident on a CPU."""
+    """Memory in use when the window was closed: allocated on a GPU, resident on a CPU."""
 
     @property
     def applied(self) -> bool:
@@ -97,7 +97,7 @@ class Closed(Totals):
 
     @property
     def overflow(self) -> bool:
-        """The same window is to be replayed, at the loss scale that was lowered."""
+        """Whether the window must run again, at the loss scale that was lowered."""
         return self.verdict is Verdict.REPLAY_AT_LOWER_LOSS_SCALE
 
     @property
@@ -114,7 +114,7 @@ class Window:
         optimizer: stepped once per window that is finite; its gradients are None after every window.
         clipping: of the gradient, once it is whole.
         loss_scale: for fp16 autocast; null for every other precision.
-        gradients: where gradients are summed; null: in place.
+        gradients: where gradients are summed; None: in place.
         layers: parameters by layer, for `Closed.layer_norms`.
         keep_micro_losses: for `Closed.micro_losses`.
     """
