@@ -186,7 +186,7 @@ def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mou
 
 
 def _add_routes(app: FastAPI) -> None:
-    """One beside the other: what lies in a router within a router is looked for again at each level."""
+    """Side by side, since a router within a router is searched again at each level."""
     for surface in _NATIVE:
         app.include_router(surface.router, prefix=NATIVE, dependencies=[authorised])
     for surface in _OPENAI:

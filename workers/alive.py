@@ -1,4 +1,4 @@
-"""`python -m workers.alive`: whether the database has heard of this machine's worker lately."""
+"""`python -m workers.alive`: whether this machine's worker was recently active, by the database."""
 
 import socket
 import sys
@@ -12,7 +12,7 @@ from app.storage.tables import Worker
 
 
 def is_alive(database: Database, hostname: str) -> bool:
-    """Whether a worker of that machine was heard of."""
+    """Whether a worker of that machine was recently active."""
     heard = select(Worker.id).where(
         Worker.hostname == hostname, Worker.heartbeat_at > database_now() - SILENT_SECONDS
     )

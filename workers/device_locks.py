@@ -32,7 +32,7 @@ class DeviceLocks:
 
     def take(self, device: Device) -> int | None:
         """The descriptor of a device's lock, which is held as long as it is open anywhere; None: another
-        worker's trainer has the device, which is told once."""
+        worker's trainer has the device, which is logged once."""
         path = self._path(device)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -61,7 +61,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run's lines have been read, and what was learned on the way."""
+    """How far a run's lines have been read, with sums over them."""
 
     metrics: int = 0
     events: int = 0

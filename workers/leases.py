@@ -56,16 +56,16 @@ class Running:
     requested: Requested | None = None
     """What people want of the job, as of the last renewal."""
     stopping: str | None = None
-    """Why it was asked to stop."""
+    """Why the trainer is to stop."""
     timed_out: bool = False
     stuck: bool = False
     """It was ended since it made no progress."""
     lost: bool = False
-    """The job is another's by now, or may be: the trainer was killed."""
+    """The job belongs to another worker, or may do so: the trainer was killed."""
 
 
 class LeaseKeeper:
-    """Says that the worker lives, renews its leases, and ends trainers whose lease it could not renew.
+    """Sends the heartbeat, renews the leases, and kills trainers whose lease it could not renew.
 
     Args:
         running: what the supervisor runs at the moment.
@@ -118,7 +118,7 @@ class LeaseKeeper:
                 log.warning("job rescued from a lost worker", job=job_id)
 
     def enforce(self) -> None:
-        """Kills what would outlive its lease, and what was told to stop and did not."""
+        """Kills trainers that would outlive their lease, and those that did not stop in time."""
         for running in self._running():
             if running.trainer.status() is not None:
                 continue

@@ -39,7 +39,7 @@ class ProfilerProcess:
         self._start()
 
     def end(self) -> None:
-        """Ends it now: whatever it was asked for is asked of the next one."""
+        """Ends it now; the next one takes over its requests."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

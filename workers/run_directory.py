@@ -8,7 +8,7 @@
     data/            the tokenised samples              }
     checkpoints/     step-00000050/, ...                } written by the trainer
     model/           the trained model                  }
-    progress.json    how far the window at hand is, at most once a second
+    progress.json    how far the current window is, at most once a second
     completions.json how the model completes held-out prompts, before and after
     outcome.json     how a successful run ended         }
     failure.json     why an attempt failed, if it could say so
@@ -37,7 +37,7 @@ from app.contract.plain_files import NotPlain, append_plain, create_plain, open_
 from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
 
 INTERRUPTED = 75
-"""Exit status of a trainer that was told to stop and has written a checkpoint (EX_TEMPFAIL)."""
+"""Exit status of a trainer that was stopped and has written a checkpoint (EX_TEMPFAIL)."""
 
 DISK_FULL = 74
 """Exit status of a trainer that could not write, and perhaps not even say so (EX_IOERR)."""
@@ -60,7 +60,7 @@ PROGRESS_EVERY_SECONDS = 1.0
 _FINISH = "finish"
 
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
-"""A folder of which the trainer is to see nothing but what it needs, and the files that it needs (JSON)."""
+"""A folder that is hidden from the trainer, and the files in it that the trainer needs (JSON)."""
 
 
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
@@ -118,7 +118,7 @@ class RunDirectory:
         return self._read("progress.json", WindowProgress)
 
     def ask_to_finish(self) -> None:
-        """The trainer is to end after the window at hand, and to save its model."""
+        """The trainer is to end after the current window and save its model."""
         with contextlib.suppress(NotPlain):  # whatever lies there counts as the mark
             append_plain(self.path / _FINISH).close()
 
@@ -138,7 +138,7 @@ class RunDirectory:
         return self._read("failure.json", Failure)
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
-        """What a file holds; None: it is not there, or something else lies in its place."""
+        """The content of a file; None: it does not exist, or is not a plain file."""
         with contextlib.suppress(NotPlain):
             content = read_plain(self.path, name)
             return None if content is None else kind.model_validate_json(content)
@@ -199,7 +199,7 @@ class Reporter:
         self._progress_at = time.monotonic()
 
     def progress(self, step: int, micro_step: int, accumulation_step: int) -> None:
-        """How far the window at hand is, at most once a second.
+        """How far the current window is, at most once a second.
 
         Args:
             micro_step: of the run, before this window.

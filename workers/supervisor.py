@@ -48,12 +48,12 @@ from workers.training.isolation import named_view
 log = structlog.get_logger("accrue.worker")
 
 _WAITS = {"disk_full": 60.0, "device_lost": 5.0}
-"""Seconds before a job is tried again whose machine failed it, by the failure's code."""
+"""Seconds before a job is retried after a failure of its machine, by the failure's code."""
 
 
 @dataclass
 class Supervisor:
-    """Runs until `stop()`, and gives every job back before it returns."""
+    """Runs until `stop()`, and returns every job to the queue at the end."""
 
     settings: Settings
     database: Database
@@ -75,7 +75,7 @@ class Supervisor:
         self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.there)
 
     def run(self) -> None:
-        """Turns until stopped; then stops the trainers, and gives their jobs back."""
+        """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""
         log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.there()])
         profiler = ProfilerProcess(self.settings)
         with self.leases.at_work():
@@ -364,7 +364,7 @@ class Supervisor:
             running.trainer.ask_to_stop(self.settings.stop_grace_seconds)
 
     def _lose(self, running: Running) -> None:
-        """The job is another's by now, or will be: its trainer must be gone before."""
+        """The job belongs to another worker, or will soon: its trainer must end before that."""
         log.warning("lost the job", job=running.fence.job_id, attempt=running.fence.attempt)
         running.trainer.kill()
         self.running.remove(running)

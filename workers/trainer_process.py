@@ -136,7 +136,7 @@ class TrainerProcess:
 
     @property
     def overdue(self) -> bool:
-        """It was asked to stop, and has not done so in time."""
+        """Whether it was to stop, and has not done so in time."""
         return self._kill_at is not None and time.monotonic() > self._kill_at
 
     def kill(self) -> None:

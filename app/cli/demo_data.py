@@ -49,7 +49,7 @@ def samples() -> Iterator[Sample]:
 
 
 def write(path: Path) -> int:
-    """Writes the samples as JSON lines of prompt and completion; gives their number."""
+    """Writes the samples as JSON lines of prompt and completion. Returns their number."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for sample in samples():

@@ -16,7 +16,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer
 
 
 def _jobs_there(incomplete: str) -> list[tuple[str, str]]:
-    """What a shell offers: the newest jobs, each with what it is."""
+    """Completions for a shell: the newest jobs, each with its model and state."""
     try:
         with Client(os.environ.get("ACCRUE_URL", DEFAULT_URL), timeout_seconds=_COMPLETION_SECONDS) as client:
             page = client.get("/gradient-accumulation/training", params={"limit": 50})

@@ -62,7 +62,7 @@ def list_files(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson =
 
 @files.command("add")
 def add_file(file: FileToAdd, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Upload a file; gives its id."""
+    """Upload a file. Returns its id."""
     with Client(url) as client:
         stored = client.upload(file)
     typer.echo(json.dumps(stored, indent=2) if as_json else stored["id"])

@@ -15,7 +15,7 @@ commands = typer.Typer()
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON")]
 
 _STREAMS_END_SECONDS = 2
-"""For those who follow events when the service is told to end; they come back by themselves."""
+"""How long event streams may go on after SIGTERM; their clients reconnect by themselves."""
 
 
 @commands.command()

@@ -224,7 +224,7 @@ def _submit(
     more: dict[str, Any],
     settings: list[str] | None,
 ) -> Any:
-    """Uploads the file, unless it is there, and asks for a job on it; gives the service's answer."""
+    """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer."""
     uploaded = None
     if file.suffix.lower() == ".jsonl":
         stored = client.stored(file)

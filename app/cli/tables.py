@@ -135,7 +135,7 @@ def show_files(files: list[dict[str, Any]]) -> None:
 
 
 def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
-    """Devices of the service's machine, and workers with theirs."""
+    """The devices of the service's machine, and the workers with their devices."""
     gpus = Table("GPU", "memory", "used", "load", "°C", Column("held by", no_wrap=True), box=None)
     for gpu in seen["gpu_info"]:
         gpus.add_row(

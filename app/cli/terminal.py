@@ -32,7 +32,7 @@ _ENDED = ("succeeded", "failed", "cancelled")
 
 
 def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
-    """Shows a job's progress until it has ended; gives the exit status, 0 if it succeeded.
+    """Shows a job's progress until it has ended. Returns the exit status, 0 if it succeeded.
 
     Args:
         stays: the service will be there afterwards.
@@ -85,7 +85,7 @@ class _Warned:
 
 
 def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) -> dict[str, Any]:
-    """Waits until a job has ended, and gives it; shows what it is waiting for meanwhile."""
+    """Waits until a job has ended, and shows why it waits. Returns the job."""
     with console.status(f"{job_id}: queued") if not quiet else nullcontext() as status:
         while True:
             job: dict[str, Any] = client.get(f"/gradient-accumulation/training/{job_id}")

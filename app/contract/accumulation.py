@@ -1,4 +1,4 @@
-"""The accumulation configuration: how an effective batch is asked for."""
+"""The accumulation configuration: how a request describes an effective batch."""
 
 from typing import Literal
 
@@ -18,7 +18,7 @@ LearningRateRule = Literal["sqrt", "linear", "none"]
 
 
 class AccumulationConfig(Request):
-    """Every field of it has a default; what is null is planned or recommended."""
+    """Every field has a default; fields that are null are planned or recommended."""
 
     use_gradient_accumulation: Flag = Field(True, description="false: every micro-batch is a step")
     accumulation_steps: int | None = Field(

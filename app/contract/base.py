@@ -1,4 +1,4 @@
-"""The kinds of object that Accrue's schemas are made of."""
+"""Base classes of Accrue's schemas."""
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 

@@ -22,7 +22,7 @@ class Line(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     weight: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
-    """How much each of the line's tokens counts for the loss, beside those of other lines."""
+    """How much each of the line's tokens counts for the loss, relative to those of other lines."""
 
 
 class TextExample(Line):
@@ -88,11 +88,11 @@ _MOST_VALUES = 200_000
 
 
 class BadLine(ValueError):
-    """A line of a training file that cannot be used; the message says what is wrong with it."""
+    """A line of a training file that cannot be used; the message says why."""
 
 
 def format_of(line: dict[str, Any]) -> DataFormat:
-    """The format whose keys the line has.
+    """The format that the keys of the line belong to.
 
     Raises:
         BadLine: the keys are those of no format.

@@ -15,11 +15,11 @@ _passed: Counter[str] = Counter()
 
 
 class Injected(OSError):
-    """A fault that a test asked for."""
+    """A fault that a test has requested."""
 
 
 def fail_point(name: str) -> None:
-    """Does nothing, unless a test has asked for a fault here.
+    """Does nothing, unless a test has requested a fault here.
 
     `kill` ends the process as a power cut would; `stop` halts it until SIGCONT; `full` raises as a full disk
     does; `error` raises.

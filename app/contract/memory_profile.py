@@ -1,4 +1,4 @@
-"""What a training step's memory depends on, and what is known of that memory."""
+"""Memory profiles: what a training step's memory depends on, and its predicted course."""
 
 from typing import Literal
 

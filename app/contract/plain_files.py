@@ -1,4 +1,4 @@
-"""Reading and writing below a folder whose content a trainer may have made: plain files alone, and no link.
+"""Reads and writes plain files in a folder whose content a trainer may have made; links are never followed.
 
 Code within a trainer could leave a symbolic link, a named pipe or a device where the service expects a file.
 Every part of a path below the folder is opened without following links. Needs the standard library.

@@ -1,4 +1,4 @@
-"""The plan: how a spec is run on the devices at hand. It never changes the training (docs/idea.md)."""
+"""The plan: how a spec is run on the available devices. It never changes the training (docs/idea.md)."""
 
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ MicroBatchRule = Annotated[TokenBudget | FixedCount | FixedSize, Field(discrimin
 
 
 class Alternative(Frozen):
-    """Another way to make the same step, as a change to the request, and what it is predicted to take."""
+    """An alternative: a change to the request that makes the same step, with its predicted memory."""
 
     change: str
     fits: bool
@@ -83,7 +83,7 @@ class PlannedDevice(Frozen):
 
 
 class Plan(Frozen):
-    """How a spec is run on the devices at hand: one rank for each."""
+    """How a spec is run on the available devices: one rank for each."""
 
     predicted: bool
     """true until a worker has claimed the job and planned for its own device."""

@@ -16,7 +16,7 @@ class NoiseScale(Frozen):
     low: float
     """The lower end of the 90 % confidence interval."""
     high: float | None
-    """None: unbounded, since the gradient's own norm is not told from zero yet."""
+    """The upper end; None: unbounded, since the gradient's own norm cannot be distinguished from zero yet."""
     measurements: int
 
 
@@ -75,7 +75,7 @@ class LogLine(Frozen):
 
 
 class WindowProgress(Frozen):
-    """How far the window at hand is: the content of progress.json."""
+    """How far the current window is: the content of progress.json."""
 
     attempt: int
     step: int
@@ -100,7 +100,7 @@ AS_FAST = 0.97
 
 
 def smallest_of_the_fastest(measured: Iterable[tuple[int, float]]) -> int:
-    """The smallest size whose rate is as good as the best; of (tokens, rate) pairs, at least one."""
+    """The smallest number of tokens whose rate is within 3 % of the best, from (tokens, rate) pairs."""
     pairs = list(measured)
     best = max(rate for _, rate in pairs)
     return min(tokens for tokens, rate in pairs if rate >= AS_FAST * best)

@@ -41,7 +41,7 @@ class DataSpec(Frozen):
     format: DataFormat
     examples: int
     max_length: int
-    """Longest sequence in tokens; what is longer is dealt with as `overlength` says."""
+    """Longest sequence in tokens; `overlength` says what happens to longer samples."""
     overlength: Overlength
     packing: bool
     """Samples of a micro-batch in one row, without padding."""
@@ -122,7 +122,7 @@ class EarlyStopping(Frozen):
 
 
 class RequestedSplit(Frozen):
-    """What the person asked of the micro-batches, per device; None: planned."""
+    """The requested micro-batches per device; None: planned."""
 
     accumulation_steps: int | None
     micro_batch_size: int | None
@@ -160,7 +160,7 @@ class Spec(Frozen):
     gradient_clipping: float | None
     clip_mode: ClipMode
     loss_spike_zscore: float | None
-    """A window whose loss lies so many standard deviations above the recent ones is not applied."""
+    """A window whose loss is this many standard deviations above the recent ones is skipped."""
     precision: Literal["auto"] | Precision
     accumulate_in_fp32: bool
     """Gradients of parameters in a lower precision are summed in fp32."""
@@ -184,7 +184,7 @@ class Spec(Frozen):
     memory: MemoryLimits
     auto_adjust_batch_size: bool
     log_accumulation: bool = True
-    """Tell how far the window at hand is."""
+    """Whether to report how far the current window is."""
     log_memory_usage: bool
     log_micro_losses: bool
     log_gradients: bool
@@ -196,7 +196,7 @@ class Spec(Frozen):
     """Measure micro-batches before the run has gone far, or do nothing else."""
 
     def batch_at(self, step: int) -> int:
-        """The effective batch of an update, counted from 0, as far as it does not depend on what is measured.
+        """The effective batch of an update (counted from 0), unless it depends on measurements.
 
         A linear ramp goes from its first share to the whole in `warmup_steps` updates.
         """

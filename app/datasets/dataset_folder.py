@@ -1,4 +1,4 @@
-"""Training files that lie in a folder of the service's own (`ACCRUE_DATASETS_DIR`), by name."""
+"""Training files in the service's folder (`ACCRUE_DATASETS_DIR`), by name."""
 
 from pathlib import Path
 

@@ -43,7 +43,7 @@ class Checked:
 
 @contextmanager
 def incoming(settings: Settings) -> Iterator[Path]:
-    """Where a new file is to lie, by its id; if the block raises, nothing of it stays.
+    """The path of a new file, named by its id; the file is removed if the block raises.
 
     But where the connection was lost, the commit may have gone through: then the file stays, and is removed
     at the service's next start if no row names it (maintenance/data_folder.py).
@@ -134,7 +134,7 @@ def add(
     equal: str | None = None,
     inline: bool = False,
 ) -> File:
-    """Records a stored file, whose name on the disk is its id.
+    """Adds the row of a stored file, whose name on disk is its id.
 
     Args:
         equal: as `equal_to` gives it.
@@ -157,7 +157,7 @@ def add(
 
 
 def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
-    """An id under which the same content lies, whosever that is; None: there is none.
+    """The id of a file with the same content, of any owner; None: there is none.
 
     It is read before it is taken, outside of any transaction: a file that was damaged since must not become
     another one's content. A damaged one is mended instead: its names come to stand for the new file.

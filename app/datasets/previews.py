@@ -1,4 +1,4 @@
-"""Looks at data sets as the trainer will see them: asked for by the service, made by a worker's profiler.
+"""Previews of data sets as the trainer will see them: requested by the service, made by a worker's profiler.
 
 The service has no tokenizers, and should run none: a chat template is a program. What is found is training
 text, so it stays in the database only until it is read.

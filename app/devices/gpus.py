@@ -153,7 +153,7 @@ def _number(value: float) -> float | None:
 
 
 def first_devices(count: int, there: list[Device]) -> list[Device]:
-    """The first of those there are; where more are wanted, they are taken to be like the last."""
+    """The first `count` devices; if there are fewer, the rest are assumed to be like the last one."""
     return [there[min(number, len(there) - 1)] for number in range(count)]
 
 

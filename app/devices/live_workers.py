@@ -64,6 +64,6 @@ def _by_machine(session: Session, silent_seconds: float) -> list[list[Device]]:
 
 
 def forget(session: Session, worker_ids: Sequence[str], silent_seconds: float) -> None:
-    """Removes workers that said goodbye, and those silent for longer than anybody would ask about."""
+    """Removes workers that have exited, and those that have been silent for a long time."""
     silent = Worker.heartbeat_at < database_now() - silent_seconds
     session.execute(delete(Worker).where(or_(Worker.id.in_(worker_ids), silent)))

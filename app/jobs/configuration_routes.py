@@ -27,7 +27,7 @@ ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or 
 def create(
     database: CurrentDatabase, requested: ConfigurationRequest, once: CurrentOnce
 ) -> ConfigurationAnswer | Response:
-    """Checks the numbers against each other and keeps what was given under an id."""
+    """Checks that the numbers agree, and stores the configuration under an id."""
     with database.writing() as session:
         replayed = once.replay(session)
         if replayed is not None:

@@ -133,7 +133,7 @@ def pause(session: Session, job_id: str) -> Job:
 
 
 def stop(session: Session, job_id: str) -> Job:
-    """Ends training early and keeps the model: after the window at hand, or of the last checkpoint.
+    """Ends training early and keeps the model: that after the current window, or of the last checkpoint.
 
     Raises:
         NotFound, Conflict: no such job, or there is nothing of it to keep.
@@ -231,7 +231,7 @@ def retry(session: Session, job_id: str) -> Job:
 
 
 def remove(session: Session, job_id: str) -> tuple[str, str | None]:
-    """Deletes an ended job; gives its id and that of the file made of its inline texts, if any."""
+    """Deletes an ended job. Returns its id and that of the file made of its inline texts, if any."""
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")

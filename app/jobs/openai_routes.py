@@ -198,7 +198,7 @@ def _event(row: JobEvent) -> FineTuningEvent:
 
 
 def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> list[FineTuningEvent]:
-    """The newest steps as events, one more than asked for where there are more.
+    """The newest steps as events, with one more than `limit` if there are more.
 
     Their ids are made of the steps' times, as other events' are, so that they sort among them.
     """
@@ -224,7 +224,7 @@ def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> li
 
 
 def _time_of(event_id: str) -> float:
-    """Unix seconds at which an event's id was made; the end of time for what is no id."""
+    """The Unix time in an event's id; infinity if it is not an id."""
     try:
         return int(event_id.removeprefix("ftevent-")[:14], 16) / 1e6
     except ValueError:

@@ -102,7 +102,7 @@ def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
 
 
 def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Requested | None:
-    """Renews the lease; gives what was requested of the job meanwhile.
+    """Renews the lease. Returns what a user has requested in the meantime.
 
     Raises:
         LostJob: the lease is gone.
@@ -173,7 +173,7 @@ def seconds_run(session: Session, fence: Fence) -> float:
 
 
 def waiting(session: Session) -> bool:
-    """Whether any job is queued, be it for later."""
+    """Whether any job is queued, also for later."""
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
 
 
@@ -205,7 +205,7 @@ def hold(session: Session, fence: Fence) -> None:
 
 
 def reclaim_expired(session: Session) -> list[str]:
-    """Takes back the jobs whose lease ran out; a lost worker costs the job none of its attempts.
+    """Takes back the jobs whose lease has expired; losing a worker does not count as a crash.
 
     One that is not lost after all is refused whatever it writes, and its trainer holds the run directory
     until it is gone.

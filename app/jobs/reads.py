@@ -29,14 +29,14 @@ JOBS = select(
         for column in _COLUMNS
     )
 )
-"""Every column of every job, as the driver gives it."""
+"""Every column of every job, with JSON as text."""
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A job's columns as the driver gives them: equal as long as nothing of the job changed."""
+    """A job's columns as the driver returns them: two are equal if the job has not changed in between."""
 
     values: Sequence[Any]
     json_is_text: bool
@@ -56,14 +56,14 @@ class Row:
 
 
 class ImmediateReads:
-    """Reads of a moment each; on SQLite they are done right where they are asked for."""
+    """Short reads; on SQLite, they run in the event loop itself."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._connection: Connection | None = None
 
     async def at(self, read: Callable[[Connection], Found]) -> Found:
-        """What `read` gives. Only one thread may call it, that of the event loop."""
+        """The result of `read`. Only the thread of the event loop may call this."""
         if self._database.is_sqlite:
             try:
                 return read(self._own())

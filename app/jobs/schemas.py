@@ -1,4 +1,4 @@
-"""Jobs on the wire: what is submitted, and what is told of a job."""
+"""Requests and answers about jobs."""
 
 from typing import Annotated, Any, Literal
 
@@ -220,7 +220,7 @@ class TrainingConfig(Request):
 
 
 class JobOptions(AccumulationConfig):
-    """How a job is to run: any field of a configuration, or its id, and what is of this job alone."""
+    """How a job is to run: the fields of a configuration, or its id, and options of this job."""
 
     config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
     num_gpus: int | None = Field(None, ge=1, le=1024)
@@ -308,9 +308,9 @@ class Progress(Answer):
     steps_total: int | None = None
     micro_step: int = 0
     accumulation_step: int = 0
-    """Micro-batches of the window at hand; between two of them, of the one before."""
+    """Micro-batches of the current window, or of the previous one between two windows."""
     within_window: bool = False
-    """A window has been at hand for a second or longer."""
+    """Whether the current window has taken a second or longer."""
     skipped: int = 0
     epoch: int = 0
     samples_seen: int = 0

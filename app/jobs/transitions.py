@@ -35,7 +35,7 @@ EDGES: Mapping[JobStatus, frozenset[JobStatus]] = {
 
 
 class LostJob(Exception):
-    """The job has another attempt, another worker, or another state by now."""
+    """The job has a newer attempt, another worker, or another state."""
 
 
 @dataclass(frozen=True)

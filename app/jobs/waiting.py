@@ -18,7 +18,7 @@ class _Workers(NamedTuple):
     now: float
     alive: int
     free: int
-    """Devices of theirs on which nothing runs; negative: more runs than was seen of devices."""
+    """Idle devices of live workers; negative if more jobs run than devices were seen."""
 
 
 class _Mark(NamedTuple):
@@ -92,7 +92,7 @@ class WaitingReasons:
 
 
 def _ahead(dialect: str) -> object:
-    """Everybody's jobs: their number is all that is told of them."""
+    """Jobs of all owners, of which only the number is used."""
     place: BindParameter[float] = bindparam("place")
     job_id: BindParameter[str] = bindparam("id")
     before = and_(Job.place <= place, or_(Job.place < place, Job.id < job_id))

@@ -192,7 +192,7 @@ _DEEPEST = 16
 
 
 def _copy_run(source: Path, target: Path) -> None:
-    """What a job's run directory holds, without what is only begun."""
+    """The files of a job's run directory, without unfinished ones."""
     if not source.is_dir():
         return
 

@@ -1,4 +1,5 @@
-"""Deleting jobs and files with what lies on the disk: when asked to, and by age where that was set."""
+"""Deletes jobs and files with their content on disk: on request, and by age (`ACCRUE_RETENTION_DAYS`).
+The audit log deletes its own old rows (app/security/audit.py)."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
 
 
 def forget(database: Database, settings: Settings, days: float) -> int:
-    """Deletes jobs that ended so long ago, then files as old that no job needs; gives how many of both."""
+    """Deletes jobs that ended before a time, then older files that no job needs. Returns how many of each."""
     old_jobs = select(Job.id).where(Job.status.in_(ENDED), Job.finished_at < database_now() - days * _DAY)
     used = select(Job.file_id)
     evaluated = Job.spec["data"]["validation"]["file_id"].as_string()

@@ -1,4 +1,4 @@
-"""What jobs measured of their micro-batches: memory beside its prediction, and throughput.
+"""What jobs have measured: predicted and true memory of micro-batches, and throughput.
 
 From these come how wrong predictions have been, the margin that this deserves, estimates that start from
 what was measured, and the micro-batch beyond which throughput no longer grows.
@@ -33,7 +33,7 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
 
 @dataclass(frozen=True)
 class Subject:
-    """What an attempt measures: a recipe on a device, and what is predicted of it."""
+    """The subject of an attempt's measurements: a recipe on a device, with its prediction."""
 
     job: Job
     device: Device
@@ -45,7 +45,7 @@ class Subject:
     estimate: Estimate
 
     def predicted_bytes(self, tokens: int, *, accumulating: bool) -> int:
-        """The peak: on a GPU of what is allocated, on a CPU of the whole process."""
+        """The peak of allocated memory on a GPU, or of the process on a CPU."""
         memory = self.estimate.memory(tokens / self.sequence, accumulating=accumulating)
         return memory.peak_process_bytes if self.device.kind == "cpu" else memory.peak_allocated_bytes
 
@@ -133,7 +133,7 @@ def _keep(
     measured_bytes: int,
     tokens_per_second: float,
 ) -> None:
-    """Once: read again, it would be held against a prediction that knows it."""
+    """Only once: read again, it would be compared with a prediction that includes it."""
     accumulating = micro_batches > 1
     statement = insert_for(session, Measurement).values(
         job_id=subject.job.id,

@@ -1,4 +1,4 @@
-"""Profiles of memory: looked up, asked for, made."""
+"""Memory profiles: found, requested, and stored."""
 
 import hashlib
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _MADE_BY = 2
 """The version of the profiler: what an earlier one made is not taken for what this one would make."""
 
 _CLAIM_SECONDS = 60.0
-"""A request that was claimed this long ago is anybody's again."""
+"""Seconds after which a claimed request may be claimed again."""
 
 _FORGOTTEN_AFTER = 24 * 3600.0
 """Seconds after which no client waits for a request any more, and one that failed may be tried again."""
@@ -237,7 +237,7 @@ def give_up(session: Session, request: ProfileRequest, reason: str) -> None:
 
 
 def remove(session: Session, profile_id: str) -> None:
-    """Forgets a profile, so that it is made anew when it is wanted again.
+    """Deletes a profile; the next request for it makes a new one.
 
     Raises:
         NotFound: there is none of that id.

@@ -49,7 +49,7 @@ def get(session: Reading, caller: CurrentCaller, profile_id: ProfileId) -> Profi
 
 @router.delete("/{profile_id}", status_code=204, summary="Forget a profile")
 def delete(session: Writing, caller: CurrentCaller, profile_id: ProfileId) -> None:
-    """It is made anew when it is wanted again. For admins."""
+    """Deletes a profile; the next request for it makes a new one. For admins."""
     _check(caller)
     profiles.remove(session, profile_id)
 

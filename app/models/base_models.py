@@ -41,7 +41,7 @@ class BaseModel:
 
 
 def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, BaseModel]:
-    """A model whose weights can be had.
+    """A model whose weights are available.
 
     Raises:
         Unprocessable: unknown, not reachable, or of an architecture without a rule.

@@ -32,7 +32,7 @@ def job_of_result_file(file_id: str) -> str | None:
 
 
 def there(session: Session, settings: Settings) -> Iterator[Job]:
-    """The jobs whose model is on the disk, newest first."""
+    """The jobs whose model is on disk, newest first."""
     ended = select(Job).where(Job.status == "succeeded").order_by(Job.id.desc())
     for job in session.scalars(ended):
         if has_model(job, settings):

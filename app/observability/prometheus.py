@@ -47,7 +47,7 @@ class Exposition:
         self._registry.register(_FromDatabase(database))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Counts an answer. `route` is a template, of which there are few."""
+        """Counts an answer. `route` is a path template, so that there are only a few."""
         self._answers.labels(method, route, str(status)).observe(seconds)
 
     def text(self) -> bytes:

@@ -50,7 +50,7 @@ _MOST = {
     "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,
     "active_experts": 4_096, "parameters": 10**14,
 }  # fmt: skip
-"""Several times the largest model that is known: what is beyond it is meant to keep somebody busy."""
+"""Several times the largest known model: larger numbers are attacks."""
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:

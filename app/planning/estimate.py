@@ -156,7 +156,7 @@ def by_formula(architecture: Architecture) -> Estimates:
 
 
 def compared(estimates: Estimates, architecture: Architecture, recipe: Recipe, sequence: int) -> Estimates:
-    """Estimates of other ways to make a step, beside that of the step as it is."""
+    """Estimates of the step itself and of alternatives to it."""
     known, by_formula = estimates(recipe, sequence), ByFormula(architecture, recipe, sequence)
 
     def beside(other: Recipe, length: int) -> Estimate:

@@ -88,7 +88,7 @@ def noise_of(job: Job) -> MeasuredNoise | None:
 
 
 def _rate_of(job: Job) -> MeasuredRate | None:
-    """The learning rate of a job that succeeded, and whose loss fell."""
+    """The learning rate of a job that succeeded with a falling loss."""
     result = job.result or {}
     first, last = result.get("first_loss"), result.get("final_loss")
     if job.status != "succeeded" or first is None or last is None or not last < first:

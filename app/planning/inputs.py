@@ -35,7 +35,7 @@ class ShortCache:
         self._values: dict[Hashable, tuple[float, Any]] = {}
 
     def get(self, key: Hashable, look_up: Callable[[], Value]) -> Value:
-        """What was looked up under that key within the moment, else what is looked up now."""
+        """The cached value of a key if it is recent; otherwise a new one."""
         until, value = self._values.get(key, (0.0, None))
         if time.monotonic() < until:
             kept: Value = value
@@ -112,7 +112,7 @@ class PlanningInputs:
         return found
 
     def plan(self, spec: Spec, device: Device, make: Callable[[], Value]) -> Value:
-        """What `make` gives for a spec on a device, of what the caller may know."""
+        """The cached or new result of `make` for a spec on a device, per caller."""
         return self._kept.get(("plan", self.database.viewer.owner, spec, device), make)
 
     def want(self, wanted: ProfileKey) -> None:

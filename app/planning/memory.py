@@ -175,5 +175,5 @@ def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:
 
 
 def context_bytes(device: Literal["cpu", "cuda"]) -> int:
-    """What a process holds beside its tensors."""
+    """Memory of a process besides its tensors."""
     return _CUDA_CONTEXT if device == "cuda" else _CPU_PROCESS

@@ -1,4 +1,4 @@
-"""The plan of a job: its spec, solved for the devices at hand."""
+"""The plan of a job: its spec, solved for the available devices."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,7 +11,7 @@ from app.planning.recipes import recipe_of, unsupported
 
 
 def question_of(spec: Spec, devices: Sequence[Device]) -> Question:
-    """What a spec asks of the planner."""
+    """A spec as the planner's question."""
     return Question(
         recipe=recipe_of(spec, devices[0]),
         sequence=spec.data.max_length,

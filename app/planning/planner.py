@@ -155,7 +155,7 @@ class Solution:
 
     @property
     def tightest(self) -> Rank:
-        """The device of whose usable memory the largest share is taken."""
+        """The device that uses the largest share of its memory."""
         return max(
             self.ranks, key=lambda rank: rank.memory.peak_process_bytes / max(rank.capacity.limit_bytes, 1)
         )

@@ -24,7 +24,7 @@ _LARGE_BATCH = 8192
 _LARGE_VISION_BATCH = 4096
 """Above this batch, convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
 _NARROW, _WIDE = 2.0, 6.0
-"""Upper over lower end of a noise scale's band: up to here it is told with high, and medium, confidence."""
+"""Upper end of a noise scale's interval divided by the lower: up to here, confidence is high or medium."""
 
 _LEAST_SHARE_OF_DATA, _SHARE_OF_DATA = 0.001, 0.01
 _MOST_BY_SHARE = 512

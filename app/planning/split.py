@@ -30,7 +30,7 @@ class RequestedBatch:
 
 @dataclass(frozen=True)
 class ResolvedBatch:
-    """The effective batch, in samples, and what is fixed of the micro-batches (None: planned)."""
+    """The effective batch in samples, and the requested micro-batches (None: planned)."""
 
     effective_batch_size: int
     steps: int | None
@@ -126,7 +126,7 @@ def shares(target: int, limits: Sequence[int]) -> list[int]:
 
 def check_steps(steps: int, micro_batch: int) -> None:
     """Raises:
-    ConflictingBatch: more steps than anybody means.
+    ConflictingBatch: an unreasonable number of steps.
     """
     if steps > MAX_ACCUMULATION_STEPS:
         raise ConflictingBatch(

@@ -22,7 +22,7 @@ class Throughput:
 
     @property
     def saw_the_end(self) -> bool:
-        """Whether throughput stopped growing within what was measured."""
+        """Whether throughput stopped growing within the measured sizes."""
         return len(self.points) > 1 and smallest_of_the_fastest(self.points) < self.points[-1][0]
 
     def at(self, tokens: int) -> float:
@@ -53,7 +53,7 @@ def useful_tokens(measured: Throughput | None, device: Literal["cpu", "cuda"], m
 
 
 ThroughputOf = Callable[[Recipe, int], Throughput | None]
-"""What was measured with a recipe and a length of sequence on the device at hand; None: nothing."""
+"""The measured throughput of a recipe and a sequence length on the device; None: there is none."""
 
 
 def unmeasured(recipe: Recipe, sequence: int) -> None:

@@ -1,1 +1,1 @@
-"""What a job leaves behind, and what is made of it."""
+"""The results of jobs: metrics, logs, checkpoints, models, and comparisons of them."""

@@ -40,7 +40,7 @@ def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float |
 
 
 def slowdown(found: dict[str, Any]) -> bytes:
-    """Draws the time of a micro-batch by accumulation steps; gives a PNG's bytes.
+    """Draws the time of a micro-batch by accumulation steps. Returns a PNG's bytes.
 
     Args:
         found: as `accrue benchmark --json` prints it.
@@ -65,7 +65,7 @@ def slowdown(found: dict[str, Any]) -> bytes:
 
 
 def comparison(compared: Comparison) -> bytes:
-    """Draws the losses of several jobs over the samples that each has seen; gives a PNG's bytes."""
+    """Draws the losses of several jobs over the samples that each has seen. Returns a PNG's bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

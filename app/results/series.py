@@ -18,7 +18,7 @@ PAGE = 1000
 
 
 def last_step(where: Session | Connection, job_id: str) -> int:
-    """The last step of which there is a row; 0 where there is none."""
+    """The last step that has a row; 0 if there is none."""
     return _first_and_last(where, job_id, 0)[1] or 0
 
 

@@ -8,13 +8,13 @@ import sys
 import threading
 
 VARIABLE = "ACCRUE_PARENT_FD"
-"""A pipe whose other end the parent holds: its end of file is the parent's end."""
+"""A pipe whose other end the parent holds: end of file means that the parent has ended."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Has this process told to end (SIGTERM) when its parent does; does nothing where it was started by hand.
+    """Sends SIGTERM to this process when its parent ends; does nothing if it was started by hand.
 
     The kernel's signal comes at once on Linux, and the pipe's end of file everywhere. A terminal that is
     closed (SIGHUP) ends it as SIGTERM does, unless it was started to outlive it (nohup).

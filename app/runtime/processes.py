@@ -23,7 +23,7 @@ _END_SECONDS = 45.0
 
 def check_port(host: str, port: int) -> None:
     """Raises:
-    BadSetting: somebody listens there already.
+    BadSetting: another process listens on that port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -68,7 +68,7 @@ def start(
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to each, and SIGKILL to what is still there after a while."""
+    """Sends SIGTERM to each process, and SIGKILL to those that still run after a while."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -84,7 +84,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def up() -> int:
-    """Runs both until a signal comes or one of them ends; gives the exit status."""
+    """Runs both until a signal comes or one of them ends. Returns the exit status."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from app.security.keys import LOCAL, PREFIX, Caller, Keyring
 from app.security.rates import Rates
 
 Authenticate = Callable[[Request], Awaitable[Caller]]
-"""Says who asks, or raises `Unauthorized`."""
+"""Returns the caller of a request, or raises `Unauthorized`."""
 
 
 def by_key(keyring: Keyring) -> Authenticate:

@@ -123,7 +123,7 @@ class Keyring:
         return closed
 
     def known(self, key: str) -> tuple[bool, Caller | None]:
-        """Whether it is known what the key is, and who then asks; without a look into the database."""
+        """Whether the cache knows the key, and its caller; does not read the database."""
         if not is_well_formed(key):
             return True, None
         until, caller = self._known.get(_digest(key), (0.0, None))

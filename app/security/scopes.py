@@ -3,6 +3,6 @@
 from typing import Literal, get_args
 
 Scope = Literal["read", "write", "admin"]
-"""read: look; write: change; admin: both, and see what was made with other keys."""
+"""read: may look; write: may change; admin: may do both, for the rows of all keys."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)

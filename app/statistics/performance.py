@@ -172,7 +172,7 @@ def performance(session: Session, job: Job, alike: Sequence[str] = ()) -> JobPer
 
 
 def _by_steps(session: Session, job: Job) -> list[CostOfSteps]:
-    """What a window cost, by the micro-batches that it was made of."""
+    """The cost of a window by its number of micro-batches."""
     steps = StepMetric.gradient_accumulation_steps
     rows = session.execute(
         select(

@@ -14,7 +14,7 @@ from app.web.dependencies import Reading
 router = APIRouter(tags=["performance"])
 
 _NEWEST = 20
-"""Jobs whose performance is shown."""
+"""The most jobs whose performance is shown."""
 
 
 @router.get("/performance/metrics", summary="GPUs, jobs and answers, as measured")

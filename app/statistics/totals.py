@@ -1,4 +1,4 @@
-"""Everything on a service, counted: jobs that do not run by what was kept of them, others by their steps."""
+"""Totals of a service. Jobs that do not run are counted by stored sums, running ones by their steps."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ class Prepared:
         self._compiled = lru_cache(maxsize=8)(self._compile)
 
     def run(self, where: Session | Connection, row: Row) -> list[Any]:
-        """Once. Returns the rows that it gives, as the driver does."""
+        """Runs it once. Returns its rows as the driver does."""
         connection = _connection(where)
         text, bound, given = self._compiled(connection.dialect)
         with _Cursor(connection, text) as cursor:

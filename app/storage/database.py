@@ -97,7 +97,7 @@ class Database:
 
     @contextmanager
     def connecting(self) -> Iterator[Connection]:
-        """A connection for `Prepared` queries that are a moment each: no transaction is begun for them."""
+        """A connection for short queries; `Prepared` ones begin no transaction."""
         with self.engine.connect() as connection:
             if self.is_sqlite:
                 driver: Any = connection.connection.dbapi_connection

@@ -44,7 +44,7 @@ def remove_tree(path: Path) -> None:
 
 
 def _without_files(folder: Path) -> list[Path]:
-    """Deletes a folder's files; gives the folders in it."""
+    """Deletes a folder's files. Returns the folders in it."""
     folder.chmod(stat.S_IRWXU)
     found = []
     with os.scandir(folder) as entries:

@@ -55,14 +55,14 @@ class GroupCommit:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns once everything that was asked for is written."""
+        """Returns once everything has been written."""
         self._waiting.put(None)
         self._thread.join(10)
 
     async def write(
         self, database: Database, prepare: Callable[[], Ready], write: Callable[[Ready, Database], Written]
     ) -> Written:
-        """What `write` gives, once that is durable.
+        """The result of `write`, once it is on disk.
 
         Args:
             database: as the caller sees it.

@@ -1,4 +1,4 @@
-"""Files and run directories whose row is being written or deleted: marked until both agree again.
+"""Marks files and run directories whose row is being written or deleted, until both agree again.
 
 If the process is killed in between, the mark says that a look is needed: what no row names is to go. Without
 a mark nothing is ever removed for want of a row: the database may be another one, or a new one.
@@ -20,7 +20,7 @@ def settle(path: Path) -> None:
 
 
 def marked(folder: Path) -> list[str]:
-    """The names of what is under way in a folder."""
+    """The marked names in a folder."""
     return [path.name.removeprefix(_MARK) for path in folder.glob(f"{_MARK}*")]
 
 

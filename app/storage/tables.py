@@ -15,7 +15,7 @@ Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresq
 
 
 BY_JOB = {"sqlite_with_rowid": False}
-"""Rows kept in the order of their primary key, which begins with the job: a job's lie together."""
+"""Rows are stored in the order of their primary key, which begins with the job: a job's rows are adjacent."""
 
 
 class Base(DeclarativeBase):
@@ -52,7 +52,7 @@ class Configuration(Owned, Base):
 
 
 class File(Owned, Base):
-    """A training file; its content lies in the data folder under its id."""
+    """A training file; its content is in the data folder, under its id."""
 
     __tablename__ = "files"
     __table_args__ = (Index(None, "owner", "id"), Index(None, "sha256"))
@@ -85,7 +85,7 @@ class Job(Owned, Base):
     created_at: Mapped[float]
     status: Mapped[JobStatus] = mapped_column(String)
     requested: Mapped[Requested | None] = mapped_column(String)
-    """What a person wants of it that its worker has yet to do."""
+    """What a user has requested and its worker has yet to do."""
     priority: Mapped[int]
     place: Mapped[float]
     """The place in the queue, lowest first: the time of submission, minus a bonus for priority."""
@@ -219,7 +219,7 @@ class StepMetric(Base):
 
 
 class JobEvent(Base):
-    """Something that happened to a job: told by the service, a worker, or its trainer."""
+    """Something that happened to a job, recorded by the service, a worker, or its trainer."""
 
     __tablename__ = "job_events"
     __table_args__ = (
@@ -263,7 +263,7 @@ class Key(Base):
 
 
 class AnsweredRequest(Base):
-    """A request with an Idempotency-Key, and what was answered."""
+    """A request with an Idempotency-Key, and its answer."""
 
     __tablename__ = "answered_requests"
 

@@ -39,7 +39,7 @@ _MOST_VALUES = 150_000
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"
-"""What the routes whose body may hold samples begin with."""
+"""Prefixes of the routes whose body may contain samples."""
 _PAGES = ("/", "/docs")
 _FOR_ANYBODY = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
@@ -115,7 +115,7 @@ class EveryRequest:
             structlog.contextvars.clear_contextvars()
 
     def _note(self, scope: Scope, status: int, identifier: str) -> None:
-        """Into the audit log, where it belongs there: what changes something, and what was refused."""
+        """Writes requests that change something, and refused ones, to the audit log."""
         refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
         if scope["method"] in _READING and not (self.settings.audit_reads or refused):
             return

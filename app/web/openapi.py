@@ -12,7 +12,7 @@ _FOR_ANYBODY = ("/healthz", "/readyz")
 
 
 def describe(app: FastAPI) -> None:
-    """Has the document say that errors are problem documents, and where a key is asked for."""
+    """Adds the form of errors, and the routes that need a key, to the OpenAPI document."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a webhook may go: resolved once, and connected to what was resolved."""
+"""Addresses that a webhook may go to: the name is resolved once, and the connection goes to the result."""
 
 import ipaddress
 import socket
@@ -54,7 +54,7 @@ def resolve(url: str, *, private: bool) -> str:
 
 
 def check(url: str, *, private: bool) -> None:
-    """What can be said without asking anybody for an address: a host that is one.
+    """Checks a host that is itself an IP address, without resolving anything.
 
     Raises:
         NotAllowed: it may not be spoken to.

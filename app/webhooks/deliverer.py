@@ -1,4 +1,4 @@
-"""Delivers what is to be told, again and again for a day, from a thread of the service.
+"""Delivers webhooks from a thread of the service, with retries for a day.
 
 Several services over one database share the work: each claims a delivery for a minute.
 """
@@ -42,7 +42,7 @@ _OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
 """Deliveries at a time for one owner, and to one host: receivers that never answer delay only their own."""
 
 _REMEMBERED = 10_000
-"""Owners and hosts whose last delivery is known."""
+"""The most owners and hosts whose last delivery is remembered."""
 
 _LOOKED_AT = 200
 """Deliveries that are due, among which one is chosen."""
@@ -121,7 +121,7 @@ class Deliverer:
             return taken
 
     def _taken(self) -> _ClaimedDelivery | None:
-        """The first that is due and whose owner and host have not enough of them under way."""
+        """The first due delivery whose owner and host are below their limits."""
         busy = [name for (kind, name), n in self._under_way.items() if kind == "owner" and n >= _OF_ONE_OWNER]
         turn = func.row_number().over(
             partition_by=(Job.owner, Delivery.host), order_by=(Delivery.not_before, Delivery.id)

@@ -1,4 +1,4 @@
-"""`python -m workers.profiling`: answers requests for profiles and previews, warm, until told to stop."""
+"""`python -m workers.profiling`: answers requests for profiles and previews, until it is stopped."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def answer_one(database: Database) -> bool:
-    """Makes the profile that was wanted first; false where none is."""
+    """Makes the oldest requested profile. Returns False if there is no request."""
     with database.reading() as session:
         if not profiles.waiting(session):
             return False

@@ -1,4 +1,4 @@
-"""How each block of a tape grows with the micro-batch, told from two tapes that differ in nothing else.
+"""How each block of a tape grows with the micro-batch, from two tapes that differ in nothing else.
 
 A tensor's size is a product of lengths, so that a block is the same for all micro-batches, or goes with the
 rows, with their square (a packed row's mask), or with the positions of a chunk of the loss: which of these,

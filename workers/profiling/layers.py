@@ -1,4 +1,4 @@
-"""A model's layers: where they are, whose each weight is, and which group is at work."""
+"""A model's layers: where they are, which weights they have, and which group is running."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -171,7 +171,7 @@ def _over_allocated(tape: Tape, recipe: Recipe) -> float:
 
 
 def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
-    """The profile held against a trace of a single row, which gets a stretch of its own where it is off."""
+    """Compares the profile with a trace of a single row, which gets its own stretch if the profile is off."""
     rows, curve = _CHECKED_ROWS, profile.curve
     later = [each for each in curve.stretches if each.rows > rows]
     stretch = curve.stretches[len(curve.stretches) - len(later) - 1]

@@ -137,9 +137,9 @@ class Recorder(TorchDispatchMode):
         """The blocks of a gradient and of its sum with another, if they are alike.
 
         Autograd adds up gradients in place where nothing else holds the first of them (PyTorch's
-        torch/csrc/autograd/input_buffer.cpp), but never so with fake tensors: there the sum is made anew, and
-        the first one ends with it. A gradient that is a view, as that of a linear layer over three dimensions
-        is, has a base, and is added to out of place.
+        torch/csrc/autograd/input_buffer.cpp), but never so with fake tensors: there the sum is made again,
+        and the first one ends with it. A gradient that is a view, as that of a linear layer over three
+        dimensions is, has a base, and is added to out of place.
         """
         block, made = self._block_of(args[0]), self._block_of(output)
         if args[0]._is_view():  # its base holds the memory, too

@@ -1,4 +1,4 @@
-"""Work on several cores at once, by forks of this process: what is warm here is warm there."""
+"""Runs work on several cores, in forks of this process, which share its loaded modules."""
 
 import os
 import pickle

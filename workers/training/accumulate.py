@@ -167,7 +167,7 @@ def observe_routing(training: Training, window: Indices, groups: Groups) -> None
 
 
 def _measures(training: Training) -> bool:
-    """Whether the noise scale is measured in the window at hand."""
+    """Whether the noise scale is measured in the current window."""
     spec = training.assignment.spec
     every = spec.noise_scale_every
     return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"

@@ -78,7 +78,7 @@ class BatchLayout:
     pad_id: int
     packed: bool = False
     routed: bool = False
-    """The model routes: say which tokens are real, and whose."""
+    """For a mixture of experts: also record which tokens are real, and which sample they belong to."""
     buckets: "Buckets | None" = None
     """Rows and lengths are rounded up to a few shapes, for a compiled model."""
 
@@ -89,7 +89,7 @@ def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def window_at(cursor: Cursor, order: npt.NDArray[np.int64], effective_batch: int) -> npt.NDArray[np.int64]:
-    """The samples of the window at the cursor; at an epoch's end what is left of it."""
+    """The samples of the window at the cursor; at the end of an epoch, those that are left."""
     return order[cursor.consumed : cursor.consumed + effective_batch]
 
 

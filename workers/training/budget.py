@@ -17,7 +17,7 @@ _WORTH_GROWING = 1.1
 
 
 class Budget:
-    """How windows are cut into micro-batches, by the plan and by what was learned since.
+    """How windows are divided into micro-batches: by the plan, and by what the run has learned since.
 
     Args:
         rank: the plan for this device.

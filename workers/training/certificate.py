@@ -1,4 +1,4 @@
-"""The equivalence certificate: before training, that the plan gives the gradient of another split.
+"""The equivalence certificate: before training, the gradient is compared in two splits.
 
 And that the loss which is trained is the model's own: a head that was taken apart must give the same.
 """

@@ -27,7 +27,7 @@ from workers.training.optimizer import parameter_names
 from workers.training.state import VERSION, RunState, from_json
 
 KEPT = 2
-"""Checkpoints that stay: the newest, and one to fall back to; beside them the best, where one is marked."""
+"""How many checkpoints are kept: the newest and the one before; the best one is kept as well."""
 
 BEST = "best"
 """The file that holds the best checkpoint's name."""
@@ -245,7 +245,7 @@ def _retire(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Removes what was begun and not finished."""
+    """Removes unfinished checkpoints."""
     for partial in folder.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
 

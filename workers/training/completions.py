@@ -32,7 +32,7 @@ class Prompt:
 
 
 def before(training: Training) -> None:
-    """Asks the model that training begins with; a run that is resumed was asked already."""
+    """Completes prompts with the base model; a run that resumes has done so already."""
     if training.state.step == 0:
         _note(training, "before")
 

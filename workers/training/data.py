@@ -350,7 +350,7 @@ class Tokeniser:
 def fit_length(
     spec: DataSpec, number: int, tokens: list[int], counts: list[bool], prepared: Prepared
 ) -> list[tuple[list[int], list[bool]]]:
-    """The rows that an example gives: itself, its beginning, or its parts.
+    """The samples that an example becomes: itself, its beginning, or its parts.
 
     Raises:
         CannotTrain: it is longer than `max_length` and the spec says that this is an error.

@@ -35,7 +35,7 @@ class Totals:
     grad_norm: float
     """Global norm of the whole window's gradient, before clipping."""
     share: float = 0.0
-    """The sum of what was added as `share`."""
+    """The sum of all values of `share` that were added."""
     tapped_norm: float | None = None
     """The gradient's norm when `tap()` was called."""
     micro_losses: tuple[float, ...] = ()

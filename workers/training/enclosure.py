@@ -77,7 +77,7 @@ def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | N
 
 
 def in_a_child(work: Work) -> int:
-    """Does work in a child process that ends with this one; gives its exit status, negative for a signal."""
+    """Runs `work` in a child process that ends with this one. Returns its exit status; negative: a signal."""
     with _passed_on_later():
         child = os.fork()
         if child == 0:
@@ -158,7 +158,7 @@ def _adopt_orphans() -> None:
 
 
 def _end_orphans() -> None:
-    """Ends the descendants that were adopted, and theirs, which are adopted then."""
+    """Kills adopted descendants, until none is left."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(OSError):
         while found := children.read_text().split():
@@ -179,7 +179,7 @@ def _passed_on_later() -> Iterator[None]:
 
 
 def _pass_on(child: int) -> dict[int, Any]:
-    """Passes signals on to a child; gives the handlers before."""
+    """Passes signals on to a child. Returns the handlers before."""
 
     def pass_on(number: int, frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -13,8 +13,8 @@ class CannotTrain(Exception):
 
 
 class Interrupted(Exception):
-    """The trainer was told to stop; a checkpoint has been written."""
+    """The trainer was stopped, and has written a checkpoint."""
 
 
 class StopRequested(Exception):
-    """A stop was requested between two micro-batches; the window at hand was abandoned."""
+    """A stop was requested between two micro-batches; the current window was abandoned."""

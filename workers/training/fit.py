@@ -101,7 +101,7 @@ def train(training: Training) -> None:
 
 
 def _stop_early(training: Training) -> None:
-    """Somebody wants the model as it is by now."""
+    """A user has requested the model as it is now."""
     training.state.progress.stopped_early = True
     message = f"Stopped as requested at step {training.state.step} of {training.steps_total}."
     training.reporter.event("stopped_early", message)

@@ -79,6 +79,6 @@ class SeparateAccumulator:
 def gradients_for(
     parameters: Sequence[Tensor], *, in_fp32: bool, host: torch.device | None
 ) -> InPlace | SeparateAccumulator:
-    """Where gradients are summed: held where they are wanted elsewhere, or in fp32 for lower precisions."""
+    """Where gradients are summed: in host memory if requested, or in fp32 for lower precisions."""
     low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
     return SeparateAccumulator(parameters, host=host) if host or (low and in_fp32) else InPlace(parameters)

@@ -17,7 +17,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 """So many windows that cannot be applied, one after another, end the job."""
 
 RECENT = 50
-"""Windows whose losses a spike is measured against."""
+"""The number of recent windows that a loss is compared with."""
 
 LEAST_RECENT = 10
 
@@ -50,7 +50,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def samples_at_fault(
     window: Window, add: Callable[[int], None], samples: Indices, stop: Callable[[], bool]
 ) -> list[int]:
-    """The samples whose loss or gradient is not finite on its own: each is replayed alone.
+    """The samples whose loss or gradient is not finite by itself; each one runs alone.
 
     Args:
         add: opens the window and adds one sample to it.

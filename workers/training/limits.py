@@ -1,4 +1,4 @@
-"""What a trainer may take of its machine, beside the memory that its plan allows it."""
+"""Resource limits of a trainer, besides the memory that its plan allows."""
 
 import os
 import resource

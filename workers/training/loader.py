@@ -1,4 +1,4 @@
-"""The data while it trains: which samples a window has, and micro-batches made of them, one ahead."""
+"""Loads data during training: the samples of each window, and their micro-batches, one ahead."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor

@@ -47,7 +47,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward pass gives: the summed loss, a scalar of at least fp32, and what routers said.
+    """The result of a forward pass: the summed loss (a scalar, at least fp32) and the logits of routers.
 
     `router_logits` holds one tensor of shape (rows × sequence, experts) for each layer with experts.
     """
@@ -135,7 +135,7 @@ class TokenLoss(nn.Module):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Linear head and cross-entropy together, whose gradients are made in the forward pass, by chunks.
+    """Output head and cross-entropy in one; gradients are computed in the forward pass, chunk by chunk.
 
     With p = softmax(z) and the smoothed target q, dL/dz = weight × (p - q); the products with the head's
     weight and the hidden states follow at once, so that a chunk's logits are gone before the next's are

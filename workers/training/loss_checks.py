@@ -1,4 +1,4 @@
-"""Checks on one or two samples at the start, that a faster way to compute the loss gives the model's own."""
+"""Checks with one or two samples that a faster way to compute the loss gives the model's own loss."""
 
 from typing import Any
 

@@ -104,7 +104,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
-    """The model in training mode, its tokenizer, and what was done otherwise than asked.
+    """The model in training mode, its tokenizer, and notes on what differs from the request.
 
     Only safetensors, never code. Weights are in fp32, in pure_bf16 in bf16, in 4 bits under QLoRA.
 
@@ -226,7 +226,7 @@ def trainable(
     freeze: tuple[str, ...],
     precision: RunPrecision,
 ) -> Any:
-    """A loaded model in training mode: with adapters, recomputing activations, partly frozen, as asked.
+    """Prepares a loaded model for training: adapters, gradient checkpointing, frozen parameters, precision.
 
     Raises:
         CannotTrain: adapters or patterns that match nothing.
@@ -346,7 +346,7 @@ def _quietly(layer: torch.nn.Module, checkpoint: Any) -> Any:
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """The trainable parameters by layer: a block of the model, or what lies outside of its blocks."""
+    """The trainable parameters by layer: each block of the model, and everything outside of the blocks."""
     layers: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -398,7 +398,7 @@ def autocast(precision: RunPrecision, device: str) -> Any:
 
 
 def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str) -> tuple[str, ...]:
-    """Writes the model, or its adapters alone, as a whole or not at all; gives the names of the files.
+    """Writes the model, or only its adapters, completely or not at all. Returns the names of the files.
 
     Merging adapters changes `model` itself.
 
@@ -426,7 +426,7 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str
 
 
 def routes(model: Any) -> bool:
-    """Whether the model is a mixture of experts, whose near ties rounding may decide otherwise."""
+    """Whether the model is a mixture of experts, in which rounding can decide near ties."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()
     return any(

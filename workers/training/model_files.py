@@ -63,7 +63,7 @@ def stage(source: Path, target: Path) -> Path:
 
     Args:
         source: the model's folder, or a snapshot in the hub's cache.
-        target: made anew.
+        target: made again.
 
     Raises:
         CannotTrain: a file that leads out of the folder, is too large, or is not what its name says.
@@ -142,7 +142,7 @@ def _link(source: Path, target: Path, name: str, most_bytes: int | None = None) 
 
 
 def _own(source: Path, name: str) -> Path | None:
-    """Where a file of the folder really lies; None: it is not there.
+    """The real path of a file in the folder; None: it does not exist.
 
     Raises:
         CannotTrain: it is a link that leads out of the folder (a snapshot: out of the repository's cache).

@@ -85,7 +85,7 @@ def _sample(line: int, tokens: list[int], counts: list[bool], tokenizer: Any) ->
 
 
 def _texts(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
-    """Each token's share of the text: what is there with it and was not before it.
+    """Each token's part of the text: what the text with the token has, and without it has not.
 
     Decoded alone, part of a character is nothing, and some tokenizers drop the space before a word.
     """

@@ -55,7 +55,7 @@ def profiled(
 
 
 def _operators(rows: Iterable[Any], on_gpu: bool) -> Operators:
-    """The costliest ones; a table for those who have no viewer of traces at hand."""
+    """The slowest operators as a table, for users without a trace viewer."""
     found = [
         Operator(
             name=row.key,

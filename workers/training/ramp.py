@@ -17,7 +17,7 @@ def batch_now(spec: Spec, state: RunState) -> int:
 
 
 def follow(spec: Spec, state: RunState, noise: NoiseScale | None) -> None:
-    """Notes a made step, and moves the batch where the ramp follows what was measured.
+    """Records a step, and adjusts the batch if the ramp follows measurements.
 
     `noise_scale` goes to the measured scale, at most doubling or halving in a step, and never below the
     effective batch that was asked for. `loss_variance` doubles while the variance of the last losses is
@@ -36,7 +36,7 @@ def follow(spec: Spec, state: RunState, noise: NoiseScale | None) -> None:
 
 
 def steps_total(spec: Spec, state: RunState, samples: int) -> int:
-    """Steps of the whole run; where the ramp follows what is measured, as things stand now."""
+    """Steps of the whole run; an estimate if the ramp follows measurements."""
     if spec.max_steps is not None or spec.ramp.name in ("constant", "linear"):
         return spec.steps_for(samples)
     assert spec.epochs is not None

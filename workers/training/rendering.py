@@ -147,7 +147,7 @@ def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> lis
 
 
 def _limit_time() -> None:
-    """The kernel ends this process where the conversation at hand takes longer."""
+    """The kernel kills this process if a conversation takes longer."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))

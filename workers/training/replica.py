@@ -52,7 +52,7 @@ class Replica:
             self.balance.observe(self.token_loss.router_logits(batch), batch)
 
     def free_memory(self) -> None:
-        """Forgets the window at hand, and gives what the allocator holds back to the device."""
+        """Discards the current window, and releases cached memory of the allocator."""
         self.window.abandon()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Where a run stands beside its tensors: what a checkpoint keeps, grouped by what it belongs to.
+"""The state of a run besides its tensors: what a checkpoint keeps, grouped by what it belongs to.
 
 Version 1, up to the first release, had all of it in one flat list of names; `from_json` still reads it.
 """
@@ -70,7 +70,7 @@ class LearnedBudget:
     """What running out of memory, or measuring, taught about the token budget (budget.py)."""
 
     tokens: int | None = None
-    """The token budget in force; None: as planned."""
+    """The current token budget; None: as planned."""
     failed_tokens: int | None = None
     """The smallest micro-batch that did not fit, in tokens."""
     largest_done: int = 0
@@ -127,7 +127,7 @@ class Evaluations:
 
 @dataclass
 class RunState:
-    """Everything of a run that a checkpoint keeps beside weights and optimizer."""
+    """Everything that a checkpoint keeps besides weights and optimizer state."""
 
     progress: Progress = field(default_factory=Progress)
     position: Position = field(default_factory=Position)

@@ -27,7 +27,7 @@ _SPAN = 4
 """The samples are as many as fill so many of the largest micro-batch, or the whole window."""
 
 _LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
-"""Sizes beside the planned one, as far as memory allows."""
+"""Sizes to measure, relative to the planned one."""
 
 
 def sweep(training: Training) -> Tuning:

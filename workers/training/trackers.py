@@ -1,4 +1,4 @@
-"""Writers of the run's figures for TensorBoard, Weights & Biases and MLflow, where asked for.
+"""Writes the run's figures to TensorBoard, Weights & Biases and MLflow, if requested.
 
 Each writes below the run directory and needs no network; `wandb sync` or an MLflow server take it from there.
 """
@@ -27,7 +27,7 @@ class Writer(Protocol):
 
 
 class Trackers:
-    """All writers that a job asked for, as one.
+    """All requested writers as one.
 
     Raises:
         CannotTrain: a package is not installed.

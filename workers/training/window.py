@@ -46,7 +46,7 @@ class LossScale:
     windows_to_grow: int = 2000
     good_windows: int = 0
     _before: float | None = None
-    """The scale when the window at hand first overflowed."""
+    """The loss scale at which the current window first overflowed."""
 
     def overflowed(self) -> None:
         self._before = self._before or self.value
@@ -153,11 +153,11 @@ class Window:
 
     @property
     def should_update(self) -> bool:
-        """Whether as many micro-batches were added as `open()` was told."""
+        """Whether all micro-batches that `open()` announced have been added."""
         return self._count == self._expected
 
     def open(self, denominator: float, micro_batches: int | None = None) -> None:
-        """Starts a window whose losses are to be divided by `denominator`, once, as a whole.
+        """Starts a window; the sum of its losses is divided once by `denominator`.
 
         Args:
             denominator: target tokens of the window, or the sum of their weights.
@@ -248,7 +248,7 @@ class Window:
         )
 
     def _step(self) -> float:
-        """Clips the gradient and steps the optimizer; gives the host's seconds in the latter."""
+        """Clips the gradient and steps the optimizer. Returns the host's seconds in the latter."""
         assert self._grad_norm is not None
         gradients = list(self._gradients.sums().values())
         if self._clipping.limit is not None:
@@ -274,7 +274,7 @@ class Window:
         return finite
 
     def abandon(self) -> None:
-        """Forgets what was accumulated; weights and optimizer are untouched."""
+        """Discards what was accumulated; weights and optimizer stay as they are."""
         self._gradients.forget()
         self._loss = self._share = self._tapped = self._grad_norm = None
         self._micro_losses = []
