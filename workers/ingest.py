@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,19 @@ from workers.run_directory import RunDirectory
 
 _ALL = TypeAdapter(list[LogLine])
 _READ_AT_ONCE = 2**18
-_LONGEST_LINE = 2**24
-"""Bytes of a log line or an event; no trainer of ours writes a hundredth of it."""
 """Bytes. With more, Python's garbage collector walks the rows that wait again and again: a third slower."""
 
-_CHUNKS_AT_ONCE = 16
-"""Then the caller commits: a long log is read in several transactions, none of them as long as a lease."""
+_MOST_LINES_AT_ONCE = 5000
+"""A line takes time to look at even if it is empty, and the transaction keeps other writers waiting."""
+
+_LONGEST_LINE = 2**24
+"""Bytes of a log line or an event; our trainer writes far less."""
+
+_MOST_EVENT_BYTES = 2**26
+"""Of all events of a job; further ones are not stored."""
+
+_SECONDS_AT_ONCE = 0.1
+"""Then the caller commits: a long log is read in many short transactions."""
 
 _NEW_SECONDS = 10.0
 """A line so old was there before: the GPU's temperature at that time is unknown."""
@@ -96,10 +104,11 @@ def ingest(
         transitions.LostJob: the job no longer belongs to this worker; nothing is stored.
     """
     before, caught_up = replace(position, caught_up=True), False
-    for _ in range(_CHUNKS_AT_ONCE):
-        told, at_events = _new_lines(run.events, position.events)
+    until = time.monotonic() + _SECONDS_AT_ONCE
+    while True:
+        told, at_events = _new_events(run, position.events)
         made, at_metrics = _new_lines(run.metrics, position.metrics)
-        if not told and not made:
+        if (at_events, at_metrics) == (position.events, position.metrics):
             caught_up = True
             break
         queue.hold(session, fence)
@@ -108,6 +117,8 @@ def ingest(
         _store_metrics(session, fence.job_id, lines)
         sums = _summed(session, fence.job_id, position.sums, lines)
         position = replace(position, metrics=at_metrics, sums=sums)
+        if time.monotonic() >= until:
+            break
     window = run.progress()
     if window is not None and window.attempt == fence.attempt:
         position = replace(position, window=window)
@@ -158,16 +169,22 @@ def _store_events(
         except ValidationError:
             continue  # torn by a kill
         if event.type == "training":
-            position = replace(position, steps_total=event.data.get("steps_total"))
+            position = replace(position, steps_total=_count(event.data.get("steps_total")))
         if event.type == "checkpoint":
-            step = max(position.checkpoint_step, int(event.data.get("step", 0)))
+            step = max(position.checkpoint_step, _count(event.data.get("step")) or 0)
             position = replace(position, checkpoint_step=step)
         if event.type == "tuned" and event.attempt == fence.attempt:
             position = replace(position, tuning=event.data)
         if event.type == "skipped":
-            position = replace(position, skipped=int(event.data.get("skipped", 0)))
+            position = replace(position, skipped=_count(event.data.get("skipped")) or 0)
         session.execute(_event_row(session, fence.job_id, offset, event))
     return position
+
+
+def _count(value: Any) -> int | None:
+    """A number of steps or windows in an event; None: it is none."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number and 0 <= value < 2**31 else None
 
 
 def _progress(session: Session, job_id: str, position: Position) -> dict[str, Any]:
@@ -210,8 +227,23 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
     }
 
 
+def _new_events(run: RunDirectory, offset: int) -> tuple[list[tuple[int, bytes]], int]:
+    """New lines of the events, up to the most that is stored; then one that says so."""
+    if offset >= _MOST_EVENT_BYTES:
+        return [], offset
+    lines, end = _new_lines(run.events, offset)
+    if end >= _MOST_EVENT_BYTES:
+        most = f"{_MOST_EVENT_BYTES // 2**20} MiB"
+        message = f"The job has reported more than {most} of events: further ones are not stored."
+        last = EventLine(
+            attempt=0, time=time.time(), type="too_many_events", level="warning", message=message, data={}
+        )
+        lines.append((end, last.model_dump_json().encode()))
+    return lines, end
+
+
 def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
-    """The whole lines behind an offset, each with its own, and the offset behind the last of them."""
+    """Complete lines after an offset, each with its own offset, and the offset after the last of them."""
     try:
         opened = open_plain(path.parent, path.name)
     except FileNotFoundError:
@@ -224,13 +256,21 @@ def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
             if len(content) > _LONGEST_LINE and b"\n" not in content:
                 raise ValueError(f"a line of {path.name} is longer than {_LONGEST_LINE} bytes")
     end = content.rfind(b"\n") + 1
-    return list(_with_offsets(content[:end], offset)), offset + end
+    lines = list(islice(_with_offsets(content[:end], offset), _MOST_LINES_AT_ONCE))
+    if len(lines) == _MOST_LINES_AT_ONCE:
+        end = lines[-1][0] + len(lines[-1][1]) - offset
+    return [(at, line) for at, line in lines if not line.isspace()], offset + end
 
 
 def _with_offsets(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
-    for line in content.splitlines(keepends=True):
-        yield offset, line
-        offset += len(line)
+    """Lines with their offsets; empty lines are passed over, as far as they come in a row."""
+    at = 0
+    while at < len(content):
+        after = content.find(b"\n", at) + 1
+        if after == at + 1:  # empty
+            after = len(content) - len(content[at:].lstrip(b"\n"))
+        yield offset + at, content[at:after]
+        at = after
 
 
 def _log_lines(raw: list[bytes]) -> list[LogLine]:

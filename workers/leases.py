@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.contract.reports import Failure
 from app.contract.states import Requested
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
@@ -60,6 +61,10 @@ class Running:
     timed_out: bool = False
     stuck: bool = False
     """It was ended since it made no progress."""
+    broken: Failure | None = None
+    """An unexpected error of the worker about this job: nothing more is read of it, which counts as a crash."""
+    failed_device: bool | None = None
+    """Whether the trainer's device does not work any more; None: nobody has reported that, or not checked."""
     lost: bool = False
     """The job belongs to another worker, or may do so: the trainer was killed."""
 
@@ -114,6 +119,7 @@ class LeaseKeeper:
         with database.writing() as session:
             live_workers.beat(session, self._row())
             live_workers.forget(session, [], SILENT_SECONDS)
+        with database.writing() as session:
             for job_id in queue.reclaim_expired(session):
                 log.warning("job rescued from a lost worker", job=job_id)
 

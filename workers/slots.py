@@ -6,6 +6,7 @@ import structlog
 
 from app.devices import gpus
 from app.planning.devices import Device
+from workers.trainer_process import works
 
 log = structlog.get_logger("accrue.worker")
 
@@ -48,6 +49,12 @@ class Slots:
         """Gives a device no job for a while."""
         log.error("device set aside", device=device.name, id=device.id, why=why, seconds=ASIDE_SECONDS)
         self._aside_until[device.id] = time.monotonic() + ASIDE_SECONDS
+
+    def has_failed(self, device: Device) -> bool:
+        """Whether a GPU that a trainer reports as lost has really failed; a CPU never has."""
+        if device.kind == "cpu":
+            return False
+        return not any(other.id == device.id for other in self.there()) or not works(device)
 
     def is_gone(self, device: Device) -> bool:
         """Whether a device that was there has not been seen for some time."""

@@ -10,11 +10,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
@@ -31,13 +31,13 @@ from app.planning.devices import Device
 from app.planning.memory import bytes_on_disk
 from app.planning.plan import make_plan
 from app.settings import Settings
-from app.storage.database import Database
+from app.storage.database import Database, is_away
 from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Job
 from workers.device_locks import DeviceLocks
-from workers.ingest import ingest
+from workers.ingest import Position, ingest
 from workers.leases import SILENT_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
 from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, RunDirectory
@@ -47,8 +47,12 @@ from workers.training.isolation import named_view
 
 log = structlog.get_logger("accrue.worker")
 
-_WAITS = {"disk_full": 60.0, "device_lost": 5.0}
+DEVICE_LOST = "device_lost"
+_WAITS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
 """Seconds before a job is retried after a failure of its machine, by the failure's code."""
+
+_TURN_SECONDS = 0.25
+"""The longest that a trainer's reports are stored in one turn."""
 
 
 @dataclass
@@ -134,6 +138,8 @@ class Supervisor:
         now = time.monotonic()
         if running.lost:
             self._lose(running)
+        elif running.broken is not None:
+            running.trainer.kill()
         elif running.trainer.status() is not None:
             if self.stopped and now > running.lease_ends:
                 self._forget(running)  # its end could not be written: the next worker takes the job up
@@ -282,22 +288,54 @@ class Supervisor:
         return str(self.settings.files_dir / validation.file_id)
 
     def _store_progress(self, running: Running) -> None:
-        """Stores the trainer's news, and its end if it has ended."""
-        status = running.trainer.status()
-        caught_up = False
-        while not caught_up:
+        """Stores what the trainer has reported, and its end if it has ended. What is left after a moment
+        follows in the next turn: a trainer that reports endlessly does not keep the others waiting."""
+        status, until = running.trainer.status(), time.monotonic() + _TURN_SECONDS
+        if running.broken is not None:
+            self._end_broken(running, status)
+            return
+        if status is not None:
+            self._check_device(running)
+        while True:
             with self.database.writing() as session:
-                warm = self.slots.temperature(running.device)
-                position = ingest(session, running.run, running.fence, running.position, warm)
+                position = self._ingest(session, running, status)
                 fail_point("supervisor.ingested")
                 if position.tuning not in (None, running.position.tuning):
                     self._note_sweep(session, running, position.tuning)
                 if status is not None and position.caught_up:
                     self._finish(session, running, status)
                     fail_point("supervisor.finishing")
-            running.position, caught_up = position, position.caught_up
-        if status is not None:
+            running.position = position
+            if position.caught_up or time.monotonic() > until:
+                break
+        if status is not None and position.caught_up:
             self._forget(running)
+
+    def _ingest(self, session: Session, running: Running, status: int | None) -> Position:
+        if status is not None and running.requested == "cancel":  # its last reports may be long
+            return replace(running.position, caught_up=True)
+        warm = self.slots.temperature(running.device)
+        return ingest(session, running.run, running.fence, running.position, warm)
+
+    def _end_broken(self, running: Running, status: int | None) -> None:
+        """Ends a job that the worker cannot handle, once its trainer is gone."""
+        if status is None or running.broken is None:
+            return
+        try:
+            self._crash(running.fence, running.broken)
+        except DBAPIError as error:
+            if is_away(error):
+                raise
+            log.exception("the job's crash cannot be written", job=running.fence.job_id)
+        self._forget(running)
+
+    def _check_device(self, running: Running) -> None:
+        """A trainer that says that its device has failed is believed only if the device really fails."""
+        failure = running.run.failure()
+        if failure is not None and failure.code == DEVICE_LOST and running.failed_device is None:
+            running.failed_device = self.slots.has_failed(running.device)
+            if running.failed_device:
+                self.slots.set_aside(running.device, failure.message)
 
     def _finish(self, session: Session, running: Running, status: int) -> None:
         """Turns the trainer's end into the job's."""
@@ -311,10 +349,10 @@ class Supervisor:
         elif running.timed_out:
             message = "The job ran longer than its timeout_seconds: resume continues it from its checkpoint."
             queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
-        elif status == INTERRUPTED or running.stopping:
+        elif running.stopping or (status == INTERRUPTED and self.stopped):
             queue.release(session, fence, running.stopping or "interrupted")
-        elif failure is not None and failure.code in _WAITS:
-            self._put_off(session, running, failure)
+        elif failure is not None and self._is_the_machines(running, failure):
+            queue.postpone(session, fence, failure.message, _WAITS[failure.code])
         elif running.stuck:
             message = (
                 f"the trainer wrote nothing for {self.settings.no_progress_seconds:g} seconds "
@@ -326,20 +364,19 @@ class Supervisor:
         else:
             queue.crash(session, fence, failure or why_it_ended(status))
 
-    def _put_off(self, session: Session, running: Running, failure: Failure) -> None:
-        """The machine is at fault, not the job: it waits, or goes to another device, and loses nothing."""
-        if failure.code == "device_lost":
-            self.slots.set_aside(running.device, failure.message)
-        queue.postpone(session, running.fence, failure.message, _WAITS[failure.code])
+    def _is_the_machines(self, running: Running, failure: Failure) -> bool:
+        """Whether the machine is at fault, not the job: the job waits, or goes to another device, and loses
+        nothing."""
+        return failure.code in _WAITS and (failure.code != DEVICE_LOST or bool(running.failed_device))
 
     def _note_what_was_measured(self, session: Session, running: Running) -> None:
         """A failure here is one of our statistics: the job has ended as it has ended."""
         try:
             with session.begin_nested():
                 self._note_run(session, running)
-        except OperationalError:
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, DBAPIError) and is_away(error):
+                raise
             log.exception("what the job measured could not be kept", job=running.fence.job_id)
 
     def _note_run(self, session: Session, running: Running) -> None:
@@ -389,20 +426,20 @@ class Supervisor:
         """
         try:
             yield
-        except OperationalError as error:
-            log.warning("the database did not answer", error=str(error.orig))
         except ReplacedDatabase as error:
             log.error("nothing can be written", error=error.message)
         except LostJob:
             if running is not None:
                 self._lose(running)
         except Exception as error:
+            if isinstance(error, DBAPIError) and is_away(error):
+                log.warning("the database did not answer", error=str(error.orig))
+                return
             log.exception("unexpected error", job=running.fence.job_id if running else None)
-            if running is not None:
-                self._lose(running)
+            if running is not None and running.broken is None:
                 message = f"{type(error).__name__} in the worker, whose log says more"
-                with self._guarded(None):
-                    self._crash(running.fence, Failure(code="worker_error", message=message, permanent=False))
+                running.broken = Failure(code="worker_error", message=message, permanent=False)
+                running.trainer.kill()
 
 
 def _name(device: Device) -> str:

@@ -14,6 +14,7 @@ from app.contract.plain_files import append_plain
 from app.contract.reports import Failure
 from app.errors import BadSetting
 from app.planning.devices import Device
+from workers.children import are_gone, children_of
 from workers.run_directory import (
     DISK_FULL,
     HIDDEN_VARIABLE,
@@ -32,6 +33,7 @@ _PASSED_ON = (
 _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
 
 
+_TRIES_FOR_SECONDS = 60.0
 _WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
 """A command prefix for an empty network namespace, in the user namespace that this needs."""
 
@@ -107,6 +109,9 @@ class TrainerProcess:
         finally:
             os.close(theirs)
             os.close(token)
+        self._inner: list[int] = []
+        """Descriptors of its children when it was killed: the kernel ends them, with all of theirs, a moment
+        later than itself."""
         self._kill_at: float | None = None
         self._closed = False
         self._signalling = threading.Lock()
@@ -117,9 +122,10 @@ class TrainerProcess:
         return self._process.pid
 
     def status(self) -> int | None:
-        """The exit status; null while it lives."""
+        """The exit status; null while it, or something that it has started, lives."""
         with self._signalling:
-            return self._process.poll()
+            status = self._process.poll()
+            return status if status is None or are_gone(self._inner) else None
 
     def sign_of_life(self) -> None:
         """Tells the trainer that its lease holds."""
@@ -143,6 +149,7 @@ class TrainerProcess:
         """Ends it and its own children: it leads a session of its own."""
         with self._signalling:
             if self._process.poll() is None:
+                self._inner = self._inner or children_of(self.pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
 
@@ -152,6 +159,9 @@ class TrainerProcess:
             if not self._closed:
                 self._closed = True
                 os.close(self._lifeline)
+                for descriptor in self._inner:
+                    os.close(descriptor)
+                self._inner = []
 
 
 def _pipe_with(secret: str) -> int:
@@ -179,13 +189,32 @@ def is_passed_on(name: str) -> bool:
     return name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
 
 
+def works(device: Device) -> bool:
+    """Whether a GPU can still compute: a new process tries it, which takes some seconds."""
+    command = [sys.executable, "-c", "import torch; torch.ones(8, device='cuda').sum().item()"]
+    try:
+        tried = subprocess.run(
+            command,
+            env=_on(device),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TRIES_FOR_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return tried.returncode == 0
+
+
 def _environment(device: Device, lifeline: int, silence_seconds: float) -> dict[str, str]:
-    """What a trainer needs of our environment."""
+    """The environment of a trainer."""
+    return {**_on(device), LIFELINE_VARIABLE: str(lifeline), SILENCE_VARIABLE: str(silence_seconds)}
+
+
+def _on(device: Device) -> dict[str, str]:
+    """The environment of a process that uses a device."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     return {
         **passed,
-        LIFELINE_VARIABLE: str(lifeline),
-        SILENCE_VARIABLE: str(silence_seconds),
         "CUDA_VISIBLE_DEVICES": "" if device.kind == "cpu" else str(device.id),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
         "TOKENIZERS_PARALLELISM": "true",

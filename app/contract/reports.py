@@ -1,98 +1,146 @@
-"""What a trainer reports through its run directory: lines of its log, events, its end."""
+"""What a trainer reports through its run directory: lines of its log, events, its end.
 
+Code inside a trainer may write anything there, so every number is bounded: sums over rows stay finite, and
+fit into what a database and JSON can hold.
+"""
+
+import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from math import isfinite
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from app.contract.base import Frozen
 
 Level = Literal["info", "warning", "error"]
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""Steps, samples and micro-batches."""
+TokenCount = Annotated[int, Field(ge=0, le=2**40)]
+Bytes = Annotated[int, Field(ge=0, le=2**50)]
+Number = Annotated[float, Field(ge=-1e40, le=1e40, allow_inf_nan=False)]
+"""Every finite number of fp32."""
+Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+
+_LONGEST_TEXT = 10_000
+_MOST_ITEMS = 1000
+_DEEPEST = 6
+_MOST_DATA_BYTES = 2**17
+_LARGEST_INTEGER = 2**53
+
+Text = Annotated[str, AfterValidator(lambda text: text[:_LONGEST_TEXT])]
+"""At most 10,000 characters; the rest is cut off."""
+Name = Annotated[str, Field(max_length=255)]
+
+
+def _bounded(value: Any, depth: int = 0) -> Any:
+    """A JSON value without numbers that are not finite, and cut where it is too long or too deep."""
+    if isinstance(value, str):
+        return value[:_LONGEST_TEXT]
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST_INTEGER:
+        return None
+    if isinstance(value, list | tuple | dict) and depth == _DEEPEST:
+        return None
+    if isinstance(value, list | tuple):
+        return [_bounded(each, depth + 1) for each in value[:_MOST_ITEMS]]
+    if isinstance(value, dict):
+        return {str(key)[:255]: _bounded(each, depth + 1) for key, each in list(value.items())[:_MOST_ITEMS]}
+    return value
+
+
+def _bounded_data(data: dict[str, Any]) -> dict[str, Any]:
+    bounded: dict[str, Any] = _bounded(data)
+    return bounded if len(json.dumps(bounded)) <= _MOST_DATA_BYTES else {}
 
 
 class NoiseScale(Frozen):
     """The gradient noise scale in samples: the trace of the gradient's covariance over its squared norm
     (McCandlish et al. 2018, section 2.2)."""
 
-    value: float
-    low: float
+    value: Number
+    low: Number
     """The lower end of the 90 % confidence interval."""
-    high: float | None
+    high: Number | None
     """The upper end; None: unbounded, since the gradient's own norm cannot be distinguished from zero yet."""
-    measurements: int
+    measurements: Count
 
 
 class LogLine(Frozen):
     """One optimizer step. Counters (`step`, `micro_step`, `skipped`) run over the whole job;
     `samples`, `tokens`, `loss` and times are those of this step's window."""
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     """Weight updates so far."""
-    micro_step: int
+    micro_step: Count
     """Micro-batches so far."""
-    batch_idx: int
+    batch_idx: Count
     """Index of the window in its epoch."""
-    epoch: int
-    samples: int
-    loss: float
+    epoch: Count
+    samples: Count
+    loss: Number
     """Sum of token losses over the window, divided by its target tokens."""
-    loss_ema: float
-    gradient_accumulation_steps: int
-    effective_batch_size: int
-    physical_batch_size: int
+    loss_ema: Number
+    gradient_accumulation_steps: Count
+    effective_batch_size: Count
+    physical_batch_size: Count
     """Samples of the largest micro-batch."""
-    learning_rate: float
-    grad_norm: float
+    learning_rate: Number
+    grad_norm: Number
     """Global norm of the window's gradient before clipping (`each_micro_batch`: before the last clip)."""
-    tokens: int
+    tokens: TokenCount
     """Target tokens: those that the loss is averaged over."""
-    input_tokens: int
+    input_tokens: TokenCount
     """Tokens of the samples, prompts included, padding not."""
-    padded_tokens: int
+    padded_tokens: TokenCount
     """Rows × longest row, summed over the micro-batches: what the device worked on."""
-    tokens_per_second: float
-    memory_gb: float | None
+    tokens_per_second: Number
+    memory_gb: Number | None
     """Memory in use at the end of the window, GiB: the process's on CPU, allocated on a GPU."""
-    peak_gb: float | None
-    noise_scale: float | None
-    skipped: int
-    time: float
+    peak_gb: Number | None
+    noise_scale: Number | None
+    skipped: Count
+    time: Seconds
     """Unix seconds."""
-    data_seconds: float
-    forward_backward_seconds: float
-    optimizer_seconds: float
-    synchronise_seconds: float | None = None
+    data_seconds: Seconds
+    forward_backward_seconds: Seconds
+    optimizer_seconds: Seconds
+    synchronise_seconds: Seconds | None = None
     """Reading the window's sums back from the device, and with several devices adding them up."""
-    temperature_celsius: float | None = None
+    temperature_celsius: Number | None = None
     """The GPU's temperature when the worker read this line."""
-    aux_loss: float | None = None
+    aux_loss: Number | None = None
     """A mixture of experts' balance loss, weighted as trained."""
-    micro_losses: tuple[float, ...] | None = None
+    micro_losses: tuple[Number, ...] | None = None
     """The mean loss of each micro-batch, on request."""
-    largest_tokens: int | None = None
+    largest_tokens: TokenCount | None = None
     """Tokens of the largest micro-batch, padding included."""
-    gradient_norms: dict[str, float] | None = None
+    gradient_norms: dict[Name, Number] | None = None
     """The gradient's norm by layer, before clipping, on request."""
 
 
 class WindowProgress(Frozen):
     """How far the current window is: the content of progress.json."""
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     """Weight updates made before it."""
-    micro_step: int
+    micro_step: Count
     """Micro-batches so far, over the whole job."""
-    accumulation_step: int
+    accumulation_step: Count
     """Micro-batches of this window so far."""
 
 
 class EventLine(Frozen):
-    attempt: int
-    time: float
-    type: str
+    attempt: Count
+    time: Seconds
+    type: Annotated[str, Field(max_length=100)]
     level: Level
-    message: str
-    data: dict[str, Any]
+    message: Text
+    data: Annotated[dict[str, Any], AfterValidator(_bounded_data)]
 
 
 AS_FAST = 0.97
@@ -109,25 +157,25 @@ def smallest_of_the_fastest(measured: Iterable[tuple[int, float]]) -> int:
 class MeasuredSize(Frozen):
     """A micro-batch's size, measured on the job's own data and device."""
 
-    token_budget: int
-    micro_batches: int
+    token_budget: TokenCount
+    micro_batches: Count
     """The number of micro-batches of the measured samples."""
-    largest_tokens: int
+    largest_tokens: TokenCount
     """The tokens of the largest micro-batch, padding included."""
-    samples_per_second: float
+    samples_per_second: Number
     """Forward and backward, without the optimizer."""
-    tokens_per_second: float
+    tokens_per_second: Number
     """The samples' own tokens, padding not counted."""
-    peak_bytes: int
+    peak_bytes: Bytes
     """Allocated on a GPU, the process's on a CPU; with the optimizer's states there."""
 
 
 class Tuning(Frozen):
     """A sweep over micro-batches: the leanest of those that are as fast as the fastest is chosen."""
 
-    token_budget: int
+    token_budget: TokenCount
     """The one chosen."""
-    samples: int
+    samples: Count
     """Samples that each was measured on."""
     tried: tuple[MeasuredSize, ...]
     """Largest first."""
@@ -154,11 +202,11 @@ class Completions(Frozen):
 class Operator(Frozen):
     """One of PyTorch's operators in the window that was profiled. Seconds; `own` without what it calls."""
 
-    name: str
-    calls: int
-    seconds: float
-    own_seconds: float
-    device_seconds: float | None
+    name: Text
+    calls: Count
+    seconds: Seconds
+    own_seconds: Seconds
+    device_seconds: Seconds | None
     """Seconds of its kernels; None on a CPU."""
 
 
@@ -172,18 +220,18 @@ class Operators(Frozen):
 class Outcome(Frozen):
     """How a successful run ended."""
 
-    files: tuple[str, ...]
+    files: Annotated[tuple[Name, ...], Field(max_length=10_000)]
     """Names in the model's directory."""
-    steps: int
-    first_loss: float | None
-    final_loss: float | None
-    trained_tokens: int
-    effective_batch_size: int
-    eval_loss: float | None = None
+    steps: Count
+    first_loss: Number | None
+    final_loss: Number | None
+    trained_tokens: TokenCount
+    effective_batch_size: Count
+    eval_loss: Number | None = None
     """Mean over the validation set's target tokens, of the model as saved."""
-    best_step: int | None = None
+    best_step: Count | None = None
     """The step with the lowest validation loss."""
-    equivalence_error: float | None = None
+    equivalence_error: Number | None = None
     noise_scale: NoiseScale | None = None
     tuning: Tuning | None = None
 
@@ -191,6 +239,6 @@ class Outcome(Frozen):
 class Failure(Frozen):
     """Why a run ended without success; a permanent one would end the same way again."""
 
-    code: str
-    message: str
+    code: Annotated[str, Field(max_length=100)]
+    message: Text
     permanent: bool

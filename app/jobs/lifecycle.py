@@ -18,7 +18,7 @@ from app.jobs.queue import reclaim_expired
 from app.jobs.transitions import change, get
 from app.statistics import counters
 from app.storage.compiled import Prepared
-from app.storage.database import database_now
+from app.storage.database import database_now, optional_part
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job, job_of
@@ -166,7 +166,8 @@ def resume(session: Session, job_id: str) -> Job:
     elif job.status == "running" and job.requested == "pause":
         change(session, job, requested=None)
     elif timed_out(job):
-        counters.keep(session, job_id)
+        with optional_part(session, "the counters of a job"):
+            counters.keep(session, job_id)
         change(
             session,
             job,
@@ -235,7 +236,8 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
-    counters.keep(session, job_id)
+    with optional_part(session, "the counters of a job"):
+        counters.keep(session, job_id)
     file = session.get_one(File, job.file_id)
     session.delete(job)
     session.flush()

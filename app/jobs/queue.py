@@ -29,7 +29,7 @@ from app.jobs.events import record_event, record_event_of
 from app.jobs.transitions import Fence, LostJob, change, get, held
 from app.statistics import totals
 from app.storage.compiled import Prepared
-from app.storage.database import database_now
+from app.storage.database import database_now, optional_part
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job
 
@@ -221,11 +221,13 @@ def reclaim_expired(session: Session) -> list[str]:
         )
         .with_for_update(skip_locked=True)
     ).all()
-    for job in lost:
-        assert job.worker_id is not None
-        fence = Fence(job.id, job.attempt, job.worker_id)
-        _leave(session, fence, "its worker was lost", "warning", 0.0, Job.failures)
-    return [job.id for job in lost]
+    reclaimed = []
+    for job_id, attempt, worker_id in [(job.id, job.attempt, job.worker_id or "") for job in lost]:
+        with optional_part(session, "the return of a job to the queue"):
+            fence = Fence(job_id, attempt, worker_id)
+            _leave(session, fence, "its worker was lost", "warning", 0.0, Job.failures)
+            reclaimed.append(job_id)
+    return reclaimed
 
 
 def _end(
@@ -286,7 +288,8 @@ def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
         .where(_of_attempt(fence))
         .values(ended_at=database_now(), outcome=storable(outcome)[:500])
     )
-    totals.keep(session, fence.job_id)
+    with optional_part(session, "the totals of a job"):
+        totals.keep(session, fence.job_id)
 
 
 def _error(failure: Failure) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def pause(session: Writing, training_id: JobId) -> JobAnswer:
 
 @router.post("/{training_id}/stop", summary="End training early, and keep the model")
 def stop(session: Writing, training_id: JobId) -> JobAnswer:
-    """A running job finishes its step and saves its model; a waiting job saves that of its last checkpoint."""
+    """A running job finishes its step and saves its model; a waiting one saves its last checkpoint's."""
     return _answer(session, lifecycle.stop(session, training_id))
 
 

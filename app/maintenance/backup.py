@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import sqlite3
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import make_url, select
 
+from app.contract import plain_files
+from app.contract.plain_files import NotPlain, open_plain
 from app.errors import InvalidRequest
 from app.settings import Settings
 from app.storage.database import Database
@@ -171,12 +172,6 @@ def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
     return copied
 
 
-def _is_plain(path: Path) -> bool:
-    """Whether it is a file or a folder, and nothing that leads elsewhere or never ends."""
-    mode = path.lstat().st_mode
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-
-
 def _size(folder: Path) -> int:
     """Bytes on the disk; what has several names counts once."""
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
@@ -187,23 +182,34 @@ def _jobs(session: Session) -> list[str]:
     return list(session.scalars(select(Job.id)))
 
 
+_BLOCK = 2**20
 _DEEPEST = 16
 """Folders within folders of a run: trainers make four."""
 
 
 def _copy_run(source: Path, target: Path) -> None:
-    """The files of a job's run directory, without unfinished ones."""
-    if not source.is_dir():
-        return
+    """The files of a job's run directory, without unfinished ones. A trainer may change it meanwhile: folders
+    and files are opened without following links."""
+    waiting: list[tuple[str, ...]] = [()]
+    while waiting:
+        parts = waiting.pop()
+        with contextlib.suppress(OSError), plain_files.folder(source.parent, source.name, *parts) as within:
+            target.joinpath(*parts).mkdir(parents=True, exist_ok=True)
+            with os.scandir(within) as entries:
+                found = [each for each in entries if not each.name.startswith(".") and each.name != "lock"]
+            for entry in found:
+                if entry.is_dir(follow_symlinks=False) and len(parts) < _DEEPEST:
+                    waiting.append((*parts, entry.name))
+                elif entry.is_file(follow_symlinks=False):
+                    _copy_plain(source, target, *parts, entry.name)
 
-    def begun(folder: str, names: list[str]) -> list[str]:
-        if len(Path(folder).relative_to(source).parts) >= _DEEPEST:
-            return names
-        return [
-            name
-            for name in names
-            if name.startswith(".") or name == "lock" or not _is_plain(Path(folder) / name)
-        ]
 
-    with contextlib.suppress(shutil.Error):  # a checkpoint that was retired meanwhile
-        shutil.copytree(source, target, symlinks=True, ignore=begun)
+def _copy_plain(source: Path, target: Path, *parts: str) -> None:
+    with contextlib.suppress(FileNotFoundError, NotPlain):  # a checkpoint that was retired meanwhile
+        with open_plain(source.parent, source.name, *parts) as old, target.joinpath(*parts).open("xb") as new:
+            state = os.fstat(old.fileno())
+            left = state.st_size  # a trainer may go on writing
+            while left > 0 and (block := old.read(min(left, _BLOCK))):
+                new.write(block)
+                left -= len(block)
+        os.utime(target.joinpath(*parts), ns=(state.st_atime_ns, state.st_mtime_ns))

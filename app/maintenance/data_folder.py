@@ -85,9 +85,10 @@ def clean(database: Database, settings: Settings) -> int:
         for name in pending.marked(folder):
             with database.reading() as session:
                 is_named = session.get(table, name) is not None
-            if not is_named:
-                _remove(folder / name)
-                removed += 1
+            if not is_named and not _remove(folder / name):
+                log.warning("cannot be deleted", path=str(folder / name))
+                continue
+            removed += not is_named
             pending.settle(folder / name)
     for link in settings.files_dir.glob("file-*.link"):
         link.unlink(missing_ok=True)
@@ -96,11 +97,12 @@ def clean(database: Database, settings: Settings) -> int:
     return removed
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path) -> bool:
+    """Returns whether nothing of it is left."""
     if path.is_dir() and not path.is_symlink():
-        remove_tree(path)
-    else:
-        path.unlink(missing_ok=True)
+        return remove_tree(path)
+    path.unlink(missing_ok=True)
+    return True
 
 
 def _opened(settings: Settings, name: str) -> IO[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.contract.states import ENDED
 from app.datasets import files
@@ -15,7 +15,7 @@ from app.jobs import lifecycle
 from app.results.run_files import remove_run
 from app.settings import Settings
 from app.storage import pending
-from app.storage.database import Database, database_now
+from app.storage.database import Database, database_now, is_away
 from app.storage.tables import File, Job
 
 log = structlog.get_logger("accrue.service")
@@ -37,10 +37,10 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
         going += [] if file_id is None else [settings.files_dir / file_id]
         for path in going:
             pending.mark(path)
-    remove_run(settings, job_id)
+    is_gone = remove_run(settings, job_id)
     if file_id is not None:
         (settings.files_dir / file_id).unlink(missing_ok=True)
-    for path in going:
+    for path in going if is_gone else going[1:]:  # otherwise the next start of the service tries again
         pending.settle(path)
 
 
@@ -80,6 +80,11 @@ def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> i
         try:
             delete(identifier)
         except AccrueError:  # another service was faster, or a job needs it after all
+            continue
+        except DBAPIError as error:
+            if is_away(error):
+                raise
+            log.exception("not deleted by age", id=identifier)  # the others are
             continue
         log.info("deleted by age", id=identifier)
         gone += 1

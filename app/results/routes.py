@@ -122,7 +122,7 @@ def model(session: Reading, settings: CurrentSettings, opened: Opened, training_
         what = "has ended without a model" if ended else "has no model yet"
         raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
     if not job.result["files"]:
-        raise Conflict(f"Job {training_id} only measured (tune: only): no model came of it.")
+        raise Conflict(f"Job {training_id} only measured (tune: only), and has no model.")
     files = run_files.model_files(settings, training_id)
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
@@ -131,7 +131,7 @@ def model(session: Reading, settings: CurrentSettings, opened: Opened, training_
         lambda: run_files.close(files),
         media_type="application/x-tar",
         headers={
-            "Content-Length": str(run_files.tar_size(files)),
+            "Content-Length": str(run_files.tar_size(files, training_id)),
             "Content-Disposition": f'attachment; filename="{training_id}.tar"',
         },
     )

@@ -31,9 +31,9 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
     return {path.name for path in (settings.runs_dir / job_id / "checkpoints").glob("step-*")}
 
 
-def remove_run(settings: Settings, job_id: str) -> None:
-    """Deletes the run directory of a deleted job."""
-    remove_tree(settings.runs_dir / job_id)
+def remove_run(settings: Settings, job_id: str) -> bool:
+    """Deletes the run directory of a deleted job. Returns whether nothing of it is left."""
+    return remove_tree(settings.runs_dir / job_id)
 
 
 def completions(settings: Settings, job_id: str) -> Completions:
@@ -98,9 +98,21 @@ def close(files: Mapping[str, BinaryIO]) -> None:
         file.close()
 
 
-def tar_size(files: Mapping[str, BinaryIO]) -> int:
-    """Bytes of `tar_of(files)`."""
-    return sum(512 + _padded(os.fstat(file.fileno()).st_size) for file in files.values()) + 2 * 512
+def tar_size(files: Mapping[str, BinaryIO], folder: str) -> int:
+    """Bytes of `tar_of(files, folder)`."""
+    return sum(_size_of(name, file, folder) for name, file in files.items()) + 2 * 512
+
+
+def _size_of(name: str, file: BinaryIO, folder: str) -> int:
+    header = _entry(name, file, folder).tobuf(tarfile.GNU_FORMAT)  # of several blocks where the name is long
+    return len(header) + _padded(os.fstat(file.fileno()).st_size)
+
+
+def _entry(name: str, file: BinaryIO, folder: str) -> tarfile.TarInfo:
+    stat = os.fstat(file.fileno())
+    entry = tarfile.TarInfo(f"{folder}/{name}")
+    entry.size, entry.mtime, entry.mode = stat.st_size, int(stat.st_mtime), 0o644
+    return entry
 
 
 def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
@@ -109,12 +121,10 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
         for file in files.values():
             opened.enter_context(file)
         for name, file in files.items():
-            stat = os.fstat(file.fileno())
-            entry = tarfile.TarInfo(f"{folder}/{name}")
-            entry.size, entry.mtime, entry.mode = stat.st_size, int(stat.st_mtime), 0o644
+            entry = _entry(name, file, folder)
             yield entry.tobuf(tarfile.GNU_FORMAT)
             yield from blocks_of(file)
-            yield b"\0" * (_padded(stat.st_size) - stat.st_size)
+            yield b"\0" * (_padded(entry.size) - entry.size)
         yield b"\0" * (2 * 512)
 
 

@@ -12,10 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import structlog
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -23,7 +24,10 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Double
 
 from app.errors import BadSetting, ReplacedDatabase
+from app.storage.disk import is_full
 from app.storage.session import EVERYBODY, Session, Transaction, Viewer
+
+log = structlog.get_logger("accrue.service")
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
 
@@ -172,6 +176,33 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+def is_away(error: DBAPIError) -> bool:
+    """Whether an error says that the database cannot be used right now, and not that a statement is wrong."""
+    if error.connection_invalidated or is_full(error):
+        return True
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    if code is not None:
+        return code & 0xFF not in (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
+    return isinstance(error, OperationalError)
+
+
+@contextmanager
+def optional_part(session: Session, what: str) -> Iterator[None]:
+    """A part of a transaction that is undone by itself, and logged, if its statements fail: figures that
+    what a trainer has reported could make impossible to compute must not keep a job from ending.
+
+    Raises:
+        DBAPIError: the database cannot be used right now.
+    """
+    try:
+        with session.begin_nested():
+            yield
+    except DBAPIError as error:
+        if is_away(error):
+            raise
+        log.exception("could not be computed", what=what)
 
 
 def take_turns(session: Session, what: str) -> bool:

@@ -3,14 +3,22 @@
 import contextlib
 import errno
 import os
+import secrets
 import sqlite3
 import stat
-from itertools import count
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
 _POSTGRESQL_DISK_FULL = "53100"
+_PATIENCE_SECONDS = 60.0
+"""For deleting a folder: something may keep filling it."""
+_TRIES_IN_VAIN = 5
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def is_full(error: BaseException) -> bool:
@@ -24,33 +32,98 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) == _POSTGRESQL_DISK_FULL
 
 
-def remove_tree(path: Path) -> None:
-    """Deletes a folder with all that is in it, as far as permissions allow.
+def remove_tree(path: Path) -> bool:
+    """Deletes a folder with everything in it, as far as permissions allow.
 
-    Folders within folders are moved to the top before they are emptied, so that neither the depth of the
-    stack nor the longest path bounds how deep they may lie: a trainer makes what it likes.
+    A process may still be working against it: folders are only reached by descriptors, so that a folder that
+    is replaced by a link meanwhile leads nowhere else. Folders within folders are moved to the top before
+    they are emptied, so that neither the depth of the stack nor the longest path limits how deep they may be.
+
+    Returns:
+        Whether nothing of it is left.
     """
-    numbers = count()
-    with contextlib.suppress(OSError):
-        if path.is_symlink():
-            path.unlink()
-            return
-        while folders := _without_files(path):
-            for folder in folders:
-                for inner in _without_files(folder):
-                    inner.rename(path / f".removed-{os.getpid()}-{next(numbers)}")
-                folder.rmdir()
-        path.rmdir()
+    until, in_vain = time.monotonic() + _PATIENCE_SECONDS, 0
+    try:
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return not os.path.lexists(path)
+    try:
+        while _is_there(path.name, parent) and time.monotonic() < until and in_vain < _TRIES_IN_VAIN:
+            in_vain = 0 if _remove_once(path.name, parent) else in_vain + 1
+        return not _is_there(path.name, parent)
+    finally:
+        os.close(parent)
 
 
-def _without_files(folder: Path) -> list[Path]:
-    """Deletes a folder's files. Returns the folders in it."""
-    folder.chmod(stat.S_IRWXU)
+def _remove_once(name: str, parent: int) -> bool:
+    """Removes a file, or the first levels of a folder. Returns whether anything was removed."""
+    top = _opened(name, parent)
+    if top is None:
+        return _succeeds(lambda: os.unlink(name, dir_fd=parent))
+    try:
+        removed = False
+        for folder in _without_files(top):
+            inner = _opened(folder, top)
+            if inner is None:
+                continue
+            try:
+                for deeper in _without_files(inner):
+                    new = f".removed-{secrets.token_hex(8)}"
+                    removed |= _succeeds(partial(os.rename, deeper, new, src_dir_fd=inner, dst_dir_fd=top))
+            finally:
+                os.close(inner)
+            removed |= _succeeds(partial(os.rmdir, folder, dir_fd=top))
+    finally:
+        os.close(top)
+    return _succeeds(lambda: os.rmdir(name, dir_fd=parent)) or removed
+
+
+def _without_files(folder: int) -> list[str]:
+    """Deletes the files of an open folder. Returns the names of the folders in it."""
     found = []
-    with os.scandir(folder) as entries:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                found.append(Path(entry.path))
+                found.append(entry.name)
             else:
-                Path(entry.path).unlink(missing_ok=True)
+                _succeeds(partial(os.unlink, entry.name, dir_fd=folder))
     return found
+
+
+def _opened(name: str, parent: int) -> int | None:
+    """A descriptor of a folder, which is made accessible; None: it is not a folder."""
+    try:
+        descriptor = os.open(name, _FOLDER, dir_fd=parent)
+    except PermissionError:
+        return _made_accessible(name, parent)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        os.fchmod(descriptor, stat.S_IRWXU)
+    return descriptor
+
+
+def _made_accessible(name: str, parent: int) -> int | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        known = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            Path(f"/proc/self/fd/{known}").chmod(stat.S_IRWXU)  # the folder itself, whatever its name is now
+        finally:
+            os.close(known)
+        return os.open(name, _FOLDER, dir_fd=parent)
+    except OSError:
+        return None
+
+
+def _is_there(name: str, parent: int) -> bool:
+    return _succeeds(lambda: os.stat(name, dir_fd=parent, follow_symlinks=False))
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except OSError:
+        return False
+    return True

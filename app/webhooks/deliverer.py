@@ -76,7 +76,7 @@ class Deliverer:
         self._choosing = threading.Lock()
         self._under_way: Counter[tuple[str, str | None]] = Counter()
         self._served: dict[tuple[str | None, str | None], int] = {}
-        """The turn in which an owner was last served at a host."""
+        """The turn in which an owner was last served at a host, or (None) at any."""
         self._turns = 0
         """Deliveries by owner and by host."""
         self._threads = [
@@ -126,8 +126,16 @@ class Deliverer:
         turn = func.row_number().over(
             partition_by=(Job.owner, Delivery.host), order_by=(Delivery.not_before, Delivery.id)
         )
+        of_owner = func.row_number().over(partition_by=Job.owner, order_by=(Delivery.not_before, Delivery.id))
         each = (
-            select(Delivery.id, Delivery.host, Delivery.not_before, Job.owner, turn.label("turn"))
+            select(
+                Delivery.id,
+                Delivery.host,
+                Delivery.not_before,
+                Job.owner,
+                turn.label("turn"),
+                of_owner.label("of_owner"),
+            )
             .join(Job, Job.id == Delivery.job_id)
             .where(Delivery.not_before <= database_now())
             .where(or_(Job.owner.is_(None), Job.owner.not_in([name for name in busy if name is not None])))
@@ -136,24 +144,28 @@ class Deliverer:
         due = (
             select(each.c.id, each.c.host, each.c.owner)
             .where(each.c.turn <= _TO_ONE_HOST)  # the rest waits for these anyway
-            .order_by(each.c.not_before)
+            .order_by(each.c.of_owner, each.c.not_before)  # the first of each owner before the second of any
             .limit(_LOOKED_AT)
         )
         with self._database.reading() as session:  # most looks find nothing, and need no write lock
             found = session.execute(due).all()
-        for delivery_id, host, owner in sorted(found, key=lambda row: self._served.get((row[2], row[1]), 0)):
+        for delivery_id, host, owner in sorted(found, key=lambda row: self._last_turns(row[2], row[1])):
             if self._has_place(owner, host):
                 self._note_served(owner, host)
                 return self._claimed(delivery_id, owner, host)
         return None
 
     def _note_served(self, owner: str | None, host: str | None) -> None:
-        """Owners take turns at a host: the one that was served last comes last."""
-        self._served.pop((owner, host), None)
-        while len(self._served) >= _REMEMBERED:
-            del self._served[next(iter(self._served))]
         self._turns += 1
-        self._served[owner, host] = self._turns
+        for key in ((owner, None), (owner, host)):
+            self._served.pop(key, None)
+            while len(self._served) >= _REMEMBERED:
+                del self._served[next(iter(self._served))]
+            self._served[key] = self._turns
+
+    def _last_turns(self, owner: str | None, host: str | None) -> tuple[int, int]:
+        """Owners take turns, and so do the hosts of an owner: who was served last comes last."""
+        return self._served.get((owner, None), 0), self._served.get((owner, host), 0)
 
     def _has_place(self, owner: str | None, host: str | None) -> bool:
         """Nobody's deliveries, of a service without keys, are bounded by host alone."""

@@ -78,7 +78,7 @@ def nothing_is_left(client: TestClient, settings: Settings) -> bool:
         ({"user_id": True}, 422, "user_id", ""),
         ({"mixed_precision": "fp8"}, 422, "mixed_precision", ""),
         ({"gradient_accumulation_steps": 8}, 422, "gradient_accumulation_steps", "another name of"),
-        ({"gpu_ids": [9]}, 422, "gpu_ids", "There are: 0"),
+        ({"gpu_ids": [9]}, 422, "gpu_ids", "Available: 0"),
         ({"gpu_ids": [0, 0]}, 422, "body", "names a GPU twice"),
         ({"config_id": "accumulation_nope"}, 404, "config_id", "No configuration"),
         ({"use_gradient_accumulation": False}, 422, "use_gradient_accumulation", "set it to true"),

@@ -224,7 +224,7 @@ def test_jobs_are_for_devices_that_workers_have(client: TestClient) -> None:
     assert "no worker has a GPU" in requested({"gpu_ids": [0]})
     beat(database, "worker-2", "there", [GPU])
     assert requested({"gpu_ids": [2]}) == ""
-    assert "There are: 2" in requested({"gpu_ids": [0]})
+    assert "Available: 2" in requested({"gpu_ids": [0]})
     beat(database, "worker-3", "elsewhere", [GPU])
     assert "numbered by machine" in requested({"gpu_ids": [2]})
 

@@ -242,9 +242,9 @@ def test_a_webhook_url_requires_a_secret(settings: Settings) -> None:
         ("https://example.org/", None, "ACCRUE_WEBHOOK_SECRET is not set"),
         ("http://127.0.0.1/", SECRET, "public internet"),
         ("http://user:password@example.org/", SECRET, "webhook_url"),
-        ("http://[abc/", SECRET, "no URL that can be reached"),
-        ("http://example.org:port/", SECRET, "no URL that can be reached"),
-        ("http://" + "a" * 300, SECRET, "no URL that can be reached"),
+        ("http://[abc/", SECRET, "not a valid URL"),
+        ("http://example.org:port/", SECRET, "not a valid URL"),
+        ("http://" + "a" * 300, SECRET, "not a valid URL"),
     ],
 )
 def test_a_job_that_cannot_be_told_of_is_refused(

@@ -154,7 +154,7 @@ def test_a_long_log_is_read_in_pieces_that_are_each_committed(
     from workers import ingest as module
 
     monkeypatch.setattr(module, "_READ_AT_ONCE", 2000)
-    monkeypatch.setattr(module, "_CHUNKS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "_SECONDS_AT_ONCE", 0.0)
     with Reporter(run, 1) as reporter:
         for step in range(1, 101):
             reporter.step(line(step))

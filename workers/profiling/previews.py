@@ -22,11 +22,13 @@ from app.models import base_models
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.disk import remove_tree
+from workers.children import children_of, wait_until_gone
 from workers.trainer_process import is_passed_on
 from workers.training.enclosure import enclosed
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetched_first
 from workers.training.isolation import drop_capabilities, restrict_view
+from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
 from workers.training.model import load_tokenizer, prepare_files
 from workers.training.preview import preview
@@ -35,6 +37,9 @@ log = structlog.get_logger("accrue.profiler")
 
 _SECONDS = 20.0
 """For one look."""
+
+_ENDS_WITHIN_SECONDS = 10.0
+"""For the kernel to end everything that a killed child has started."""
 
 _FOUND = "found.json"
 _CPU_SECONDS = 60
@@ -83,8 +88,10 @@ def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview 
                 return None, f"reading the data took longer than {_SECONDS:.0f} s"
             found = _found(Path(folder))
         finally:
+            inner = children_of(child.pid) if child.pid is not None else []
             child.kill()
             child.join()
+            wait_until_gone(inner, _ENDS_WITHIN_SECONDS)
     if found is None:
         log.warning("no preview: the process that made it ended", model=order.model.name)
         return None, (
@@ -153,6 +160,8 @@ def _look(
         make: gives the preview; found by its name.
         hidden: the data folder, of which it is to see its file and its model alone.
     """
+    die_with_parent()
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # they would keep the fork server alive
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
     for number in (1, 2):
         os.dup2(sys.stderr.fileno(), number)

@@ -32,6 +32,12 @@ _ADOPT_ORPHANS = 36
 """An option of prctl(2)."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+_THAT_END = {
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT,
+    signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM,
+    signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSYS,
+}  # fmt: skip
+"""Signals by which this process ends as the work ended; the work could name others, which would stop it."""
 _SIGNALLED = 128
 """Added to a signal's number in init's exit status, as shells do."""
 
@@ -58,18 +64,17 @@ def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | N
     if not own:
         _adopt_orphans()
     with _passed_on_later():
-        init = os.fork()
-        if init == 0:
-            _end(lambda: _init(lambda: work(own), own=own), dies_by=signal.SIGKILL if own else _END_ALL)
+        dies_by = signal.SIGKILL if own else _END_ALL
+        init = _fork(lambda: _init(lambda: work(own), own=own), dies_by=dies_by)
         _pass_on(init)
     die_with_parent()
     if lifeline is not None:
-        lifeline.watch_until_the_end_of(init)
+        lifeline.watch_until_the_end_of(init, ends_by=dies_by)
     status = _wait_for(init)
     if not own:
         _end_orphans()
     ended_by = -status if status < 0 else status - _SIGNALLED
-    if ended_by > 0:
+    if ended_by in _THAT_END:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
@@ -79,9 +84,7 @@ def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | N
 def in_a_child(work: Work) -> int:
     """Runs `work` in a child process that ends with this one. Returns its exit status; negative: a signal."""
     with _passed_on_later():
-        child = os.fork()
-        if child == 0:
-            _end(work)
+        child = _fork(work)
         before = _pass_on(child)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -101,13 +104,7 @@ def _init(work: Work, *, own: bool) -> int:
         _adopt_orphans()
         signal.signal(_END_ALL, _end_all)
     with _passed_on_later():
-        handlers = {number: signal.getsignal(number) for number in _PASSED_ON}
-        child = os.fork()
-        if child == 0:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.signal(_END_ALL, signal.SIG_DFL)
-            _end(work)
+        child = _fork(lambda: _without_end_all(work))
         _pass_on(child)
     status = _wait_for(child)
     if not own:
@@ -115,15 +112,41 @@ def _init(work: Work, *, own: bool) -> int:
     return status if status >= 0 else _SIGNALLED - status
 
 
-def _end(work: Work, *, dies_by: int = signal.SIGKILL) -> None:
-    """Does work in a child that was just forked, and ends it.
+def _without_end_all(work: Work) -> int:
+    signal.signal(_END_ALL, signal.SIG_DFL)
+    return work()
+
+
+def _fork(work: Work, *, dies_by: int = signal.SIGKILL) -> int:
+    """Does work in a child process that ends with this one, even if this one ends right now.
 
     Args:
-        dies_by: the signal that it gets when its parent ends.
+        dies_by: the signal that the child gets when this process ends.
+
+    Returns:
+        The child's process id.
     """
+    ready, alive = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ready)
+        die_with_parent(dies_by)
+        try:
+            os.write(alive, b".")
+        except OSError:  # the parent ended before its end could be noticed
+            os._exit(1)
+        os.close(alive)
+        _end(work)
+    os.close(alive)
+    os.read(ready, 1)
+    os.close(ready)
+    return child
+
+
+def _end(work: Work) -> None:
+    """Does work in a child that was just forked, and ends it."""
     status = 1
     try:
-        die_with_parent(dies_by)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         status = work()
     except SystemExit as end:

@@ -23,6 +23,9 @@ _DIE_WITH_PARENT = 1
 _LOOK_EVERY_SECONDS = 0.1
 """Where the kernel cannot say when a child ends."""
 
+_ENDS_WITHIN_SECONDS = 10.0
+"""After that, a child that does not end is left to the kernel."""
+
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
     """The kernel sends this process a signal when the thread that started it ends. Forgotten when powers
@@ -62,9 +65,10 @@ class Lifeline:
                 pass
         os._exit(1)
 
-    def watch_until_the_end_of(self, child: int) -> None:
-        """The same, until a child has ended, which is left to be waited for. Needs no thread: a process that
-        has given its children process ids of their own can start none."""
+    def watch_until_the_end_of(self, child: int, *, ends_by: int = signal.SIGKILL) -> None:
+        """Watches until a child has ended, which is left to be waited for. When the supervisor is gone, the
+        child is ended first, by a signal, and then this process. Needs no thread: a process that has given
+        its children process ids of their own can start none."""
         heard_at = time.monotonic()
         end = _end_of(child)
         while not _has_ended(child):
@@ -73,10 +77,10 @@ class Lifeline:
             )[0]
             if self.descriptor in ready:
                 if not self._heard():
-                    os._exit(1)
+                    _end_with(child, ends_by)
                 heard_at = time.monotonic()
             elif self._seconds_left(heard_at) == 0.0:
-                os._exit(1)
+                _end_with(child, ends_by)
         for descriptor in end:
             os.close(descriptor)
 
@@ -87,6 +91,16 @@ class Lifeline:
         if self.patience_seconds is None:
             return None
         return max(0.0, heard_at + self.patience_seconds - time.monotonic())
+
+
+def _end_with(child: int, by: int) -> None:
+    """Ends a child, with everything that it has started, and this process."""
+    with contextlib.suppress(OSError):
+        os.kill(child, by)
+        until = time.monotonic() + _ENDS_WITHIN_SECONDS
+        while not _has_ended(child) and time.monotonic() < until:
+            time.sleep(0.01)
+    os._exit(1)
 
 
 def _end_of(child: int) -> list[int]:
