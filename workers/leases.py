@@ -62,7 +62,7 @@ class Running:
     stuck: bool = False
     """It was ended since it made no progress."""
     broken: Failure | None = None
-    """An unexpected error of the worker about this job: nothing more is read of it, which counts as a crash."""
+    """An unexpected error of the worker about this job, which counts as a crash; its reports are ignored."""
     failed_device: bool | None = None
     """Whether the trainer's device does not work any more; None: nobody has reported that, or not checked."""
     lost: bool = False

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +105,42 @@ def test_a_template_without_an_end_is_ended(
     monkeypatch.setattr(profiler, "_SECONDS", 0.2)
     with pytest.raises(Unprocessable, match="took longer"):
         requested(database, settings, order)
+
+
+def test_a_preview_ends_with_the_process_that_its_worker_started(
+    settings: Settings, order: PreviewOrder, tmp_path: Path
+) -> None:
+    """It holds nothing open that would keep the fork server alive, and ends with it."""
+    script = f"""
+import multiprocessing, sys
+from pathlib import Path
+from app.contract.preview import PreviewOrder
+from tests.harness import hostile_previews
+from workers.profiling import previews
+if __name__ == "__main__":
+    order = PreviewOrder.model_validate_json(sys.stdin.read())
+    where = ("{settings.files_dir / "file-1"}", "{tmp_path}", "{settings.data_dir}")
+    child = previews._children().Process(
+        target=previews._look, args=(hostile_previews.endless, order, "model", *map(Path, where)), daemon=True
+    )
+    child.start()
+    print(child.pid, flush=True)
+    child.join()
+"""
+    program = tmp_path / "program.py"
+    program.write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(order.model_dump_json().encode())
+        worker.stdin.close()
+        pid = int(worker.stdout.readline())
+        until(lambda: Path(f"/proc/{pid}/task/{pid}/children").read_text() != "", 30)
+        worker.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists(), 30)
 
 
 def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: PreviewOrder) -> None:

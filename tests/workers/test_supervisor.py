@@ -60,6 +60,12 @@ def job(database: Database, job_id: str) -> Job:
         return transitions.get(session, job_id)
 
 
+def turned(supervisor: Supervisor, database: Database, job_id: str) -> str:
+    """A job's state after another turn."""
+    supervisor.turn()
+    return job(database, job_id).status
+
+
 def turn(supervisor: Supervisor) -> None:
     supervisor.turn()
     supervisor._claim_for_free_devices()
@@ -112,8 +118,8 @@ def test_an_end_that_makes_no_sense_is_a_crash(
     running.trainer.kill()
     until(lambda: running.trainer.status() is not None, 5)
     (running.run.path / "failure.json").write_text("{")
-    supervisor.turn()
-    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
+    until(lambda: turned(supervisor, database, job_id) == "queued", 5)
+    assert job(database, job_id).failures == 1
 
 
 def test_a_resume_keeps_the_plan_on_a_device_alike(
@@ -258,6 +264,58 @@ def test_a_gpu_that_fails_is_set_aside_and_its_job_goes_to_another(
     assert len(supervisor.slots.usable()) == 2  # tried again after a while
 
 
+@pytest.mark.parametrize("device", ["a GPU that works", "a CPU"])
+def test_a_trainer_s_word_sets_no_device_aside(
+    supervisor: Supervisor,
+    settings: Settings,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+) -> None:
+    if device == "a GPU that works":
+        seen = [SeenGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
+        monkeypatch.setattr(gpus, "seen", lambda: seen)
+        monkeypatch.setattr("workers.slots.works", lambda device: True)
+        supervisor.slots = Slots(on_cpu=False)
+    failure = '{"code": "device_lost", "message": "not true", "permanent": false}'
+    stand_in(supervisor, monkeypatch, f"echo '{failure}' > $1/failure.json; exit 1")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    ended(supervisor)
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
+    assert len(supervisor.slots.usable()) == 1
+
+
+def test_a_trainer_that_gives_its_job_back_unasked_has_crashed(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "exit 75")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    ended(supervisor)
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
+
+
+def test_endless_reports_are_stored_a_part_at_a_time_and_not_of_a_cancelled_job(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.supervisor._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("workers.ingest._SECONDS_AT_ONCE", 0.0)
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    [running] = supervisor.running
+    event = '{"attempt": 1, "time": 1.0, "type": "note", "level": "info", "message": "again", "data": {}}'
+    running.run.events.write_text(f"{event}\n" * 20_000)
+    supervisor.turn()
+    assert 0 < running.position.events < running.run.events.stat().st_size / 2
+    with database.writing() as session:
+        lifecycle.cancel(session, job_id)
+    running.requested = "cancel"
+    until(lambda: turned(supervisor, database, job_id) == "cancelled", 10)
+    assert running.position.events < running.run.events.stat().st_size / 2
+
+
 def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +332,7 @@ def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
     monkeypatch.setattr("workers.slots._MISSED_SECONDS", 0.0)
     ended(supervisor)
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
-    assert "no longer there" in told(database, job_id)
+    assert "has disappeared" in told(database, job_id)
 
 
 def test_starting_a_trainer_takes_one_connection_and_gives_it_back(
@@ -346,8 +404,7 @@ def test_an_error_about_one_trainer_is_that_job_s_crash(
         raise NotADirectoryError(20, "Not a directory")
 
     monkeypatch.setattr(supervisor, "_is_stuck", broken)
-    supervisor.turn()
-    assert job(database, job_id).status == "queued"
+    until(lambda: turned(supervisor, database, job_id) == "queued", 5)
     assert "Attempt 1 ended: crashed: NotADirectoryError" in told(database, job_id)
 
 
