@@ -312,7 +312,7 @@ class Supervisor:
             self._forget(running)
 
     def _ingest(self, session: Session, running: Running, status: int | None) -> Position:
-        if status is not None and running.requested == "cancel":  # its last reports may be long
+        if status not in (None, 0) and running.requested == "cancel":  # its last reports may be long
             return replace(running.position, caught_up=True)
         warm = self.slots.temperature(running.device)
         return ingest(session, running.run, running.fence, running.position, warm)
