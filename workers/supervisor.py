@@ -1,7 +1,8 @@
 """One process per machine: claims jobs for free devices, runs a trainer for each, watches, finishes.
 
 The loop is a single thread, so that the parent-death signal of its trainers means its own death. Each
-turn does a little of everything: what must not wait for the database, leases, news, claims.
+turn does a little of everything: first what must not wait for the database, then news from the trainers, then
+claims. Leases have threads of their own (leases.py).
 """
 
 import contextlib
@@ -370,7 +371,7 @@ class Supervisor:
         return failure.code in _WAITS and (failure.code != DEVICE_LOST or bool(running.failed_device))
 
     def _note_what_was_measured(self, session: Session, running: Running) -> None:
-        """A failure here is one of our statistics: the job has ended as it has ended."""
+        """A failure here affects only our statistics; how the job ended stays as it is."""
         try:
             with session.begin_nested():
                 self._note_run(session, running)

@@ -57,7 +57,7 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where everything of the demo goes")] = Path("demo-data"),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
 ) -> None:
-    """Train a small model end to end, over HTTP, on the documentation of this Python."""
+    """Train a small model end to end, over HTTP, on the docstrings of Python's standard library."""
     from app.cli.demo import run
 
     sys.exit(run(folder, steps))

@@ -37,7 +37,7 @@ NewestJob = Annotated[
 
 NewestModel = Annotated[
     str,
-    typer.Argument(help="ftjob-…; the newest with a model if left out", autocompletion=_jobs_there),
+    typer.Argument(help="ftjob-…; if left out, the newest job that has a model", autocompletion=_jobs_there),
 ]
 
 

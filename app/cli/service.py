@@ -43,7 +43,7 @@ def serve() -> None:
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
     from app.storage.migrations import migrate
-    from app.web.connections import connections_for, protocol
+    from app.web.connections import protocol, raise_connection_limit
 
     end_with_parent()
     settings = get_settings()
@@ -64,7 +64,7 @@ def serve() -> None:
         access_log=False,
         timeout_graceful_shutdown=_STREAMS_END_SECONDS,
         http=protocol(),
-        limit_concurrency=connections_for(),
+        limit_concurrency=raise_connection_limit(),
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
     )

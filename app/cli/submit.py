@@ -56,7 +56,11 @@ def submit(
     ] = None,
     settings: Settings = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Measure micro-batches first, and use the smallest of the fastest")
+        bool,
+        typer.Option(
+            "--tune",
+            help="Measure micro-batch sizes first, and use the smallest that is about as fast as the fastest",
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option(help="Check and plan, queue nothing")] = False,
     watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,

@@ -85,7 +85,7 @@ def show_preview(seen: dict[str, Any]) -> None:
     console.print(
         f"{lengths['examples']:,} of {seen['examples']:,} examples: {lengths['shortest']:,} to "
         f"{lengths['longest']:,} tokens, {lengths['mean']:,.0f} on average; "
-        f"{lengths['target_share']:.0%} of them count.",
+        f"{lengths['target_share']:.0%} of the tokens count for the loss.",
         highlight=False,
         soft_wrap=True,
     )

@@ -26,7 +26,8 @@ from app.storage.tables import File, Job
 
 _BLOCK = 2**20
 _MOST_READ = 3
-"""Files of one content that are read for one more: usually there is one, with many names."""
+"""The most stored copies that are verified when another file with the same content arrives; usually there is
+one copy, with many names."""
 
 log = structlog.get_logger("accrue.service")
 
@@ -159,8 +160,9 @@ def add(
 def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
     """The id of a file with the same content, of any owner; None: there is none.
 
-    It is read before it is taken, outside of any transaction: a file that was damaged since must not become
-    another one's content. A damaged one is mended instead: its names come to stand for the new file.
+    The stored file is verified before it is reused, outside of any transaction: a file that was damaged since
+    it was stored must not become the content of a new one. A damaged file is repaired instead: its names are
+    linked to the new file.
     """
     table = File.__table__
     with database.reading() as session:

@@ -24,7 +24,7 @@ _FORGOTTEN_AFTER = 600.0
 
 
 async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gone = never) -> DatasetPreview:
-    """Has it made, and waits for it without holding a thread.
+    """Requests a preview, and waits for it without holding a thread.
 
     Raises:
         Unprocessable: the trainer could not read the data with that model either; the message says why.

@@ -30,8 +30,8 @@ _TIME = slice(len("ftevent-"), len("ftevent-") + 14)
 
 
 def next_id(session: Session, job_id: str) -> str:
-    """An event's id behind all others of its job, also where those were made by a host whose clock is ahead:
-    who follows a job asks for what comes behind the last id that they know."""
+    """An id that sorts after those of all other events of the job, even if a host whose clock is ahead made
+    them: a client that follows a job asks for what comes after the last id that it knows."""
     made = new_id("ftevent")
     ((last,),) = _LAST.run(session, {"job_id": job_id})
     if last is None or made > last:

@@ -133,7 +133,8 @@ def pause(session: Session, job_id: str) -> Job:
 
 
 def stop(session: Session, job_id: str) -> Job:
-    """Ends training early and keeps the model: that after the current window, or of the last checkpoint.
+    """Ends training early and keeps the model: a running job's after its current window, a waiting job's from
+    its last checkpoint.
 
     Raises:
         NotFound, Conflict: no such job, or there is nothing of it to keep.

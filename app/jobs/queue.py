@@ -111,7 +111,7 @@ def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Requested
 
 
 def note_progress(session: Session, fence: Fence, progress: dict[str, Any], checkpoint_step: int) -> None:
-    """What the trainer's log says so far. A checkpoint that moved on forgets the crashes before it."""
+    """Stores what the trainer's log says so far. A newer checkpoint resets the count of crashes."""
     moved_on = literal(checkpoint_step) > Job.checkpoint_step
     change(
         session,
@@ -155,7 +155,7 @@ def release(session: Session, fence: Fence, why: str) -> None:
 
 
 def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
-    """Gives a running job back that its machine could not go on with: tried again after a while."""
+    """Gives back a running job that its machine could not continue; it is tried again after a while."""
     _leave(session, fence, why, "warning", wait_seconds, Job.failures)
 
 
@@ -207,8 +207,8 @@ def hold(session: Session, fence: Fence) -> None:
 def reclaim_expired(session: Session) -> list[str]:
     """Takes back the jobs whose lease has expired; losing a worker does not count as a crash.
 
-    One that is not lost after all is refused whatever it writes, and its trainer holds the run directory
-    until it is gone.
+    If a worker was not lost after all, everything that it writes about the job is refused; its trainer holds
+    the run directory until that trainer has ended.
     """
     lost = session.scalars(
         select(Job)

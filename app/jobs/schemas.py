@@ -222,7 +222,9 @@ class TrainingConfig(Request):
 class JobOptions(AccumulationConfig):
     """How a job is to run: the fields of a configuration, or its id, and options of this job."""
 
-    config_id: str | None = Field(None, description="A stored configuration; fields given here go before its")
+    config_id: str | None = Field(
+        None, description="The id of a stored configuration; fields given here override its fields"
+    )
     num_gpus: int | None = Field(None, ge=1, le=1024)
     gpu_ids: list[int] | None = Field(
         None,
@@ -241,8 +243,8 @@ class JobOptions(AccumulationConfig):
     profile: Flag = Field(False, description="torch.profiler over one settled window, as an artifact")
     tune: Tune | None = Field(
         None,
-        description="Measure micro-batches of several sizes: first, to train with the smallest of the "
-        "fastest; or only, which makes no model",
+        description="Measure micro-batches of several sizes. first: then train with the smallest size that "
+        "is about as fast as the fastest; only: make no model",
     )
 
     @model_validator(mode="after")

@@ -171,8 +171,10 @@ class Solution:
 
 
 def solve(question: Question, known: Known) -> Solution:
-    """Splits the effective batch over the devices: as few accumulation steps as memory allows, in
-    micro-batches no larger than raises throughput; or as the question fixes them."""
+    """Splits the effective batch over the devices as the question fixes it; otherwise in as few accumulation
+    steps as memory allows, with micro-batches no larger than the size beyond which throughput stops
+    growing.
+    """
     estimate = known.estimates(question.recipe, question.sequence)
     throughput = known.throughput(question.recipe, question.sequence)
     capacities = [capacity_of(device, question, estimate, throughput) for device in question.devices]

@@ -81,7 +81,7 @@ def without_accumulation(requested: RequestedBatch, recommended: int) -> Resolve
         raise ConflictingBatch(
             "use_gradient_accumulation",
             "use_gradient_accumulation is false, but the numbers given need several micro-batches a step: "
-            f"set it to true, or leave {per_device} samples to one micro-batch",
+            f"set it to true, or let one micro-batch have {per_device} samples",
         )
     return ResolvedBatch(resolved.effective_batch_size, 1, per_device)
 

@@ -20,7 +20,7 @@ from app.storage.tables import Key
 
 PREFIX = "ak_"
 _KNOWN_FOR_SECONDS = 1.0
-"""So long a key is taken as it was found: by then it is revoked everywhere."""
+"""How long the result of looking up a key is reused; after that, a revoked key works nowhere."""
 _MOST_KNOWN = 10_000
 _USE_NOTED_EVERY_SECONDS = 60.0
 

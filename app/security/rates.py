@@ -46,8 +46,8 @@ class Rates:
         return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}"))
 
     async def count(self, key_id: str) -> None:
-        """Counts a request. Where the storage does not answer the request goes through, uncounted: a limit
-        that cannot be kept is no reason to turn everybody away.
+        """Counts a request. If the storage does not answer, the request goes through uncounted: a limit that
+        cannot be checked is no reason to refuse everybody.
 
         Raises:
             TooManyRequests: it is one too many; it says how long to wait.

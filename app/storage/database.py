@@ -35,7 +35,8 @@ _PAGES_BETWEEN_CHECKPOINTS = 4000
 """Pages of SQLite's write-ahead log (16 MiB), after which a commit copies what it can into the database."""
 
 _UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
-"""Looks at a database for changes, of which one says yes where it cannot tell, and where it can tell no."""
+"""One look in so many reports a possible change: if the database cannot tell (PostgreSQL), and if it can
+and there is none (SQLite)."""
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
 
@@ -190,8 +191,8 @@ def is_away(error: DBAPIError) -> bool:
 
 @contextmanager
 def optional_part(session: Session, what: str) -> Iterator[None]:
-    """A part of a transaction that is undone by itself, and logged, if its statements fail: figures that
-    what a trainer has reported could make impossible to compute must not keep a job from ending.
+    """A part of a transaction: if its statements fail, only this part is undone, and the failure is logged.
+    Some figures cannot be computed from what a trainer has reported; that must not keep a job from ending.
 
     Raises:
         DBAPIError: the database cannot be used right now.

@@ -168,7 +168,7 @@ class JobTotals(Base):
 
 
 class Counter(Base):
-    """What figures that only grow have from jobs that are no longer there (app/observability)."""
+    """What deleted jobs have contributed to figures that only grow (app/observability)."""
 
     __tablename__ = "counters"
 

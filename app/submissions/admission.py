@@ -224,7 +224,8 @@ def _new_plan(
 
 
 def _config(database: Database, requested: TrainingRequest) -> tuple[AccumulationConfig, int]:
-    """The configuration and the number of devices: of the stored one, with the request's before its own."""
+    """The configuration and the number of devices: the stored ones, if the request names a configuration,
+    overridden by the request's own fields."""
     given = requested.accumulation().model_dump(mode="json", exclude_unset=True)
     if requested.config_id is None:
         return AccumulationConfig.model_validate(given), requested.num_gpus or 1

@@ -15,7 +15,7 @@ _OTHER_FILES = 256
 """Open files that are not connections: the database, uploads, logs."""
 
 
-def connections_for() -> int:
+def raise_connection_limit() -> int:
     """Connections at once, beyond which the answer is 503; as many open files are made possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + _OTHER_FILES

@@ -79,7 +79,11 @@ async def _once(
     caller: Annotated[Caller, Depends(_caller)],
     idempotency_key: Annotated[
         str | None,
-        Header(min_length=1, max_length=255, description="The same again is done once, for a day"),
+        Header(
+            min_length=1,
+            max_length=255,
+            description="A request repeated with the same key within a day is carried out only once",
+        ),
     ] = None,
 ) -> IdempotentRequest:
     said = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())

@@ -16,7 +16,7 @@ MOST_OF_A_KEY = 20
 MOST = 200
 
 
-class ClosedStream(StreamingResponse):
+class ClosingStream(StreamingResponse):
     """A stream whose files are closed at its end, also where the client has gone or never read any of it.
 
     Args:
@@ -53,7 +53,7 @@ class Streams:
         parts: Iterator[str] | Iterator[bytes],
         close: Callable[[], None] = lambda: None,
         **options: Any,
-    ) -> ClosedStream:
+    ) -> ClosingStream:
         """One more.
 
         Raises:
@@ -77,4 +77,4 @@ class Streams:
                 if not self._open[key_id]:
                     del self._open[key_id]
 
-        return ClosedStream(parts, ended, **options)
+        return ClosingStream(parts, ended, **options)

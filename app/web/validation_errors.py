@@ -18,13 +18,13 @@ _PLAINLY = {"model_attributes_type": "expected a JSON object: send one, with Con
 
 _FORMS = {
     "file_id": "no file has such an id: file-…, as POST /v1/files answers and GET /v1/files lists them",
-    "model": "has a form that is not allowed: letters, digits, dots, hyphens and underscores, a slash only "
-    "between owner and name. A model that was trained here is trained further from its folder below "
-    "ACCRUE_MODELS_DIR",
+    "model": "has a form that is not allowed: use letters, digits, dots, hyphens and underscores, and a "
+    "slash only between owner and name. To train further a model that was trained here, put its folder into "
+    "ACCRUE_MODELS_DIR and give the folder's name",
 }
 _OF_A_FORM = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
               "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
-"""What a text is that has not the form of one, by its field."""
+"""For each field whose text must have a certain form: the key of its message in `_FORMS`."""
 
 _KNOWN_ELSEWHERE_AS = {
     "lr": "learning_rate",

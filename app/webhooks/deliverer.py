@@ -168,7 +168,7 @@ class Deliverer:
         return self._served.get((owner, None), 0), self._served.get((owner, host), 0)
 
     def _has_place(self, owner: str | None, host: str | None) -> bool:
-        """Nobody's deliveries, of a service without keys, are bounded by host alone."""
+        """Deliveries without an owner, as in a service without keys, are limited only by host."""
         own = owner is None or self._under_way["owner", owner] < _OF_ONE_OWNER
         return own and self._under_way["host", host] < _TO_ONE_HOST
 

@@ -30,7 +30,7 @@ from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
-from app.web.downloads import MOST_OF_A_KEY, ClosedStream, Streams
+from app.web.downloads import MOST_OF_A_KEY, ClosingStream, Streams
 from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submission, submitted
@@ -313,7 +313,7 @@ def test_a_stream_s_files_are_closed_when_the_client_has_gone(tmp_path: Path) ->
                 raise OSError("gone")
             sends.append(message)
 
-        stream = ClosedStream(run_files.blocks_of(file), file.close)
+        stream = ClosingStream(run_files.blocks_of(file), file.close)
         with pytest.raises((OSError, ClientDisconnect)):
             asyncio.run(stream(scope, receive, send))
         assert file.closed

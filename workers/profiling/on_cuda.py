@@ -2,7 +2,7 @@
 
 So that a simulation needs neither a GPU nor a build of torch for one, and is the same everywhere: autocast
 runs other operators in fp32 there (PyTorch documentation, "CUDA Ops that can autocast to float32"),
-dropout keeps a mask of bytes, and attention never makes its matrix because of a dropout.
+dropout keeps a mask of bytes, and attention does not make its matrix for the sake of dropout.
 """
 
 from typing import Any

@@ -78,7 +78,8 @@ def profiles(
 def _retried_variants(
     simulation: Simulation, sequence: int, together: Together
 ) -> "list[tuple[_StepVariant, Range]]":
-    """`_ways`, once more where two traces differ: what autocast drops from its cache has no fixed order."""
+    """`_step_variants`, tried once more if two traces differ: autocast drops cached copies in an order
+    that is not fixed."""
     try:
         return _step_variants(simulation, sequence, together)
     except NotAlike:

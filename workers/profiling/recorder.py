@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(output, Tensor):
             if self.by_origin:
                 self._follow(args)
-            kind = self._copied(args[0]) if func in _COPIES else self._kind
+            kind = self._kind_of_copy(args[0]) if func in _COPIES else self._kind
             self._see(output, kind)
             if func is _SUM and not torch.is_grad_enabled() and _in_backward():
                 self._summed = self._pair(args, output)
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
         found = self._blocks.get(tensor.untyped_storage()._cdata)
         return found[1] if found else None
 
-    def _copied(self, source: Tensor) -> Kind:
+    def _kind_of_copy(self, source: Tensor) -> Kind:
         """A copy of a weight in another precision is a weight."""
         block = self._block_of(source)
         weight = block is not None and self.tape.blocks[block].kind == "weights"

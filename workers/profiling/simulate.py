@@ -340,7 +340,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_if_real() -> Iterator[None]:
-    """transformers makes masks for fake tensors, as for a compiler's, that it leaves out for real ones."""
+    """Keeps transformers from making masks for fake tensors that it leaves out for real ones."""
     module: Any = import_module("transformers.masking_utils")
     was = getattr(module, "is_tracing", None)
     module.is_tracing = lambda *_: False

@@ -67,8 +67,8 @@ def smaller_split(plan: Groups) -> Groups:
     return [half for pair in halves for half in pair if half]
 
 
-def choices_differ(chosen: Sequence[Tensor]) -> int:
-    """How many of a mixture's choices fell out otherwise in two splits: ties that rounding decides."""
+def changed_choices(chosen: Sequence[Tensor]) -> int:
+    """How many expert choices of a mixture differ between two splits: near ties that rounding decides."""
     first, second = chosen
     return int((first - second).abs().sum().item() / 2)
 
@@ -116,10 +116,10 @@ def certify(training: Training) -> None:
         if np.isfinite(certified.gradient_error) or scale is None:
             break
         if scale.value <= scale.smallest:
-            scale.not_at_fault()
+            scale.restore()
             break
         scale.overflowed()
-    _judge(training, window, certified, choices_differ(chosen) if chosen else 0)
+    _judge(training, window, certified, changed_choices(chosen) if chosen else 0)
 
 
 def in_fp64(training: Training, window: Indices) -> float | None:

@@ -54,8 +54,8 @@ def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | N
 
     Args:
         work: gives the exit status; is called with whether it has mounts and process ids of its own.
-        apart: it should, where the machine allows that.
-        lifeline: what else than the end of the process that started this one ends it, and the work with it.
+        apart: whether the work should have mounts and process ids of its own, if the machine allows it.
+        lifeline: what ends this process and the work, besides the end of the process that started this one.
 
     Returns:
         The exit status.

@@ -61,7 +61,7 @@ def named_view(folder: Path, assignment: Assignment) -> str:
 
 
 def isolate(run: Path) -> bool:
-    """Hides the data folder that the supervisor names but for this run, and what it says that is needed.
+    """Hides the data folder that the supervisor names, except for this run and the files that it needs.
 
     Call it in a process with mounts of its own (enclosure.py), before there is a second thread.
 
@@ -138,9 +138,9 @@ def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
 
 
 def _write_only_to(needed: Mapping[Path, bool]) -> None:
-    """Makes every file system read-only but the folders that are written to, and what the kernel shows in
-    /proc: what is run outside of the trainer, such as the code of other trainers, is not for it to
-    change.
+    """Makes every file system read-only, except for the folders that are to be written to and the parts of
+    /proc that are about processes: the trainer must not change what runs outside of it, such as the code of
+    other trainers.
 
     Raises:
         OSError: it could not be done; everything is as it was.

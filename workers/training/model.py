@@ -106,7 +106,7 @@ def load_tokenizer(folder: Path) -> Any:
 def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
     """The model in training mode, its tokenizer, and notes on what differs from the request.
 
-    Only safetensors, never code. Weights are in fp32, in pure_bf16 in bf16, in 4 bits under QLoRA.
+    Only safetensors, never code. Weights are in fp32, or under pure_bf16 in bf16, or under QLoRA in 4 bits.
 
     Args:
         folder: of the staged files (`prepare_files`).

@@ -53,7 +53,7 @@ class LossScale:
         self.value = max(self.smallest, self.value / 2)
         self.good_windows = 0
 
-    def not_at_fault(self) -> None:
+    def restore(self) -> None:
         """No scale helps this window: the one before it is taken back."""
         self.value, self._before = self._before or self.value, None
 
@@ -65,7 +65,7 @@ class LossScale:
             case Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
                 self.overflowed()
             case Verdict.SKIP_NOT_FINITE:
-                self.not_at_fault()
+                self.restore()
 
     def held(self) -> None:
         self._before = None

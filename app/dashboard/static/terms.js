@@ -5,20 +5,20 @@ import { h } from "./dom.js";
 const TERMS = {
   model:
     "The model to start from: built in, a folder of ACCRUE_MODELS_DIR, or the id of one on the hub. Start small: what works on a small one mostly works on a large one.",
-  device: "Plan for a GPU that is not here: 24GB, or A100-80GB. Left empty, it is what this service has.",
+  device: "Plan for a GPU that is not here: 24GB, or A100-80GB. Leave it empty to plan for the devices of this service.",
   count:
     "How many of these devices would share a step, for planning: a job trains on one today, and keeps its effective batch by accumulating more.",
   method:
     "full changes every weight. lora trains small matrices beside frozen weights: far less memory, nearly as good for most tasks. qlora keeps the frozen weights in 4 bits, too: needs a GPU.",
   length:
-    "Tokens of a sample; longer ones are cut. Memory grows with it: choose the length that nine in ten of your samples have.",
+    "Tokens of a sample; longer ones are cut. Memory grows with it: choose a length that nine in ten of your samples fit into.",
   optimizer:
-    "adamw keeps two numbers beside each weight, in 8 bits adamw_8bit. sgd without momentum and adafactor keep next to none. adamw is right unless memory is short.",
+    "adamw keeps two numbers beside each weight; adamw_8bit keeps them in 8 bits. sgd without momentum and adafactor keep next to none. adamw is right unless memory is short.",
   precision: "auto: bf16 where the GPU has it, fp16 where it has not, fp32 on a CPU.",
   checkpointing:
     "Keeps fewer activations and recomputes them when they are needed: about a third more time, much less memory for long samples.",
   effective:
-    "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides memory and speed alone. 32 is a good start.",
+    "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides only memory and speed. 32 is a good start.",
   micro: "Samples that go through the model at once. As many as fit keep the device busy; gradients of several are added up.",
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
@@ -29,7 +29,7 @@ const TERMS = {
   loss: "Each window's loss in nats per token, averaged over its tokens, not over its micro-batches; the thick line is its moving average. It should fall quickly, then slowly.",
   learning_rate: "The learning rate of each step: first the warm-up, then the schedule.",
   grad_norm:
-    "The length of the whole window's gradient before clipping. Spikes are samples that stand out; growth is a rate that is too high.",
+    "The length of the whole window's gradient before clipping. Spikes are samples that stand out; steady growth means that the learning rate is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
     "The peak of the training process at each step, next to the plan's prediction, which assumes that every sample has full length, so it may be higher than what was needed.",

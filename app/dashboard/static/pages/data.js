@@ -29,7 +29,7 @@ export function showData(panel, seen) {
     h(
       "p",
       {},
-      `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of them count.`,
+      `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count for the loss.`,
     ),
     lengths.over_max_length > 0 &&
       h("p", { class: "is-warn" }, `${number(lengths.over_max_length)} are longer than ${number(seen.max_length)} tokens.`),
