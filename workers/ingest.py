@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,10 +30,11 @@ _ALL = TypeAdapter(list[LogLine])
 _READ_AT_ONCE = 2**18
 """Bytes. With more, Python's garbage collector walks the rows that wait again and again: a third slower."""
 
+_EMPTY_LINES = re.compile(rb"\n+")
 _MOST_LINES_AT_ONCE = 5000
 """A line takes time to look at even if it is empty, and the transaction keeps other writers waiting."""
 
-_LONGEST_LINE = 2**24
+_LONGEST_LINE = 2**20
 """Bytes of a log line or an event; our trainer writes far less."""
 
 _MOST_EVENT_BYTES = 2**26
@@ -119,7 +121,9 @@ def ingest(
         position = replace(position, metrics=at_metrics, sums=sums)
         if time.monotonic() >= until:
             break
-    window = run.progress()
+    window = None
+    with contextlib.suppress(ValidationError):
+        window = run.progress()
     if window is not None and window.attempt == fence.attempt:
         position = replace(position, window=window)
     position = replace(position, caught_up=True)
@@ -168,6 +172,8 @@ def _store_events(
             event = EventLine.model_validate_json(raw)
         except ValidationError:
             continue  # torn by a kill
+        if not _is_usable(event):
+            continue
         if event.type == "training":
             position = replace(position, steps_total=_count(event.data.get("steps_total")))
         if event.type == "checkpoint":
@@ -179,6 +185,16 @@ def _store_events(
             position = replace(position, skipped=_count(event.data.get("skipped")) or 0)
         session.execute(_event_row(session, fence.job_id, offset, event))
     return position
+
+
+def _is_usable(event: EventLine) -> bool:
+    """Whether an event that results are made from has the figures for that."""
+    if event.type == "checkpoint":
+        return _count(event.data.get("step")) is not None and isinstance(event.data.get("name", ""), str)
+    if event.type == "evaluation":
+        loss = event.data.get("loss", "")
+        return _count(event.data.get("step")) is not None and (loss is None or isinstance(loss, int | float))
+    return True
 
 
 def _count(value: Any) -> int | None:
@@ -255,6 +271,7 @@ def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
             content += file.read(_LONGEST_LINE)
             if len(content) > _LONGEST_LINE and b"\n" not in content:
                 raise ValueError(f"a line of {path.name} is longer than {_LONGEST_LINE} bytes")
+            content = content[: content.find(b"\n") + 1]
     end = content.rfind(b"\n") + 1
     lines = list(islice(_with_offsets(content[:end], offset), _MOST_LINES_AT_ONCE))
     if len(lines) == _MOST_LINES_AT_ONCE:
@@ -268,7 +285,7 @@ def _with_offsets(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
     while at < len(content):
         after = content.find(b"\n", at) + 1
         if after == at + 1:  # empty
-            after = len(content) - len(content[at:].lstrip(b"\n"))
+            after = _EMPTY_LINES.match(content, at).end()  # type: ignore[union-attr]  # it begins with one
         yield offset + at, content[at:after]
         at = after
 

@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.plain_files import NotPlain, append_plain, create_plain, open_plain, read_plain
+from app.contract.plain_files import MOST_BYTES, NotPlain, append_plain, create_plain, open_plain, read_plain
 from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
 
 INTERRUPTED = 75
@@ -68,6 +68,10 @@ TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 
 
 Content = TypeVar("Content", bound=BaseModel)
+
+
+_LARGEST = {"progress.json": 2**16, "failure.json": 2**16, "outcome.json": 2**20, "completions.json": 2**22}
+"""Bytes of what a trainer leaves, by the file's name."""
 
 
 class RunDirectoryInUse(Exception):
@@ -140,7 +144,7 @@ class RunDirectory:
     def _read(self, name: str, kind: type[Content]) -> Content | None:
         """The content of a file; None: it does not exist, or is not a plain file."""
         with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, name)
+            content = read_plain(self.path, name, most=_LARGEST.get(name, MOST_BYTES))
             return None if content is None else kind.model_validate_json(content)
         return None
 

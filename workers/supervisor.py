@@ -10,8 +10,9 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -301,8 +302,8 @@ class Supervisor:
             with self.database.writing() as session:
                 position = self._ingest(session, running, status)
                 fail_point("supervisor.ingested")
-                if position.tuning not in (None, running.position.tuning):
-                    self._note_sweep(session, running, position.tuning)
+                if position.tuning is not None and position.tuning != running.position.tuning:
+                    self._note(session, running, partial(self._note_sweep, session, running, position.tuning))
                 if status is not None and position.caught_up:
                     self._finish(session, running, status)
                     fail_point("supervisor.finishing")
@@ -344,7 +345,7 @@ class Supervisor:
         outcome = running.run.outcome() if status == 0 else None
         failure = running.run.failure() or (NO_ROOM if status == DISK_FULL else None)
         log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
-        self._note_what_was_measured(session, running)
+        self._note(session, running, partial(self._note_run, session, running))
         if outcome is not None:
             queue.succeed(session, fence, outcome.model_dump(mode="json"))
         elif running.timed_out:
@@ -370,11 +371,11 @@ class Supervisor:
         nothing."""
         return failure.code in _WAITS and (failure.code != DEVICE_LOST or bool(running.failed_device))
 
-    def _note_what_was_measured(self, session: Session, running: Running) -> None:
+    def _note(self, session: Session, running: Running, note: Callable[[], None]) -> None:
         """A failure here affects only our statistics; how the job ended stays as it is."""
         try:
             with session.begin_nested():
-                self._note_run(session, running)
+                note()
         except Exception as error:
             if isinstance(error, DBAPIError) and is_away(error):
                 raise

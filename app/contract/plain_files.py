@@ -20,7 +20,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class NotPlain(OSError):
-    """The path leads to a link, a pipe, or something else that is not a plain file."""
+    """The path leads to a link, a pipe, or something else that is not a plain file of a usual size."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.ELOOP, "not a plain file", str(path))
@@ -61,14 +61,20 @@ def open_plain(root: Path, *parts: str) -> BinaryIO:
         return _opened(within, parts[-1], os.O_RDONLY, root.joinpath(*parts))
 
 
-def read_plain(root: Path, *parts: str) -> bytes | None:
-    """What a file below a folder holds, at most `MOST_BYTES` of it; None: it is not there.
+def read_plain(root: Path, *parts: str, most: int = MOST_BYTES) -> bytes | None:
+    """The content of a file below a folder; None: it does not exist.
+
+    Args:
+        most: the largest size in bytes.
 
     Raises:
-        NotPlain: it, or a part of the way, is a link or no file.
+        NotPlain: it, or a part of the way, is a link or not a file; or it is larger.
     """
     with suppress(FileNotFoundError), open_plain(root, *parts) as file:
-        return file.read(MOST_BYTES)
+        content = file.read(most + 1)
+        if len(content) > most:
+            raise NotPlain(root.joinpath(*parts))
+        return content
     return None
 
 

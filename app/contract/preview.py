@@ -1,5 +1,7 @@
 """What a trainer will see of a data set."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from app.contract.architecture import ModelReference
@@ -21,9 +23,13 @@ class PreviewedSample(Answer):
     """One training sample: `tokens`, `token_ids` and `counts` are of the same length."""
 
     line: int = Field(description="Of the file, from 1")
-    tokens: tuple[str, ...] = Field(description="Their texts; a character's is with the last token of it")
-    token_ids: tuple[int, ...]
-    counts: tuple[bool, ...] = Field(description="Which tokens count for the loss")
+    tokens: Annotated[tuple[str, ...], Field(fail_fast=True)] = Field(
+        description="Their texts; a character's is with the last token of it"
+    )
+    token_ids: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31)], ...], Field(fail_fast=True)]
+    counts: Annotated[tuple[bool, ...], Field(fail_fast=True)] = Field(
+        description="Which tokens count for the loss"
+    )
     target_tokens: int = Field(description="Those that count; the first token is never predicted")
 
 
@@ -40,13 +46,13 @@ class Lengths(Answer):
 
     examples: int = Field(description="How many were measured: all, or a sample spread evenly over the file")
     shortest: int
-    median: float
-    mean: float
+    median: float = Field(ge=0, allow_inf_nan=False)
+    mean: float = Field(ge=0, allow_inf_nan=False)
     longest: int
     over_max_length: int = Field(description="Examples that max_length cuts, splits or refuses")
     without_targets: int = Field(description="Examples of which nothing counts within max_length")
-    target_share: float = Field(description="Of the tokens within max_length, those that count")
-    histogram: tuple[LengthBin, ...]
+    target_share: float = Field(ge=0, le=1, description="Of the tokens within max_length, those that count")
+    histogram: Annotated[tuple[LengthBin, ...], Field(fail_fast=True, max_length=100)]
 
 
 class DatasetPreview(Answer):
@@ -58,5 +64,5 @@ class DatasetPreview(Answer):
     examples: int
     max_length: int
     overlength: Overlength
-    samples: tuple[PreviewedSample, ...]
+    samples: Annotated[tuple[PreviewedSample, ...], Field(fail_fast=True, max_length=20)]
     lengths: Lengths

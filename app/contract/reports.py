@@ -17,7 +17,9 @@ Level = Literal["info", "warning", "error"]
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Steps, samples and micro-batches."""
-TokenCount = Annotated[int, Field(ge=0, le=2**40)]
+TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""Tokens of one window."""
+TokenTotal = Annotated[int, Field(ge=0, le=2**53)]
 Bytes = Annotated[int, Field(ge=0, le=2**50)]
 Number = Annotated[float, Field(ge=-1e40, le=1e40, allow_inf_nan=False)]
 """Every finite number of fp32."""
@@ -177,7 +179,7 @@ class Tuning(Frozen):
     """The one chosen."""
     samples: Count
     """Samples that each was measured on."""
-    tried: tuple[MeasuredSize, ...]
+    tried: Annotated[tuple[MeasuredSize, ...], Field(fail_fast=True, max_length=100)]
     """Largest first."""
 
 
@@ -196,7 +198,7 @@ class Completion(Frozen):
 class Completions(Frozen):
     """The content of a run directory's completions.json."""
 
-    data: tuple[Completion, ...]
+    data: Annotated[tuple[Completion, ...], Field(fail_fast=True, max_length=1000)]
 
 
 class Operator(Frozen):
@@ -213,19 +215,19 @@ class Operator(Frozen):
 class Operators(Frozen):
     """The content of a run directory's profile/operators.json."""
 
-    data: tuple[Operator, ...]
+    data: Annotated[tuple[Operator, ...], Field(fail_fast=True, max_length=1000)]
     """The operators that took longest by themselves, the slowest first."""
 
 
 class Outcome(Frozen):
     """How a successful run ended."""
 
-    files: Annotated[tuple[Name, ...], Field(max_length=10_000)]
+    files: Annotated[tuple[Name, ...], Field(fail_fast=True, max_length=1000)]
     """Names in the model's directory."""
     steps: Count
     first_loss: Number | None
     final_loss: Number | None
-    trained_tokens: TokenCount
+    trained_tokens: TokenTotal
     effective_batch_size: Count
     eval_loss: Number | None = None
     """Mean over the validation set's target tokens, of the model as saved."""

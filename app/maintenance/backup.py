@@ -6,11 +6,12 @@ copying what the database means.
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,23 +194,57 @@ def _copy_run(source: Path, target: Path) -> None:
     waiting: list[tuple[str, ...]] = [()]
     while waiting:
         parts = waiting.pop()
-        with contextlib.suppress(OSError), plain_files.folder(source.parent, source.name, *parts) as within:
-            target.joinpath(*parts).mkdir(parents=True, exist_ok=True)
-            with os.scandir(within) as entries:
+        try:
+            with (
+                plain_files.folder(source.parent, source.name, *parts) as within,
+                os.scandir(within) as entries,
+            ):
                 found = [each for each in entries if not each.name.startswith(".") and each.name != "lock"]
-            for entry in found:
-                if entry.is_dir(follow_symlinks=False) and len(parts) < _DEEPEST:
-                    waiting.append((*parts, entry.name))
-                elif entry.is_file(follow_symlinks=False):
-                    _copy_plain(source, target, *parts, entry.name)
+        except (FileNotFoundError, NotPlain):  # a checkpoint that was retired meanwhile
+            continue
+        target.joinpath(*parts).mkdir(parents=True, exist_ok=True)
+        for entry in found:
+            if _is(entry.is_dir) and len(parts) < _DEEPEST:
+                waiting.append((*parts, entry.name))
+            elif _is(entry.is_file):
+                _copy_plain(source, target, *parts, entry.name)
+
+
+def _is(kind: Callable[..., bool]) -> bool:
+    try:
+        return kind(follow_symlinks=False)
+    except OSError:  # it is gone
+        return False
 
 
 def _copy_plain(source: Path, target: Path, *parts: str) -> None:
-    with contextlib.suppress(FileNotFoundError, NotPlain):  # a checkpoint that was retired meanwhile
-        with open_plain(source.parent, source.name, *parts) as old, target.joinpath(*parts).open("xb") as new:
-            state = os.fstat(old.fileno())
-            left = state.st_size  # a trainer may go on writing
-            while left > 0 and (block := old.read(min(left, _BLOCK))):
+    """Copies a file; holes stay holes, so that the copy takes no more space than the file."""
+    try:
+        old = open_plain(source.parent, source.name, *parts)
+    except (FileNotFoundError, NotPlain):
+        return
+    with old, target.joinpath(*parts).open("xb") as new:
+        state = os.fstat(old.fileno())
+        for start, end in _stretches(old.fileno(), state.st_size):  # a trainer may go on writing
+            old.seek(start)
+            new.seek(start)
+            while start < end and (block := old.read(min(end - start, _BLOCK))):
                 new.write(block)
-                left -= len(block)
-        os.utime(target.joinpath(*parts), ns=(state.st_atime_ns, state.st_mtime_ns))
+                start += len(block)
+        new.truncate(state.st_size)
+    os.utime(target.joinpath(*parts), ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def _stretches(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where an open file has data; all of it where the system cannot tell."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(file, at, os.SEEK_DATA)
+            end = min(os.lseek(file, start, os.SEEK_HOLE), size)
+        except (OSError, AttributeError) as error:
+            if getattr(error, "errno", None) == errno.ENXIO:  # only a hole is left
+                return
+            start, end = at, size
+        yield start, end
+        at = end

@@ -29,6 +29,10 @@ _REMEMBERED = 200
 _ENOUGH = 5
 """Measurements from which the margin is taken."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
+_MOST_OFF = 3.0
+"""A measured peak that differs from its prediction by a larger factor is not used."""
+_OF_A_PROCESS = 2 * GIB
+"""What a small model's process may take besides."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,9 @@ def _keep(
 ) -> None:
     """Only once: read again, it would be compared with a prediction that includes it."""
     accumulating = micro_batches > 1
+    predicted = subject.predicted_bytes(tokens, accumulating=accumulating) if tokens > 0 else 0
+    if not _is_plausible(subject, tokens, measured_bytes, predicted):
+        return
     statement = insert_for(session, Measurement).values(
         job_id=subject.job.id,
         attempt=subject.job.attempt,
@@ -147,11 +154,18 @@ def _keep(
         device_name=subject.device.name,
         accumulating=accumulating,
         source=subject.estimate.source,
-        predicted_bytes=subject.predicted_bytes(tokens, accumulating=accumulating),
+        predicted_bytes=predicted,
         measured_bytes=measured_bytes,
         tokens_per_second=tokens_per_second,
     )
     session.execute(statement.on_conflict_do_nothing(index_elements=["job_id", "attempt", "kind", "tokens"]))
+
+
+def _is_plausible(subject: Subject, tokens: int, measured: int, predicted: int) -> bool:
+    """Whether a trainer can have measured this: plans of other jobs start from it."""
+    longest = int(subject.job.spec["effective_batch_size"]) * subject.sequence
+    most = min(predicted * _MOST_OFF + _OF_A_PROCESS, subject.device.memory_bytes)
+    return 0 < tokens <= 2 * longest and predicted / _MOST_OFF <= measured <= most
 
 
 def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:

@@ -123,13 +123,16 @@ def model(session: Reading, settings: CurrentSettings, opened: Opened, training_
         raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
     if not job.result["files"]:
         raise Conflict(f"Job {training_id} only measured (tune: only), and has no model.")
-    files = run_files.model_files(settings, training_id)
+    if len(job.result["files"]) > run_files.MOST_FILES:
+        raise Conflict(f"The model of job {training_id} has too many files to be downloaded as one.")
+    files = run_files.model_files(settings, training_id, job.result["files"])
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
     return opened(
         run_files.tar_of(files, training_id),
         lambda: run_files.close(files),
         media_type="application/x-tar",
+        files=len(files),
         headers={
             "Content-Length": str(run_files.tar_size(files, training_id)),
             "Content-Disposition": f'attachment; filename="{training_id}.tar"',

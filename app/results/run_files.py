@@ -2,7 +2,7 @@
 
 import os
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -42,6 +42,11 @@ def completions(settings: Settings, job_id: str) -> Completions:
     return Completions(data=()) if found is None else found
 
 
+MOST_FILES = 100
+"""Of a model: each is open while it is downloaded."""
+_LARGEST_BYTES = 2**22
+"""Of a file that is answered as JSON."""
+
 PROFILE_FILES = ("trace.json", "memory.pickle")
 """What of a profile can be downloaded."""
 
@@ -75,12 +80,17 @@ def blocks_of(file: BinaryIO) -> Iterator[bytes]:
             yield block
 
 
-def model_files(settings: Settings, job_id: str) -> dict[str, BinaryIO] | None:
+def model_files(settings: Settings, job_id: str, named: Collection[str]) -> dict[str, BinaryIO] | None:
     """The files of a job's model by name, opened, so that they can be read to their end whatever happens to
-    the folder; None: there are none."""
+    the folder; None: there are none.
+
+    Args:
+        named: the names in the job's result; other files of the folder are not opened.
+    """
     with ExitStack() as opened:
         try:
-            names = plain_files(settings.runs_dir, job_id, "model")
+            there = plain_files(settings.runs_dir, job_id, "model")
+            names = [name for name in there if name in named][:MOST_FILES]
             files = {
                 name: opened.enter_context(open_plain(settings.runs_dir, job_id, "model", name))
                 for name in names
@@ -131,7 +141,7 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
     """What a file of a run holds; None: it is not there, or is not what it should be."""
     try:
-        content = read_plain(settings.runs_dir, job_id, *parts)
+        content = read_plain(settings.runs_dir, job_id, *parts, most=_LARGEST_BYTES)
         return None if content is None else kind.model_validate_json(content)
     except (OSError, ValidationError) as error:
         log.warning("a file of a run cannot be read", job=job_id, file=parts[-1], error=type(error).__name__)

@@ -6,7 +6,7 @@ Prometheus takes a decrease for a restart of the service, and then computes wron
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import BigInteger, cast, func, select
 
 from app.storage.database import insert_for
 from app.storage.session import Session
@@ -44,7 +44,7 @@ def _of_jobs(session: Session, *which: Any) -> Iterator[Counted]:
     )
     for status, seconds in session.execute(ended.group_by(Job.status)):
         yield "job_seconds", status, seconds or 0.0
-    tokens = select(func.sum(Job.result["trained_tokens"].as_integer())).where(
+    tokens = select(func.sum(cast(Job.result["trained_tokens"].as_string(), BigInteger))).where(
         Job.status == "succeeded", *which
     )
     yield "trained_tokens", "", session.scalar(tokens) or 0

@@ -186,7 +186,12 @@ def is_away(error: DBAPIError) -> bool:
     code = getattr(error.orig, "sqlite_errorcode", None)
     if code is not None:
         return code & 0xFF not in (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
-    return isinstance(error, OperationalError)
+    return isinstance(error, OperationalError) and not _is_beyond_limits(error)
+
+
+def _is_beyond_limits(error: DBAPIError) -> bool:
+    """PostgreSQL's errors of class 54: a statement that is too large, or too complex."""
+    return str(getattr(error.orig, "sqlstate", "")).startswith("54")
 
 
 @contextmanager

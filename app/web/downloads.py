@@ -14,6 +14,8 @@ from app.errors import TooManyRequests
 MOST_OF_A_KEY = 20
 """Streams of one key at once: each that is read slowly holds what it is made from."""
 MOST = 200
+MOST_FILES = 1000
+"""Files that are open for all streams together."""
 
 
 class ClosingStream(StreamingResponse):
@@ -45,6 +47,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._open: Counter[str | None] = Counter()
+        self._files = 0
         self._counting = threading.Lock()
 
     def open(
@@ -52,9 +55,13 @@ class Streams:
         key_id: str | None,
         parts: Iterator[str] | Iterator[bytes],
         close: Callable[[], None] = lambda: None,
+        files: int = 1,
         **options: Any,
     ) -> ClosingStream:
         """One more.
+
+        Args:
+            files: how many files it holds open.
 
         Raises:
             TooManyRequests: as many are being sent as may be.
@@ -68,11 +75,19 @@ class Streams:
                     f"{own if own >= MOST_OF_A_KEY else MOST} downloads of {of} are under way: try again "
                 )
                 raise TooManyRequests(message + "once some have ended.", retry_after_seconds=5)
+            if self._files + files > MOST_FILES:
+                close()
+                raise TooManyRequests(
+                    "The downloads under way hold too many files open: try again once some have ended.",
+                    retry_after_seconds=5,
+                )
             self._open[key_id] += 1
+            self._files += files
 
         def ended() -> None:
             close()
             with self._counting:
+                self._files -= files
                 self._open[key_id] -= 1
                 if not self._open[key_id]:
                     del self._open[key_id]

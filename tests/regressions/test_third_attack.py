@@ -142,7 +142,7 @@ def test_links_and_pipes_in_a_run_folder_are_not_handed_out(
     assert client.get(f"{path}/profile").json()["files"] == []
     assert client.get(f"{path}/profile/trace.json").status_code == 404
     assert quickly(lambda: client.get(f"{path}/completions")).json()["data"] == []
-    opened = run_files.model_files(settings, job_id)
+    opened = run_files.model_files(settings, job_id, ["model.safetensors", "config.json"])
     assert opened is not None
     assert list(opened) == ["config.json"]
     for file in opened.values():

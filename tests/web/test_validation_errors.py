@@ -36,7 +36,7 @@ def of_method(method: Any) -> dict[str, Any]:
         (
             {"model_name": "ft:accrue/tiny-gpt2:accrue::1"},
             "model_name",
-            "from its folder below ACCRUE_MODELS_DIR",
+            "put its folder into ACCRUE_MODELS_DIR and give the folder's name",
         ),
         ({"quite_another": 3}, "quite_another", "see /docs"),
         (

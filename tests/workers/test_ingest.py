@@ -129,7 +129,7 @@ def test_an_event_longer_than_what_is_read_at_once(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:
     with Reporter(run, 1) as reporter:
-        reporter.event("skipped", "x", samples=list(range(1_000_000)))
+        reporter.event("skipped", "x", samples=list(range(100_000)))
         reporter.event("training", "starts", steps_total=10)
     assert read(database, run, fence).steps_total == 10
 

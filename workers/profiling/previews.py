@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 from pydantic import BaseModel, ValidationError
+from sqlalchemy.exc import DBAPIError
 
 from app import PREFIX
 from app.contract.plain_files import create_plain, read_plain
@@ -20,7 +21,7 @@ from app.contract.preview import DatasetPreview, PreviewOrder
 from app.datasets import previews
 from app.models import base_models
 from app.settings import Settings
-from app.storage.database import Database
+from app.storage.database import Database, is_away
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
 from workers.trainer_process import is_passed_on
@@ -42,6 +43,8 @@ _ENDS_WITHIN_SECONDS = 10.0
 """For the kernel to end everything that a killed child has started."""
 
 _FOUND = "found.json"
+_LARGEST_PREVIEW = 2**23
+"""Bytes."""
 _CPU_SECONDS = 60
 _MEMORY_BYTES = 2**31
 """The memory that making a preview may use, beyond what the process uses before."""
@@ -62,8 +65,15 @@ def answer_one(database: Database, settings: Settings) -> bool:
         return False
     order = PreviewOrder.model_validate(request.order)
     made, error = _looked_at(order, settings)
-    with database.writing() as session:
-        previews.store(session, request.id, made, error)
+    try:
+        with database.writing() as session:
+            previews.store(session, request.id, made, error)
+    except DBAPIError as failure:
+        if is_away(failure):
+            raise
+        log.exception("a preview cannot be stored", request=request.id)
+        with database.writing() as session:
+            previews.store(session, request.id, None, "the preview could not be stored")
     return True
 
 
@@ -121,7 +131,7 @@ class _Found(BaseModel):
 
 def _found(folder: Path) -> _Found | None:
     try:
-        content = read_plain(folder, _FOUND)
+        content = read_plain(folder, _FOUND, most=_LARGEST_PREVIEW)
         return None if content is None else _Found.model_validate_json(content)
     except (OSError, ValidationError):
         return None

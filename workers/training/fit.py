@@ -302,6 +302,10 @@ def _note_loss(losses: Losses, loss: float) -> None:
     losses.recent = [*losses.recent[1 - guards.RECENT :], loss]
 
 
+_MOST_NAMED = 1000
+"""Samples that an event of a skipped window names."""
+
+
 def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
     """Counts a window that made no step, names the samples at fault, and gives up after too many."""
     progress, samples = training.state.progress, training.loader.samples
@@ -321,7 +325,9 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
             )
             reason = "its loss or gradient is not finite. Samples at fault:"
         message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'no single sample'}."
-    training.reporter.event("skipped", message, "warning", samples=named, skipped=progress.skipped)
+    training.reporter.event(
+        "skipped", message, "warning", samples=named[:_MOST_NAMED], skipped=progress.skipped
+    )
     guards.give_up_after_too_many(progress.skipped_in_a_row)
 
 
