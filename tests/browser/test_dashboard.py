@@ -53,7 +53,7 @@ def test_from_a_plan_to_a_model(
 ) -> None:
     page.goto("./")
     page.get_by_label("Upload JSON lines").set_input_files(data)
-    expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
+    expect(page.get_by_text("sums.jsonl is uploaded")).to_be_visible()
     plan(
         page,
         Epochs="30",
@@ -121,11 +121,11 @@ def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
     plan(page, Effective_batch="48")
     expect(label).to_have_text("→ Effective batch: 48")
     page.get_by_label("Batch given as").select_option("split")
-    plan(page, Micro_batch_size="6", Accumulation_steps="7")
+    plan(page, **{"Micro-batch size": "6"}, Accumulation_steps="7")
     expect(label).to_have_text("→ Effective batch: 42")
     plan(page, Devices="3")
     expect(label).to_have_text("→ Effective batch: 126")
-    plan(page, Micro_batch_size="six")
+    plan(page, **{"Micro-batch size": "six"})
     expect(label).to_have_text(re.compile("whole numbers"))
 
 
@@ -137,7 +137,7 @@ def test_the_effective_batch_that_is_shown_is_the_one_that_is_trained(page: Page
     page.get_by_role("button", name="Check only").click()
     told = page.locator("form p", has_text="This would run")
     expect(told).to_contain_text("steps of 126 samples")
-    plan(page, Micro_batch_size="5")
+    plan(page, **{"Micro-batch size": "5"})
     expect(told).to_have_count(0)  # of what is typed now nothing was checked
 
 
@@ -181,7 +181,7 @@ def test_data_is_looked_at_token_by_token(
 ) -> None:
     page.goto("./")
     page.get_by_label("Upload JSON lines").set_input_files(data)
-    expect(page.get_by_text("sums.jsonl is there")).to_be_visible()
+    expect(page.get_by_text("sums.jsonl is uploaded")).to_be_visible()
     worker = service.start("worker", ACCRUE_PROFILER="true")
     page.get_by_role("button", name="Look at the data").click()
     shown = page.get_by_role("region", name="Data")
