@@ -6,52 +6,38 @@ claims. Leases have threads of their own (leases.py).
 """
 
 import contextlib
-import errno
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError
 
-from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.plan import Plan
-from app.contract.reports import Failure, Tuning
-from app.contract.spec import Spec
-from app.devices import gpus, live_workers
+from app.contract.reports import Failure
+from app.devices import live_workers
 from app.errors import ReplacedDatabase
-from app.jobs import events, lifecycle, queue, transitions
+from app.jobs import queue, transitions
 from app.jobs.transitions import Fence, LostJob
-from app.memory_profiles import measurements, profiles
-from app.models import base_models
 from app.planning.devices import Device
-from app.planning.memory import bytes_on_disk
-from app.planning.plan import make_plan
 from app.settings import Settings
 from app.storage.database import Database, is_away
 from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
-from app.storage.tables import Job
+from workers import job_measurements
 from workers.device_locks import DeviceLocks
 from workers.ingest import Position, ingest
+from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
+from workers.launch import Launcher, why_not_started
 from workers.leases import SILENT_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
-from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM, RunDirectory
+from workers.run_directory import NO_ROOM
 from workers.slots import Slots
-from workers.trainer_process import TrainerProcess, why_it_ended
-from workers.training.isolation import named_view
 
 log = structlog.get_logger("accrue.worker")
-
-DEVICE_LOST = "device_lost"
-_WAITS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
-"""Seconds before a job is retried after a failure of its machine, by the failure's code."""
 
 _TURN_SECONDS = 0.25
 """The longest that a trainer's reports are stored in one turn."""
@@ -78,6 +64,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.locks = DeviceLocks(self.settings)
+        self.launcher = Launcher(self.settings, self.database)
         self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.there)
 
     def run(self) -> None:
@@ -197,7 +184,7 @@ class Supervisor:
         return claimed
 
     def _claim(self, device: Device, lock: int) -> bool:
-        asked_at = time.monotonic()
+        claimed_at = time.monotonic()
         with self.database.writing() as session:
             gpu_id = device.id if isinstance(device.id, int) else None
             fence = queue.claim(session, self.id, self.settings.lease_seconds, gpu_id)
@@ -206,88 +193,17 @@ class Supervisor:
         with self.database.reading() as session:
             job = transitions.get(session, fence.job_id)
         try:
-            self._start(job, fence, device, asked_at, lock)
+            self.running.append(self.launcher.launch(job, fence, device, claimed_at, lock))
         except LostJob:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
             log.exception("the trainer could not be started", job=job.id)
             if is_full(error):
                 with contextlib.suppress(LostJob), self.database.writing() as session:
-                    queue.postpone(session, fence, NO_ROOM.message, _WAITS["disk_full"])
+                    queue.postpone(session, fence, NO_ROOM.message, RETRY_SECONDS["disk_full"])
                 return True
-            self._crash(fence, Failure(code="not_started", message=_not_started(error), permanent=False))
+            self._crash(fence, Failure(code="not_started", message=why_not_started(error), permanent=False))
         return True
-
-    def _start(self, job: Job, fence: Fence, device: Device, asked_at: float, lock: int) -> None:
-        """Plans for the device, lays the run directory and starts the trainer in it."""
-        spec = Spec.model_validate(job.spec)
-        self._check_room(spec)
-        earlier = Plan.model_validate(job.plan)
-        resumed = self._resumed_plan(spec, earlier, device)
-        plan = resumed or self._new_plan(spec, device)
-        assignment = Assignment(
-            job_id=job.id,
-            attempt=job.attempt,
-            spec=spec,
-            plan=plan,
-            data_file=str(self.settings.files_dir / spec.data.file_id),
-            validation_file=self._validation_file(spec),
-            model_path=base_models.path_of(spec.model, self.settings),
-        )
-        with self.database.writing() as session:
-            queue.store_plan(session, fence, plan, _name(device))
-            if not earlier.predicted and resumed is None:
-                message = (
-                    "The job continues on another device, with a new plan and the same effective batches."
-                )
-                events.record_event(
-                    session, transitions.get(session, job.id), "plan_changed", message, level="warning"
-                )
-        run = RunDirectory(self.settings.runs_dir / fence.job_id)
-        run.write_assignment(assignment)
-        if job.requested == "stop":
-            run.ask_to_finish()
-        fail_point("supervisor.ordered")
-        silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
-        network = self.settings.trainer_network
-        view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
-        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, view=view)
-        log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
-        lease_ends = asked_at + self.settings.lease_seconds
-        times_out = None
-        if spec.timeout_seconds:
-            with self.database.reading() as session:
-                times_out = time.monotonic() + spec.timeout_seconds - queue.seconds_run(session, fence)
-        self.running.append(Running(fence, device, trainer, run, lease_ends, times_out))
-
-    def _check_room(self, spec: Spec) -> None:
-        """Raises:
-        OSError: the disk has no room for the checkpoints and the model that a job writes.
-        """
-        free = shutil.disk_usage(self.settings.runs_dir).free
-        if free < bytes_on_disk(spec):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _resumed_plan(self, spec: Spec, earlier: Plan, device: Device) -> Plan | None:
-        """An earlier attempt's plan as it stands, where the device is alike."""
-        limit = spec.memory.budget(device.memory_bytes)
-        own = earlier.ranks[0]
-        alike = earlier.device == device.kind and own.memory_limit_bytes == limit
-        if earlier.predicted or not alike or own.name not in (None, device.name):
-            return None
-        return earlier.model_copy(update={"ranks": (own.model_copy(update={"gpu_id": device.id}),)})
-
-    def _new_plan(self, spec: Spec, device: Device) -> Plan:
-        threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
-        with self.database.reading() as session:
-            known = profiles.known(session, spec.model.architecture, device.name)
-            return make_plan(spec, [device], known, predicted=False, threads=threads)
-
-    def _validation_file(self, spec: Spec) -> str | None:
-        validation = spec.data.validation
-        if validation is None or validation.file_id is None:
-            return None
-        return str(self.settings.files_dir / validation.file_id)
 
     def _store_progress(self, running: Running) -> None:
         """Stores what the trainer has reported, and its end if it has ended. What is left after a moment
@@ -303,9 +219,9 @@ class Supervisor:
                 position = self._ingest(session, running, status)
                 fail_point("supervisor.ingested")
                 if position.tuning is not None and position.tuning != running.position.tuning:
-                    self._note(session, running, partial(self._note_sweep, session, running, position.tuning))
+                    job_measurements.store_sweep(session, running, position.tuning)
                 if status is not None and position.caught_up:
-                    self._finish(session, running, status)
+                    end_job(session, running, status, self.settings, interrupted=self.stopped)
                     fail_point("supervisor.finishing")
             running.position = position
             if position.caught_up or time.monotonic() > until:
@@ -338,60 +254,6 @@ class Supervisor:
             running.failed_device = self.slots.has_failed(running.device)
             if running.failed_device:
                 self.slots.set_aside(running.device, failure.message)
-
-    def _finish(self, session: Session, running: Running, status: int) -> None:
-        """Turns the trainer's end into the job's."""
-        fence = running.fence
-        outcome = running.run.outcome() if status == 0 else None
-        failure = running.run.failure() or (NO_ROOM if status == DISK_FULL else None)
-        log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
-        self._note(session, running, partial(self._note_run, session, running))
-        if outcome is not None:
-            queue.succeed(session, fence, outcome.model_dump(mode="json"))
-        elif running.timed_out:
-            message = "The job ran longer than its timeout_seconds: resume continues it from its checkpoint."
-            queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
-        elif running.stopping or (status == INTERRUPTED and self.stopped):
-            queue.release(session, fence, running.stopping or "interrupted")
-        elif failure is not None and self._is_the_machines(running, failure):
-            queue.postpone(session, fence, failure.message, _WAITS[failure.code])
-        elif running.stuck:
-            message = (
-                f"the trainer wrote nothing for {self.settings.no_progress_seconds:g} seconds "
-                "(ACCRUE_NO_PROGRESS_SECONDS)"
-            )
-            queue.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
-        elif failure is not None and failure.permanent:
-            queue.fail(session, fence, failure)
-        else:
-            queue.crash(session, fence, failure or why_it_ended(status))
-
-    def _is_the_machines(self, running: Running, failure: Failure) -> bool:
-        """Whether the machine is at fault, not the job: the job waits, or goes to another device, and loses
-        nothing."""
-        return failure.code in _WAITS and (failure.code != DEVICE_LOST or bool(running.failed_device))
-
-    def _note(self, session: Session, running: Running, note: Callable[[], None]) -> None:
-        """A failure here affects only our statistics; how the job ended stays as it is."""
-        try:
-            with session.begin_nested():
-                note()
-        except Exception as error:
-            if isinstance(error, DBAPIError) and is_away(error):
-                raise
-            log.exception("what the job measured could not be kept", job=running.fence.job_id)
-
-    def _note_run(self, session: Session, running: Running) -> None:
-        job = transitions.get(session, running.fence.job_id)
-        if job.attempt == running.fence.attempt:
-            spec = Spec.model_validate(job.spec)
-            subject = profiles.subject(session, job, spec, running.device)
-            measurements.note_run(session, subject, Plan.model_validate(job.plan))
-
-    def _note_sweep(self, session: Session, running: Running, tuning: dict[str, Any]) -> None:
-        job = transitions.get(session, running.fence.job_id)
-        subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
-        measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
 
     def _crash(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:
@@ -442,13 +304,3 @@ class Supervisor:
                 message = f"{type(error).__name__} in the worker, whose log says more"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()
-
-
-def _name(device: Device) -> str:
-    return "cpu" if device.kind == "cpu" else f"cuda:{device.id}"
-
-
-def _not_started(error: Exception) -> str:
-    """A system's error may name paths: those stay in the worker's log."""
-    what = str(error).splitlines()[0] if isinstance(error, ValueError) else type(error).__name__
-    return f"the trainer could not be started: {what}"

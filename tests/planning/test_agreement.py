@@ -11,8 +11,7 @@ from app.jobs import transitions
 from app.planning.devices import GIB, Device
 from app.settings import Settings
 from app.storage.database import Database
-from workers.slots import Slots
-from workers.supervisor import Supervisor
+from workers.launch import Launcher
 
 QUESTIONS = 200
 GPU = Device(0, "24GB", 24 * GIB, "cuda")
@@ -49,7 +48,7 @@ def as_submission(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_drawn_questions_have_one_answer(client: TestClient, settings: Settings, database: Database) -> None:
-    source, supervisor = random.Random(17), Supervisor(settings, database, Slots(on_cpu=True))
+    source, launcher = random.Random(17), Launcher(settings, database)
     steps: Counter[bool] = Counter()
     for number in range(QUESTIONS):
         question = drawn(source)
@@ -65,7 +64,7 @@ def test_drawn_questions_have_one_answer(client: TestClient, settings: Settings,
         assert submitted.status_code == 202, submitted.text
         with database.reading() as session:
             spec = Spec.model_validate(transitions.get(session, submitted.json()["training_id"]).spec)
-        on_worker = supervisor._new_plan(spec, GPU)
+        on_worker = launcher._new_plan(spec, GPU)
         answer = calculated.json()
         device = answer["devices"][0]
         expected = {

@@ -227,6 +227,22 @@ def told(database: Database, job_id: str) -> str:
         return " ".join(session.scalars(select(JobEvent.message).where(JobEvent.job_id == job_id)))
 
 
+def test_a_start_that_fails_leaves_no_trainer_behind(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr("workers.launch.TrainerProcess", lambda *_, **__: started.append(1))
+    monkeypatch.setattr(queue, "seconds_run", lambda *_: 1 / 0)  # the last step before the process
+    job_id = endless(settings, database)
+    with database.writing() as session:
+        spec = transitions.get(session, job_id).spec
+        session.execute(update(Job).values(spec={**spec, "timeout_seconds": 60.0}))
+    turn(supervisor)
+    assert (supervisor.running, started) == ([], [])
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
+    assert "ZeroDivisionError" in told(database, job_id)
+
+
 def test_a_full_disk_costs_the_job_nothing(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +256,7 @@ def test_a_full_disk_costs_the_job_nothing(
     assert supervisor.running == []  # not before there may be room
     with database.writing() as session:
         session.execute(update(Job).values(not_before=0.0))
-    monkeypatch.setattr("workers.supervisor.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("workers.launch.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     supervisor._claim_for_free_devices()
     assert supervisor.running == []
     assert (job(database, job_id).attempt, job(database, job_id).failures) == (2, 0)

@@ -1,0 +1,58 @@
+"""What becomes of a job whose trainer has ended."""
+
+import structlog
+
+from app.contract.reports import Failure
+from app.jobs import lifecycle, queue
+from app.settings import Settings
+from app.storage.session import Session
+from workers import job_measurements
+from workers.leases import Running
+from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM
+from workers.trainer_process import why_it_ended
+
+log = structlog.get_logger("accrue.worker")
+
+DEVICE_LOST = "device_lost"
+RETRY_SECONDS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
+"""The delay before a job is retried after its machine failed, by the failure's code."""
+
+
+def end_job(
+    session: Session, running: Running, status: int, settings: Settings, *, interrupted: bool
+) -> None:
+    """Writes the job's next state: succeeded, failed, waiting again, paused or cancelled.
+
+    Args:
+        status: the trainer's exit status; negative: the signal that ended it.
+        interrupted: whether the worker itself is stopping.
+    """
+    fence = running.fence
+    outcome = running.run.outcome() if status == 0 else None
+    failure = running.run.failure() or (NO_ROOM if status == DISK_FULL else None)
+    log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
+    job_measurements.store_run(session, running)
+    if outcome is not None:
+        queue.succeed(session, fence, outcome.model_dump(mode="json"))
+    elif running.timed_out:
+        message = "The job ran longer than its timeout_seconds: resume continues it from its checkpoint."
+        queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
+    elif running.stopping or (status == INTERRUPTED and interrupted):
+        queue.release(session, fence, running.stopping or "interrupted")
+    elif failure is not None and _is_the_machines(running, failure):
+        queue.postpone(session, fence, failure.message, RETRY_SECONDS[failure.code])
+    elif running.stuck:
+        message = (
+            f"the trainer wrote nothing for {settings.no_progress_seconds:g} seconds "
+            "(ACCRUE_NO_PROGRESS_SECONDS)"
+        )
+        queue.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
+    elif failure is not None and failure.permanent:
+        queue.fail(session, fence, failure)
+    else:
+        queue.crash(session, fence, failure or why_it_ended(status))
+
+
+def _is_the_machines(running: Running, failure: Failure) -> bool:
+    """Whether the machine failed and not the job, which then waits or goes to another device."""
+    return failure.code in RETRY_SECONDS and (failure.code != DEVICE_LOST or bool(running.failed_device))

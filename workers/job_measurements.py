@@ -1,0 +1,48 @@
+"""Stores what a job has measured (memory, speed, micro-batch sizes), which improves later plans."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+from sqlalchemy.exc import DBAPIError
+
+from app.contract.plan import Plan
+from app.contract.reports import Tuning
+from app.contract.spec import Spec
+from app.jobs import transitions
+from app.memory_profiles import measurements, profiles
+from app.storage.database import is_away
+from app.storage.session import Session
+from workers.leases import Running
+
+log = structlog.get_logger("accrue.worker")
+
+
+def store_run(session: Session, running: Running) -> None:
+    """Stores the memory and speed of an attempt that has ended."""
+    with _harmless_failure(session, running):
+        job = transitions.get(session, running.fence.job_id)
+        if job.attempt == running.fence.attempt:
+            subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
+            measurements.note_run(session, subject, Plan.model_validate(job.plan))
+
+
+def store_sweep(session: Session, running: Running, tuning: dict[str, Any]) -> None:
+    """Stores what a trainer measured when it tried several micro-batch sizes."""
+    with _harmless_failure(session, running):
+        job = transitions.get(session, running.fence.job_id)
+        subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
+        measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
+
+
+@contextmanager
+def _harmless_failure(session: Session, running: Running) -> Iterator[None]:
+    """Logs and undoes a failure: it costs a measurement and never changes how the job ends."""
+    try:
+        with session.begin_nested():
+            yield
+    except Exception as error:
+        if isinstance(error, DBAPIError) and is_away(error):
+            raise
+        log.exception("could not store what the job measured", job=running.fence.job_id)

@@ -1,0 +1,133 @@
+"""Makes a claimed job into a trainer at work: its plan for this device, its run directory, its process."""
+
+import errno
+import os
+import shutil
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from app.contract.assignment import Assignment
+from app.contract.fail_points import fail_point
+from app.contract.plan import Plan
+from app.contract.spec import Spec
+from app.devices import gpus
+from app.jobs import events, queue, transitions
+from app.jobs.transitions import Fence
+from app.memory_profiles import profiles
+from app.models import base_models
+from app.planning.devices import Device
+from app.planning.memory import bytes_on_disk
+from app.planning.plan import make_plan
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import Job
+from workers.leases import Running
+from workers.run_directory import RunDirectory
+from workers.trainer_process import TrainerProcess
+from workers.training.isolation import named_view
+
+log = structlog.get_logger("accrue.worker")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts the trainers of one worker."""
+
+    settings: Settings
+    database: Database
+
+    def launch(self, job: Job, fence: Fence, device: Device, claimed_at: float, lock: int) -> Running:
+        """Plans for the device, writes the run directory and starts the trainer in it.
+
+        The process comes last: what fails before it leaves nothing behind that runs.
+
+        Args:
+            claimed_at: when the lease began, on the monotonic clock.
+            lock: a descriptor of the device's lock, which the trainer inherits.
+        Raises:
+            LostJob: the job belongs to another worker by now.
+            OSError: the disk is full, or the process cannot be started.
+        """
+        spec = Spec.model_validate(job.spec)
+        self._check_room(spec)
+        earlier = Plan.model_validate(job.plan)
+        resumed = self._resumed_plan(spec, earlier, device)
+        plan = resumed or self._new_plan(spec, device)
+        assignment = Assignment(
+            job_id=job.id,
+            attempt=job.attempt,
+            spec=spec,
+            plan=plan,
+            data_file=str(self.settings.files_dir / spec.data.file_id),
+            validation_file=self._validation_file(spec),
+            model_path=base_models.path_of(spec.model, self.settings),
+        )
+        with self.database.writing() as session:
+            queue.store_plan(session, fence, plan, _name(device))
+            if not earlier.predicted and resumed is None:
+                message = (
+                    "The job continues on another device, with a new plan and the same effective batches."
+                )
+                events.record_event(
+                    session, transitions.get(session, job.id), "plan_changed", message, level="warning"
+                )
+        run = RunDirectory(self.settings.runs_dir / fence.job_id)
+        run.write_assignment(assignment)
+        if job.requested == "stop":
+            run.ask_to_finish()
+        fail_point("supervisor.ordered")
+        times_out = self._times_out(spec, fence)
+        silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
+        network = self.settings.trainer_network
+        view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
+        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, view=view)
+        log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
+        return Running(fence, device, trainer, run, claimed_at + self.settings.lease_seconds, times_out)
+
+    def _check_room(self, spec: Spec) -> None:
+        """Raises:
+        OSError: the disk has no room for the checkpoints and the model that the job writes.
+        """
+        free = shutil.disk_usage(self.settings.runs_dir).free
+        if free < bytes_on_disk(spec):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _resumed_plan(self, spec: Spec, earlier: Plan, device: Device) -> Plan | None:
+        """The plan of an earlier attempt, if it was made for a device like this one."""
+        limit = spec.memory.budget(device.memory_bytes)
+        own = earlier.ranks[0]
+        alike = earlier.device == device.kind and own.memory_limit_bytes == limit
+        if earlier.predicted or not alike or own.name not in (None, device.name):
+            return None
+        return earlier.model_copy(update={"ranks": (own.model_copy(update={"gpu_id": device.id}),)})
+
+    def _new_plan(self, spec: Spec, device: Device) -> Plan:
+        threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
+        with self.database.reading() as session:
+            known = profiles.known(session, spec.model.architecture, device.name)
+            return make_plan(spec, [device], known, predicted=False, threads=threads)
+
+    def _times_out(self, spec: Spec, fence: Fence) -> float | None:
+        """When the job will have run for its `timeout_seconds`, on the monotonic clock."""
+        if not spec.timeout_seconds:
+            return None
+        with self.database.reading() as session:
+            return time.monotonic() + spec.timeout_seconds - queue.seconds_run(session, fence)
+
+    def _validation_file(self, spec: Spec) -> str | None:
+        validation = spec.data.validation
+        if validation is None or validation.file_id is None:
+            return None
+        return str(self.settings.files_dir / validation.file_id)
+
+
+def _name(device: Device) -> str:
+    return "cpu" if device.kind == "cpu" else f"cuda:{device.id}"
+
+
+def why_not_started(error: Exception) -> str:
+    """The message for the owner. Errors of the system may name paths, which stay in the worker's log."""
+    what = str(error).splitlines()[0] if isinstance(error, ValueError) else type(error).__name__
+    return f"the trainer could not be started: {what}"
