@@ -17,7 +17,7 @@ from tests.harness.runs import events_of, lay_assignment, small_data, start_trai
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
 from workers.training.exceptions import CannotTrain
-from workers.training.model import load_tokenizer, staged
+from workers.training.loading import load_tokenizer, staged
 from workers.training.model_files import stage
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 

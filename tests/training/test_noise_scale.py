@@ -10,7 +10,7 @@ from app.contract.plan import TokenBudget
 from tests.harness.runs import events_of, lay_assignment, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.training import run_to_end
-from workers.training import model as models
+from workers.training import loading
 from workers.training.batches import BatchLayout, collate
 from workers.training.data import Samples
 from workers.training.loss import TokenLoss
@@ -69,7 +69,7 @@ def test_few_measurements_and_pure_noise_tell_nothing_certain() -> None:
 def true_noise_scale(run_folder: Path) -> float:
     """From each sample's own gradient g and targets n: the mean of |g - n·G|² over n̄²|G|²."""
     run = lay_assignment(run_folder)
-    model, tokenizer, _ = models.load(run.assignment(), models.staged(run.assignment(), run))
+    model, tokenizer, _ = loading.load(run.assignment(), loading.staged(run.assignment(), run))
     samples = Samples(run_folder / "data")
     loss = TokenLoss(model)
     counts = samples.targets.astype(float)

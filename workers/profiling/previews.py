@@ -31,7 +31,7 @@ from workers.training.fetching import fetch, fetched_first
 from workers.training.isolation import drop_capabilities, restrict_view
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
-from workers.training.model import load_tokenizer, prepare_files
+from workers.training.loading import load_tokenizer, prepare_files
 from workers.training.preview import preview
 
 log = structlog.get_logger("accrue.profiler")

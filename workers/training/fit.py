@@ -15,6 +15,7 @@ from workers.training import (
     completions,
     evaluation,
     guards,
+    loading,
     noise_scale,
     profile,
     ramp,
@@ -205,7 +206,7 @@ def finish(training: Training) -> Outcome:
         training.reporter.event("noise_scale", message, **noise.model_dump())
     completions.after(training)
     fail_point("trainer.saving")
-    tokenizer = models.load_tokenizer(training.base)  # as it was before it was used
+    tokenizer = loading.load_tokenizer(training.base)  # as it was before it was used
     files = models.save(
         training.replica.model,
         tokenizer,

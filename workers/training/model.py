@@ -1,11 +1,9 @@
-"""Loading a base model, preparing it for training, and saving it where from_pretrained finds it."""
+"""Prepares a loaded model for training (adapters, frozen parameters, precision), and saves it."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -14,207 +12,15 @@ from typing import Any
 
 import torch
 
-from app.contract.architecture import ModelReference
-from app.contract.assignment import Assignment
-from app.contract.model_files import fingerprint_of_files
 from app.contract.plan import Plan
-from app.contract.spec import LoraSpec, MethodSpec, RunPrecision, Spec
-from workers.run_directory import RunDirectory, sync, write_whole
+from app.contract.spec import LoraSpec, MethodSpec, RunPrecision
+from workers.run_directory import sync
 from workers.training.exceptions import CannotTrain
-from workers.training.fetching import fetch, first_line
-from workers.training.loss import backbone_of
-from workers.training.model_files import check_tokenizer, stage
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16": 2e-2}
 """How far two ways to compute the same may differ, relatively, by precision."""
-
-_COMPILED_SHAPES = 64
-_SHOWN_WEIGHTS = 10
-
-
-def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
-    """A folder from which the model can be loaded safely: downloaded where it must be, checked, and staged.
-
-    Args:
-        path: a folder, or a name on the hub.
-        target: where the staged folder goes.
-
-    Raises:
-        CannotTrain: the files are not those that the job was submitted with, or are not safe to load.
-        OSError, ValueError: there are none.
-    """
-    source = fetch(model, path)
-    if model.fingerprint is not None and fingerprint_of_files(source) != model.fingerprint:
-        raise CannotTrain(
-            "model_changed",
-            f"the files of the model {model.name} are no longer those that the job was submitted with: put "
-            "them back, or submit anew",
-        )
-    return stage(source, target)
-
-
-def staged(assignment: Assignment, run: RunDirectory) -> Path:
-    """`prepare_files` for a run, which trains from the same files in each of its attempts.
-
-    Raises:
-        CannotTrain: the files cannot be had, are not safe to load, or changed since the first attempt.
-    """
-    try:
-        folder = prepare_files(assignment.spec.model, assignment.model_path, run.base)
-    except (OSError, ValueError, ImportError) as error:
-        raise CannotTrain(
-            "model_not_loaded",
-            f"the model {assignment.spec.model.name} could not be loaded: "
-            f"{first_line(error, assignment, run.base)}",
-        ) from error
-    known, found = run.path / "base_model.json", fingerprint_of_files(folder)
-    if known.exists() and json.loads(known.read_text())["fingerprint"] != found:
-        raise CannotTrain(
-            "model_changed",
-            f"the files of the model {assignment.spec.model.name} changed since the job's first "
-            "attempt: put them "
-            "back, or submit anew",
-        )
-    write_whole(known, json.dumps({"name": assignment.spec.model.name, "fingerprint": found}))
-    return folder
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a staged folder.
-
-    Raises:
-        CannotTrain: there is no vocabulary in it.
-        OSError, ValueError, ImportError: it cannot be read, or needs code of its own.
-    """
-    from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    check_tokenizer(folder)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # malformed files raise anything, and native code panics
-        raise CannotTrain(
-            "model_not_loaded", f"the model's tokenizer could not be loaded ({type(error).__name__})"
-        ) from None
-
-
-def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
-    """The model in training mode, its tokenizer, and notes on what differs from the request.
-
-    Only safetensors, never code. Weights are in fp32, or under pure_bf16 in bf16, or under QLoRA in 4 bits.
-
-    Args:
-        folder: of the staged files (`prepare_files`).
-
-    Raises:
-        CannotTrain: files that are missing, cannot be fetched, or hold no causal language model; a package
-            that is not installed.
-    """
-    try:
-        tokenizer = load_tokenizer(folder)
-        try:
-            model, notes = _read(assignment, folder, assignment.spec.attention), []
-        except ValueError as error:
-            if assignment.spec.attention != "sdpa" or "attention" not in str(error):
-                raise
-            model, notes = (
-                _read(assignment, folder, "eager"),
-                ["the model has no sdpa attention: eager is used"],
-            )
-    except ImportError as error:
-        raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise CannotTrain(
-            "model_not_loaded",
-            f"the model {assignment.spec.model.name} could not be loaded: "
-            f"{first_line(error, assignment, folder)}",
-        ) from error
-    with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
-        _check_positions(model, assignment.spec)
-        model = trainable(
-            model,
-            lora=assignment.spec.method.lora,
-            seed=assignment.spec.seed,
-            gradient_checkpointing=assignment.spec.gradient_checkpointing,
-            freeze=assignment.spec.freeze,
-            precision=assignment.plan.precision,
-        )
-    if assignment.spec.compile:
-        _check_compiler()
-        torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
-        backbone_of(model).compile(dynamic=False)
-    told = [each for each in warned if issubclass(each.category, UserWarning)]  # others are for programmers
-    return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in told]
-
-
-def _read(assignment: Assignment, folder: Path, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    quantised = {}
-    if assignment.spec.method.name == "qlora":
-        quantised = {
-            "quantization_config": _four_bits(assignment.plan),
-            "device_map": {"": assignment.plan.device},
-        }
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32,
-        attn_implementation=attention,
-        trust_remote_code=False,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # reported below, with those that are missing
-        local_files_only=True,
-        output_loading_info=True,
-        **quantised,
-    )
-    model, found = loaded
-    _check_weights(assignment, found)
-    return model
-
-
-def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
-    """Every weight must come from the files: others would be initialised at random. Tied weights, which are
-    stored once, are not among those reported.
-
-    Raises:
-        CannotTrain: weights are missing, or of another shape; the message lists some of them.
-    """
-    mismatched = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys") or ()]
-    for what, names in (("are missing from", found.get("missing_keys") or ()), ("do not fit", mismatched)):
-        if names:
-            some = ", ".join(sorted(map(str, names))[:_SHOWN_WEIGHTS])
-            more = f" and {len(names) - _SHOWN_WEIGHTS} more" if len(names) > _SHOWN_WEIGHTS else ""
-            raise CannotTrain(
-                "model_not_loaded",
-                f"{len(names)} weights {what} the files of {assignment.spec.model.name}: {some}{more}. "
-                "They would "
-                "be initialised at random: provide the complete model",
-            )
-    if found.get("error_msgs"):
-        raise CannotTrain(
-            "model_not_loaded", f"the weights of {assignment.spec.model.name} could not be read as a whole"
-        )
-
-
-def _four_bits(plan: Plan) -> Any:
-    """QLoRA's weights (Dettmers et al. 2023): NF4, with the scales quantised again."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise CannotTrain(
-            "not_installed", "qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora"
-        )
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=AUTOCAST.get(plan.precision, torch.bfloat16),
-    )
 
 
 def trainable(
@@ -258,23 +64,6 @@ def _narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:
         plain = isinstance(module, (torch.nn.Linear, Conv1D)) and all(p.is_floating_point() for p in own)
         if plain and own and not any(p.requires_grad or owners[id(p)] > 1 for p in own):
             module.to(dtype)
-
-
-def _check_positions(model: Any, spec: Spec) -> None:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and spec.data.max_length > positions:
-        raise CannotTrain(
-            "max_length",
-            f"max_length {spec.data.max_length} is longer than {spec.model.name}'s {positions} positions",
-        )
-
-
-def _check_compiler() -> None:
-    """torch.compile writes C++ for a CPU, and on a GPU for what starts its kernels."""
-    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
-        raise CannotTrain(
-            "no_compiler", "compile needs a C++ compiler: install g++, or leave training_config.compile out"
-        )
 
 
 def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import checkpoint, memory, ramp
+from workers.training import checkpoint, loading, memory, ramp
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import BatchLayout, Buckets, collate
@@ -100,8 +100,8 @@ def start(
     """
     spec, plan = assignment.spec, assignment.plan
     device = models.device_of(plan)
-    base = models.staged(assignment, run)
-    model, tokenizer, notes = models.load(assignment, base)
+    base = loading.staged(assignment, run)
+    model, tokenizer, notes = loading.load(assignment, base)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
     try:
