@@ -12,7 +12,7 @@ def find(name: str, settings: Settings) -> Path:
     """The file of that name, with or without `.jsonl`; links are not followed.
 
     Raises:
-        Unprocessable: there is none; the message lists some that there are.
+        Unprocessable: no such file; the message lists up to 20 available names.
     """
     if settings.datasets_dir is None:
         raise Unprocessable("ACCRUE_DATASETS_DIR is not set: upload the data instead.", field=_FIELD)
@@ -21,7 +21,7 @@ def find(name: str, settings: Settings) -> Path:
         if path.is_file() and path.resolve() == path:
             return path
     there = ", ".join(_names(root)[:20]) or "none"
-    raise Unprocessable(f"No data set has the name {name}. There are: {there}.", field=_FIELD)
+    raise Unprocessable(f"No data set is called {name}. Available: {there}.", field=_FIELD)
 
 
 def _names(root: Path) -> list[str]:

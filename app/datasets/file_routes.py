@@ -46,7 +46,7 @@ def upload(
         with database.writing() as session:
             replayed = once.replay(session)
             if replayed is not None:
-                path.unlink()  # the same file as before, under the id that it has
+                path.unlink()  # a repeated request: the file is already stored under the replayed id
                 return replayed
             row = files.add(session, path, checked, filename=name, purpose=purpose, equal=equal)
             made = answer(row)
@@ -86,7 +86,7 @@ def content(
     with database.reading() as session:
         file = files.get(session, file_id) if job_id is None else None
         ended = None if job_id is None else _ended(session, job_id)
-    if ended is not None:  # what is read from here on takes a connection now and then, and none meanwhile
+    if ended is not None:  # the rows are read page by page, and no connection is held between pages
         return csv_response(csv_of_job(database, ended.id), ended.id, opened)
     assert file is not None
     if not (settings.files_dir / file.id).is_file():
@@ -141,7 +141,8 @@ def _ended(session: Session, job_id: str) -> Job:
 
 
 def _result(database: Database, job: Job) -> FileAnswer:
-    """A job's step metrics as a file. Call it without a session: counting takes one of its own."""
+    """Describes a job's step metrics as a file. Call it outside a session: counting the bytes opens its
+    own."""
     return _unsized(job).model_copy(update={"bytes": csv_bytes(database, job.id)})
 
 

@@ -1,4 +1,5 @@
-"""Training files: streamed to disk, checked line by line, kept under their ids; equal ones take room once."""
+"""Training files: streamed to disk, checked line by line, stored under their ids; duplicates share one
+copy."""
 
 import contextlib
 import hashlib
@@ -46,8 +47,8 @@ class Checked:
 def incoming(settings: Settings) -> Iterator[Path]:
     """The path of a new file, named by its id; the file is removed if the block raises.
 
-    But where the connection was lost, the commit may have gone through: then the file stays, and is removed
-    at the service's next start if no row names it (maintenance/data_folder.py).
+    If the database connection was lost, the commit may have succeeded, so the file is kept. The service's
+    next start removes it if no row refers to it (maintenance/data_folder.py).
     """
     path = settings.files_dir / new_id("file")
     try:
@@ -64,7 +65,8 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
     """Copies an upload to its place and checks every line of it.
 
     Raises:
-        TooLarge, InvalidRequest: too many bytes, or a line that is no example.
+        TooLarge: the upload is larger than `max_file_bytes`.
+        InvalidRequest: a line is not a valid example.
     """
     written = 0
     pending.mark(path)
@@ -99,7 +101,7 @@ def check(path: Path, settings: Settings, field: str) -> Checked:
     """Reads a training file once, a line at a time.
 
     Raises:
-        InvalidRequest: no example at all, or a bad line; the message has its number.
+        InvalidRequest: the file has no example, or a line is invalid; the message gives the line's number.
     """
     form: DataFormat | None = None
     examples = 0
@@ -138,7 +140,7 @@ def add(
     """Adds the row of a stored file, whose name on disk is its id.
 
     Args:
-        equal: as `equal_to` gives it.
+        equal: the id that `equal_to` returned.
     """
     _keep_once(path, equal)
     file = File(
@@ -158,7 +160,7 @@ def add(
 
 
 def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
-    """The id of a file with the same content, of any owner; None: there is none.
+    """Finds a stored file with the same content, whoever owns it. Returns its id, or None.
 
     The stored file is verified before it is reused, outside of any transaction: a file that was damaged since
     it was stored must not become the content of a new one. A damaged file is repaired instead: its names are
@@ -176,7 +178,8 @@ def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
         if _digest(same[0]) == checked.sha256:
             return same[0].name
         log.error(
-            "a stored file was damaged, and is mended by an equal one", files=[each.name for each in same]
+            "a stored file was damaged and is replaced by an identical upload",
+            files=[each.name for each in same],
         )
         for name in same:
             _link(path, name)
@@ -184,26 +187,28 @@ def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
 
 
 def _keep_once(path: Path, equal: str | None) -> None:
-    """One content under two names: it is there until the last of them is deleted."""
+    """Hard-links a new file to its duplicate: the content stays until the last of the two is deleted."""
     if equal is not None:
         _link(path.with_name(equal), path)
 
 
 def _link(source: Path, name: Path) -> None:
-    """Makes a name stand for another's content; where that cannot be, both stay as they are."""
+    """Replaces `name` by a hard link to `source`; leaves both unchanged if that is impossible."""
     link = name.with_name(f"{name.name}.link")
     try:
         link.hardlink_to(source)
         link.replace(name)
-    except OSError:  # the source was deleted just now, or this file system has no (more) links
+    except OSError:  # the source was just deleted, or the file system allows no (more) hard links
         link.unlink(missing_ok=True)
         return
     _sync(name.parent)
 
 
 def get(session: Session, file_id: str, field: str | None = None) -> File:
-    """Raises:
-    NotFound: no file has that id.
+    """Returns the file with that id.
+
+    Raises:
+        NotFound: no file has that id.
     """
     file = session.get(File, file_id)
     if file is None:
@@ -215,7 +220,7 @@ def read_row(connection: Connection, owner: str | None, file_id: str, field: str
     """A file's id, digest, format and number of examples.
 
     Args:
-        owner: whose files are seen; None: everybody's.
+        owner: only this owner's files are searched; None searches everyone's.
 
     Raises:
         NotFound: as in `get`.
@@ -242,10 +247,11 @@ def _unknown(file_id: str, field: str | None) -> NotFound:
 
 
 def remove(session: Session, file_id: str) -> None:
-    """Forgets a file that no job needs any more; its content is the caller's to unlink after the commit.
+    """Deletes the row of a file that no job uses. The caller unlinks its content after the commit.
 
     Raises:
-        NotFound, Conflict: no such file, or jobs name it.
+        NotFound: no such file.
+        Conflict: a job uses it.
     """
     file = get(session, file_id)
     _hold(session, file_id, exclusively=True)
@@ -264,21 +270,22 @@ def hold(session: Session, file_id: str, field: str) -> None:
     """Keeps a file from being deleted until the transaction ends.
 
     Raises:
-        NotFound: it was deleted meanwhile.
+        NotFound: the file has been deleted.
     """
     if not _hold(session, file_id, exclusively=False):
-        raise NotFound(f"The file {file_id} was deleted meanwhile.", field=field)
+        raise NotFound(f"The file {file_id} has been deleted.", field=field)
 
 
 def _hold(session: Session, file_id: str, *, exclusively: bool) -> bool:
-    """Whether the file is there. SQLite has one writer at a time, and PostgreSQL locks the row."""
+    """Locks the file's row and returns whether it exists. On SQLite, which has one writer, no lock is
+    needed."""
     own = select(File.id).where(File.id == file_id)
     own = own.with_for_update() if exclusively else own.with_for_update(read=True, key_share=True)
     return session.scalar(own) is not None
 
 
 def _make_durable(file: BinaryIO, folder: Path) -> None:
-    """Returns once content and name are on the disk: the row that names the file must not outlive it."""
+    """Flushes the content and the directory entry to disk, so that no committed row refers to a lost file."""
     file.flush()
     os.fsync(file.fileno())
     _sync(folder)

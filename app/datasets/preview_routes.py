@@ -25,12 +25,12 @@ async def preview(
     database: CurrentDatabase,
     settings: CurrentSettings,
     file_id: Annotated[str, Path(max_length=100, description="file-…")],
-    model_name: Annotated[ModelName, Query(description="Whose tokenizer reads it")],
-    max_length: Annotated[int | None, Query(ge=2, description="Tokens; default: as for a job")] = None,
-    overlength: Annotated[Overlength, Query(description="What becomes of longer examples")] = "truncate",
+    model_name: Annotated[ModelName, Query(description="The model whose tokenizer reads the file")],
+    max_length: Annotated[int | None, Query(ge=2, description="In tokens; default: that of a job")] = None,
+    overlength: Annotated[Overlength, Query(description="How to treat longer examples")] = "truncate",
     limit: Annotated[int, Query(ge=1, le=20, description="Samples to show")] = 3,
 ) -> DatasetPreview:
-    """A worker reads it with the model's tokenizer; of a large file, a thousand examples spread evenly."""
+    """A worker tokenizes the file. From a large file, it reads a thousand evenly spread examples."""
 
     def checked() -> PreviewOrder:
         with database.connecting() as connection:

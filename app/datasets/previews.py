@@ -1,7 +1,7 @@
 """Previews of data sets as the trainer will see them: requested by the service, made by a worker's profiler.
 
-The service has no tokenizers, and should run none: a chat template is a program. What is found is training
-text, so it stays in the database only until it is read.
+The service has no tokenizers and should not run any: a chat template is a program. A preview contains
+training text, so the database keeps it only until the requester has read it.
 """
 
 import time
@@ -20,22 +20,22 @@ from app.storage.tables import File, PreviewRequest
 from app.storage.waits import Gone, never, until_found
 
 _FORGOTTEN_AFTER = 600.0
-"""Seconds after which a request is abandoned: the service that made it is gone."""
+"""Requests older than this many seconds are deleted: the service that made them has stopped."""
 
 
 async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gone = never) -> DatasetPreview:
     """Requests a preview, and waits for it without holding a thread.
 
     Raises:
-        Unprocessable: the trainer could not read the data with that model either; the message says why.
-        Conflict: no worker is here.
-        Unavailable: none had time.
+        Unprocessable: neither the worker nor a trainer can read the data with this model; the message says
+        why. Conflict: no worker is running.
+        Unavailable: no worker made the preview in time.
     """
     request_id = await to_thread.run_sync(_want, database, order)
     try:
         found = await until_found(lambda: _look(database, request_id), seconds, gone)
     finally:
-        with CancelScope(shield=True):  # also if the client is gone
+        with CancelScope(shield=True):  # even if the client has disconnected
             await to_thread.run_sync(_forget, database, request_id)
     if found is None:
         raise Unavailable(
@@ -49,7 +49,7 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
     """The next request to work on: owners take turns, and each owner's oldest request comes first.
 
     Args:
-        served: when each owner was served last, in seconds; brought up to date.
+        served: the monotonic time at which each owner was last served; updated in place.
     """
     oldest = (
         select(func.min(PreviewRequest.id), File.owner)
@@ -71,7 +71,7 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
 
 
 def waiting(session: Session) -> bool:
-    """Whether a requested preview is not being made yet."""
+    """Whether any requested preview is still unclaimed."""
     free = PreviewRequest.claimed_at.is_(None)
     return session.scalar(select(PreviewRequest.id).where(free).limit(1)) is not None
 
@@ -108,7 +108,7 @@ def _look(database: Database, request_id: str) -> DatasetPreview | None:
     with database.reading() as session:
         row = session.execute(query).one_or_none()
     if row is None:
-        raise NotFound("The file was deleted meanwhile.")
+        raise NotFound("The file has been deleted.")
     if row.error is not None:
         raise Unprocessable(f"{row.error}.", field="model_name")
     return None if row.answer is None else DatasetPreview.model_validate(row.answer)

@@ -16,9 +16,11 @@ class FileAnswer(Answer):
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
-    format: DataFormat | None = Field(description="null: no training file")
+    format: DataFormat | None = Field(description="null if this is not a training file")
     examples: int | None
-    sha256: str | None = Field(None, description="Of its content; null: no training file")
+    sha256: str | None = Field(
+        None, description="SHA-256 of the content; null if this is not a training file"
+    )
 
 
 class FileDeleted(Answer):

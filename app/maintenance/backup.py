@@ -1,8 +1,8 @@
 """Backups of a service on SQLite, taken while it runs: the database as it stands, and the files it names.
 
-A backup is a folder: `accrue.db`, made by SQLite's online backup, `files/`, and, where asked for, `runs/`
-with whole checkpoints and models. Files never change once they are stored, so copying them afterwards is
-copying what the database means.
+A backup is a folder with `accrue.db` (written by SQLite's online backup), `files/` and, on request, `runs/`
+with complete checkpoints and models. Stored files never change, so files copied after the database still
+match it.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ class BackupSummary:
 
 
 def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
-    """Writes a backup; the folder appears once it is whole.
+    """Writes a backup; the folder appears only when it is complete.
 
     Raises:
-        InvalidRequest: the database is no SQLite file, or the folder is there already.
+        InvalidRequest: the database is not an SQLite file, or the folder already exists.
     """
     source = _sqlite_file(settings)
     if not source.exists():
@@ -77,10 +77,12 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
 def restore(settings: Settings, folder: Path) -> BackupSummary:
     """Puts a backup where the service looks for its data.
 
-    What ran when it was taken goes on from its last checkpoint, if runs are in it, else from its beginning.
+    Jobs that were running when the backup was taken resume from their last checkpoint if the backup includes
+    `runs/`, and start again otherwise.
 
     Raises:
-        InvalidRequest: it is no whole backup, or there is a database already; nothing was written.
+        InvalidRequest: the backup is incomplete or damaged, or a database already exists; nothing was
+        written.
     """
     target = _sqlite_file(settings)
     if not (folder / _DATABASE).is_file():
@@ -127,13 +129,13 @@ def _sqlite_file(settings: Settings) -> Path:
 
 
 def _named_files(path: Path) -> dict[str, str]:
-    """The files that a database names: their ids, and the digests of what they hold."""
+    """The ids of the files that a database refers to, with the SHA-256 of their contents."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         return dict(database.execute("SELECT id, sha256 FROM files"))
 
 
 def _what_is_wrong(path: Path) -> str | None:
-    """The first thing that SQLite finds wrong with a database; None: nothing."""
+    """The first problem that SQLite's integrity check finds, or None."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             (answer,) = database.execute("PRAGMA integrity_check(1)").fetchone()
@@ -157,16 +159,19 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
-    """Copies the files that still exist, equal ones once. Returns how many."""
+    """Copies the files that still exist, but each content only once. Returns the number of files."""
     copied = 0
     first: dict[str, Path] = {}
     for file_id, sha256 in named.items():
         own = target / file_id
         own.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile, and is named no more by now
+        with contextlib.suppress(FileNotFoundError):  # the file and its row have been deleted since
             try:
                 own.hardlink_to(first[sha256])
-            except (KeyError, OSError):  # the first of its kind, or a file system without links
+            except (
+                KeyError,
+                OSError,
+            ):  # the first file with this content, or a file system without hard links
                 shutil.copy2(source / file_id, own, follow_symlinks=False)
                 first[sha256] = own
             copied += 1
@@ -174,7 +179,7 @@ def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
 
 
 def _size(folder: Path) -> int:
-    """Bytes on the disk; what has several names counts once."""
+    """Bytes on disk; a file with several hard links counts once."""
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({each.st_ino: each.st_size for each in files}.values())
 
@@ -185,12 +190,12 @@ def _jobs(session: Session) -> list[str]:
 
 _BLOCK = 2**20
 _DEEPEST = 16
-"""Folders within folders of a run: trainers make four."""
+"""The maximum depth of folders that is copied from a run directory; trainers create four levels."""
 
 
 def _copy_run(source: Path, target: Path) -> None:
-    """The files of a job's run directory, without unfinished ones. A trainer may change it meanwhile: folders
-    and files are opened without following links."""
+    """Copies a job's run directory without unfinished files. A trainer may change it during the copy, so
+    folders and files are opened without following links."""
     waiting: list[tuple[str, ...]] = [()]
     while waiting:
         parts = waiting.pop()
@@ -236,7 +241,7 @@ def _copy_plain(source: Path, target: Path, *parts: str) -> None:
 
 
 def _stretches(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where an open file has data; all of it where the system cannot tell."""
+    """The ranges of an open file that hold data; the whole file if the system cannot tell."""
     at = 0
     while at < size:
         try:

@@ -1,8 +1,8 @@
-"""The data folder of services and workers that run: held by locks, freed of what earlier ones left behind.
+"""Locks on the data folder while services and workers run, and removal of what killed services left behind.
 
 A service that is killed may leave an upload that no row names, or the run directory of a job that was being
-deleted. Both are marked while they are under way, and removed when a service starts and no other one works in
-the same folder.
+deleted. Both are marked while they are in progress. A starting service removes them if no other service uses
+the folder.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ from app.storage.tables import File, Job
 log = structlog.get_logger("accrue.service")
 
 _SERVED, _WORKED_IN = ".in-use", ".worked-in"
-"""Two locks, since the first service cleans up also where a worker runs already."""
+"""Services and workers use separate locks, so that the first service cleans up even if a worker is
+running."""
 
 
 class DataFolder:
-    """A service's: between `hold()` and `release()` no backup is restored into it."""
+    """A service's lock on the data folder: no backup can be restored between `hold()` and `release()`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -57,10 +58,10 @@ def held_by_worker(settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_alone(settings: Settings) -> Iterator[None]:
-    """Holds the folder for one who changes all of it.
+    """Locks the folder exclusively, for a command that replaces its contents.
 
     Raises:
-        BadSetting: a service or a worker works in it.
+        BadSetting: a service or a worker is using the folder.
     """
     settings.make_directories()
     with contextlib.ExitStack() as locks:
@@ -98,7 +99,7 @@ def clean(database: Database, settings: Settings) -> int:
 
 
 def _remove(path: Path) -> bool:
-    """Returns whether nothing of it is left."""
+    """Deletes a file or folder. Returns whether it is completely gone."""
     if path.is_dir() and not path.is_symlink():
         return remove_tree(path)
     path.unlink(missing_ok=True)

@@ -31,12 +31,12 @@ _WAL_RESET_BACKPORTS = {(3, 44): 6, (3, 50): 7}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at."""
+    """The result of one check."""
 
     what: str
     verdict: Verdict
     told: str
-    """What was found; with anything but ok, what to do."""
+    """What the check found and, unless the verdict is ok, what to do about it."""
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
@@ -46,7 +46,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     if settings.url.startswith("sqlite"):
         yield _sqlite_version(sqlite3.sqlite_version_info)
     if settings.url.startswith("sqlite") and not Path(make_url(settings.url).database or "").exists():
-        yield Finding("database", "warning", "there is none yet: accrue up makes it")
+        yield Finding("database", "warning", "does not exist yet: accrue up creates it")
     else:
         yield from _examined(settings)
     yield _gpus()
@@ -72,8 +72,8 @@ def _data_folder(settings: Settings) -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Finding("data folder", "error", f"{folder} cannot be written to ({error.strerror}): look at "
-                       "its owner, or set ACCRUE_DATA_DIR")  # fmt: skip
+        return Finding("data folder", "error", f"{folder} cannot be written to ({error.strerror}): "
+                       "check its owner, or set ACCRUE_DATA_DIR")  # fmt: skip
     if folder.stat().st_mode & 0o077:
         return Finding("data folder", "warning", f"others may read {folder}: chmod 700 it")
     return Finding("data folder", "ok", str(folder))
@@ -86,8 +86,8 @@ def _room(settings: Settings) -> Finding:
     free = shutil.disk_usage(folder).free
     told = f"{free / GIB:.1f} GiB free"
     if free < _LITTLE_ROOM:
-        return Finding("disk", "warning", f"{told}: checkpoints of a large model need more: delete ended "
-                       "jobs, or set ACCRUE_DATA_DIR")  # fmt: skip
+        why = "which is too little for a large model's checkpoints"
+        return Finding("disk", "warning", f"{told}, {why}: delete ended jobs, or set ACCRUE_DATA_DIR")
     return Finding("disk", "ok", told)
 
 
@@ -162,15 +162,19 @@ def _gpus() -> Finding:
         return Finding("GPUs", "ok", "no nvidia-smi: jobs train on the CPU")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "run nvidia-smi to see why"
-    return Finding("GPUs", "warning", f"nvidia-smi is here and shows none ({why}): jobs train on the CPU")
+    return Finding(
+        "GPUs", "warning", f"nvidia-smi is installed but shows no GPU ({why}): jobs train on the CPU"
+    )
 
 
 def _models(settings: Settings) -> Finding:
     folder = settings.models_dir
     if folder is None:
-        return Finding("models", "ok", "the built-in one and the hub's; ACCRUE_MODELS_DIR is not set")
+        return Finding(
+            "models", "ok", "the built-in model and models from the hub; ACCRUE_MODELS_DIR is not set"
+        )
     if not folder.is_dir():
-        return Finding("models", "error", f"ACCRUE_MODELS_DIR: {folder} is no folder")
+        return Finding("models", "error", f"ACCRUE_MODELS_DIR: {folder} is not a folder")
     found = [each for each in sorted(folder.iterdir()) if (each / "config.json").exists()]
     without = [each.name for each in found if not any(each.glob("*.safetensors"))]
     if without:

@@ -26,7 +26,7 @@ _AT_ONCE = 100
 
 
 def delete_job(database: Database, settings: Settings, job_id: str) -> None:
-    """An ended job with its run directory, and with the file made of its inline texts.
+    """Deletes an ended job, its run directory and the file made from its inline texts.
 
     Raises:
         NotFound, Conflict: no such job, or it has not ended.
@@ -45,10 +45,11 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
 
 
 def delete_file(database: Database, settings: Settings, file_id: str) -> None:
-    """A file that no job needs.
+    """Deletes a file that no job uses.
 
     Raises:
-        NotFound, Conflict: no such file, or a job names it.
+        NotFound: no such file.
+        Conflict: a job uses it.
     """
     with database.writing() as session:
         files.remove(session, file_id)
@@ -58,7 +59,11 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
 
 
 def forget(database: Database, settings: Settings, days: float) -> int:
-    """Deletes jobs that ended before a time, then older files that no job needs. Returns how many of each."""
+    """Deletes jobs that ended more than `days` ago, then files of that age that no job uses; at most 100 of
+    each.
+
+    Returns the total number deleted.
+    """
     old_jobs = select(Job.id).where(Job.status.in_(ENDED), Job.finished_at < database_now() - days * _DAY)
     used = select(Job.file_id)
     evaluated = Job.spec["data"]["validation"]["file_id"].as_string()
@@ -84,7 +89,7 @@ def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> i
         except DBAPIError as error:
             if is_away(error):
                 raise
-            log.exception("not deleted by age", id=identifier)  # the others are
+            log.exception("could not delete by age", id=identifier)  # go on with the others
             continue
         log.info("deleted by age", id=identifier)
         gone += 1
@@ -115,7 +120,7 @@ class Retention:
             try:
                 gone = forget(self._database, self._settings, self._settings.retention_days)
             except (SQLAlchemyError, ReplacedDatabase, OSError) as error:
-                log.warning("nothing is deleted by age right now", error=str(error))
+                log.warning("deletion by age is interrupted; it is tried again later", error=str(error))
             except Exception:
                 log.exception("deleting by age failed")  # this thread must go on
             self._ended.wait(0.0 if gone else _LOOK_EVERY_SECONDS)

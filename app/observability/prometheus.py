@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the database counted at that moment, and the answers of this process."""
+"""Prometheus metrics: counts from the database at scrape time, and this process's HTTP responses."""
 
 from collections.abc import Callable, Iterable
 from typing import get_args
@@ -39,7 +39,7 @@ class Exposition:
         self._registry = CollectorRegistry(auto_describe=False)
         self._answers = Histogram(
             "accrue_http_request_seconds",
-            "Answers by method, route and status",
+            "Response times by method, route and status",
             ("method", "route", "status"),
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
             registry=self._registry,
@@ -47,7 +47,7 @@ class Exposition:
         self._registry.register(_FromDatabase(database))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Counts an answer. `route` is a path template, so that there are only a few."""
+        """Records a response. `route` is a path template, which keeps the number of label values small."""
         self._answers.labels(method, route, str(status)).observe(seconds)
 
     def text(self) -> bytes:
@@ -89,7 +89,7 @@ def _waiting(session: Session) -> Metric:
 
 def _oldest(session: Session) -> Metric:
     since = session.scalar(select(database_now() - func.min(Job.created_at)).where(Job.status == "queued"))
-    text = "How long the job that was submitted first has been waiting; 0: none waits"
+    text = "Time since the oldest queued job was submitted; 0 if no job is queued"
     return GaugeMetricFamily("accrue_queue_oldest_seconds", text, value=since or 0.0)
 
 
@@ -132,7 +132,9 @@ def _workers(session: Session) -> Metric:
 
 def _gpus() -> Iterable[Metric]:
     for name, value_of in _OF_A_GPU.items():
-        family = GaugeMetricFamily(f"accrue_gpu_{name}", "Of this machine's GPUs", labels=["gpu", "name"])
+        family = GaugeMetricFamily(
+            f"accrue_gpu_{name}", "One value per GPU of this machine", labels=["gpu", "name"]
+        )
         for gpu in gpus.seen():
             value = value_of(gpu)
             if value is not None:

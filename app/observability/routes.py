@@ -29,17 +29,20 @@ async def healthz() -> Health:
     response_class=PlainTextResponse,
 )
 def metrics(request: Request, caller: CurrentCaller) -> PlainTextResponse:
-    """Jobs by state, queue, durations, recoveries, prediction error, workers, GPUs, answers. For admins."""
+    """Jobs by state, queue, durations, recoveries, prediction error, workers, GPUs and HTTP responses.
+
+    Requires the scope admin.
+    """
     if not caller.may("admin"):
-        raise Forbidden("These figures are of everybody's jobs: they are for keys with the scope admin.")
+        raise Forbidden("These metrics cover everyone's jobs: use a key with the scope admin.")
     exposition: Exposition = request.app.state.exposition
     return PlainTextResponse(exposition.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-@router.get("/readyz", summary="The database answers and is migrated; workers seen",
+@router.get("/readyz", summary="Whether the database is reachable and migrated; the number of live workers",
             responses={503: {"model": Readiness, "description": "Not ready"}})  # fmt: skip
 def readyz(database: WholeDatabase, response: Response) -> Readiness:
-    """Without a worker the service is ready: jobs are taken and wait."""
+    """The service is ready even without a worker: it accepts jobs, and they wait in the queue."""
     database.check_in_place()
     migrated = current_revision(database) == newest_revision()
     with database.reading() as session:

@@ -11,12 +11,12 @@ class Health(Answer):
 
 
 class AuditAnswer(Answer):
-    """One request."""
+    """One request in the audit log."""
 
     id: str
     at: float
     key_id: str | None
-    """None: none was made yet, or none was shown that opens the service."""
+    """null if no key exists yet, or if the request had no valid key."""
     method: str
     path: str
     status: int

@@ -11,8 +11,8 @@ def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float |
     """Draws loss, its moving average, the loss on held-out samples and the learning rate over the steps.
 
     Args:
-        metrics: a job's.
-        entropy: nats; drawn as the loss of knowing only how often each byte occurs.
+        metrics: a job's metrics, as the API returns them.
+        entropy: of the byte frequencies, in nats; drawn as the loss of a model that knows only these.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float |
         at, losses = [each["step"] for each in held], [each["loss"] for each in held]
         axes.plot(at, losses, color="#3f8f5f", marker="o", markersize=3, label="on held-out samples")
     if entropy is not None:
-        axes.axhline(entropy, color="#777777", linestyle=":", label="bytes alone")
+        axes.axhline(entropy, color="#777777", linestyle=":", label="byte frequencies alone")
     rate = axes.twinx()
     rate.plot(steps, [point["learning_rate"] for point in series], color="#d98c3f", linewidth=1)
     rate.set_ylabel("learning rate", color="#b06a20")
@@ -57,7 +57,7 @@ def slowdown(found: dict[str, Any]) -> bytes:
     )
     axes.bar_label(bars, [f"{row['slowdown']:+.1%}" for row in rows])
     title = f"{found['model']}, micro-batches of {found['micro_batch_size']} × {found['max_length']} tokens"
-    axes.set(xlabel="accumulation steps", ylabel="ms a micro-batch, optimizer included", title=title)
+    axes.set(xlabel="accumulation steps", ylabel="ms per micro-batch, including the optimizer", title=title)
     axes.grid(axis="y", alpha=0.3)
     out = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(out, dpi=120, format="png")

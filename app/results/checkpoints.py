@@ -1,4 +1,4 @@
-"""A job's checkpoints, as the events of its trainer tell of them."""
+"""A job's checkpoints, according to its trainer's events."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from app.storage.tables import Job, JobEvent, StepMetric
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is on the disk."""
+    """A checkpoint that is on disk."""
 
     id: str
     created_at: int

@@ -28,18 +28,22 @@ class _Run:
 
 
 def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
-    """
+    """Aligns the losses of several jobs by the number of samples seen.
+
     Args:
-        ids: of jobs, or of configurations, each of which stands for its newest job.
-        points: of the aligned series.
+        ids: ids of jobs or of configurations; a configuration stands for its newest job.
+        points: the number of points in each aligned series.
 
     Raises:
-        NotFound, Conflict: no such job, or one that has not made two steps.
+        NotFound: a job does not exist.
+        Conflict: a job has fewer than two steps, or the jobs have no range of samples in common.
     """
     runs = [_run(session, _job(session, each)) for each in ids]
     first, last = max(run.samples[0] for run in runs), min(run.samples[-1] for run in runs)
     if first > last:
-        raise Conflict("These jobs have no number of samples in common: one ended before another began.")
+        raise Conflict(
+            "These jobs cannot be compared: one ended after fewer samples than another's first step."
+        )
     grid = [first + (last - first) * number / (points - 1) for number in range(points)]
     noises = [_noise(run.losses) for run in runs]
     return Comparison(
@@ -91,12 +95,12 @@ def _run(session: Session, job: Job) -> _Run:
 
 def _noise(losses: Sequence[float]) -> float:
     """The variance of window losses around their trend: half the mean squared difference of neighbours
-    (von Neumann 1941), which a slow trend leaves nearly as it is."""
+    (von Neumann 1941), which a slow trend hardly affects."""
     return sum((after - before) ** 2 for before, after in pairwise(losses)) / (2 * (len(losses) - 1))
 
 
 def _at(grid: Sequence[float], x: Sequence[float], y: Sequence[float]) -> list[float]:
-    """y over x at the points of an ascending grid that lies within x, linearly between neighbours."""
+    """Interpolates y(x) linearly at the points of an ascending grid that lies within x."""
     found, right = [], 1
     for point in grid:
         while right < len(x) - 1 and x[right] < point:

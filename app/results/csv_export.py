@@ -24,7 +24,7 @@ def csv_lines(
     """Log lines as CSV, with a header, a page at a time.
 
     Args:
-        evaluated: the validation loss by step; it stays empty at the other steps.
+        evaluated: the validation loss by step; the column is empty at other steps.
     """
     yield _rows([dict(zip(_HEADER, _HEADER, strict=True))])
     for page in pages:
@@ -57,7 +57,8 @@ _MOST_SIZES = 10_000
 
 
 def csv_bytes(database: Database, training_id: str) -> int:
-    """Bytes of `csv_of_job`, of a job that has ended: it is written once to be counted."""
+    """The size in bytes of an ended job's CSV. The CSV is generated once to measure it, and the size is
+    cached."""
     if training_id not in _SIZES:
         if len(_SIZES) >= _MOST_SIZES:
             _SIZES.clear()

@@ -29,11 +29,12 @@ def metrics(
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
-        int | None, Query(ge=2, le=10_000, description="Number of points at most, evenly spread")
+        int | None, Query(ge=2, le=10_000, description="Maximum number of points, evenly spread")
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:
-    """A point per step, or fewer, evenly spread with the first and the last; and every evaluation."""
+    """One point per step or, with `points`, evenly spread points including the first and last; all
+    evaluations."""
     with database.connecting() as connection:
         reads.row(connection, training_id, database.viewer.owner)
         lines = None if points is None else series(connection, training_id, from_step, points)
@@ -56,7 +57,7 @@ def log(
     database: CurrentDatabase,
     opened: Opened,
     training_id: JobId,
-    from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to tell of")] = 0,
+    from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to include")] = 0,
 ) -> Response:
     with database.reading() as session:
         transitions.get(session, training_id)
@@ -102,7 +103,7 @@ def profile_file(
     transitions.get(session, training_id)
     file = run_files.profile_file(settings, training_id, name)
     if file is None:
-        raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists what there is.")
+        raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists the available files.")
     return opened(
         run_files.blocks_of(file),
         file.close,
@@ -146,7 +147,7 @@ def _log_lines(database: Database, training_id: str, from_step: int) -> Iterator
 
 
 def _as_json(whole: dict[str, Any], pages: Iterable[list[dict[str, Any]]]) -> Iterator[bytes]:
-    """An object with `data`, which is written while it is read."""
+    """Streams a JSON object whose `data` array is written page by page."""
     start = to_json(whole, inf_nan_mode="null")
     yield start[:-1] + b',"data":['
     first = True

@@ -32,32 +32,32 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 
 
 def remove_run(settings: Settings, job_id: str) -> bool:
-    """Deletes the run directory of a deleted job. Returns whether nothing of it is left."""
+    """Deletes the run directory of a deleted job. Returns whether it is completely gone."""
     return remove_tree(settings.runs_dir / job_id)
 
 
 def completions(settings: Settings, job_id: str) -> Completions:
-    """How the job's model completes held-out prompts; empty until it has."""
+    """How the job's model completes held-out prompts; empty until it has done so."""
     found = _read(settings, Completions, job_id, "completions.json")
     return Completions(data=()) if found is None else found
 
 
 MOST_FILES = 100
-"""Of a model: each is open while it is downloaded."""
+"""The maximum number of files of a model that can be downloaded: each stays open during the download."""
 _LARGEST_BYTES = 2**22
-"""Of a file that is answered as JSON."""
+"""The maximum size of a file that is returned as JSON."""
 
 PROFILE_FILES = ("trace.json", "memory.pickle")
-"""What of a profile can be downloaded."""
+"""The files of a profile that can be downloaded."""
 
 
 def operators(settings: Settings, job_id: str) -> Operators | None:
-    """The operators of the window that was profiled; None: none was, so far."""
+    """The operators of the profiled window, or None if no window has been profiled yet."""
     return _read(settings, Operators, job_id, "profile", "operators.json")
 
 
 def profile_files(settings: Settings, job_id: str) -> list[str]:
-    """The names of those that are there."""
+    """The names of the downloadable profile files that exist."""
     with suppress(OSError):
         there = plain_files(settings.runs_dir, job_id, "profile")
         return [name for name in PROFILE_FILES if name in there]
@@ -65,7 +65,7 @@ def profile_files(settings: Settings, job_id: str) -> list[str]:
 
 
 def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:
-    """A file of a profile, opened, if it is one that can be downloaded and is there."""
+    """Opens a file of a profile; None if it does not exist or is not one of `PROFILE_FILES`."""
     if name not in profile_files(settings, job_id):
         return None
     with suppress(OSError):
@@ -74,15 +74,15 @@ def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    """What an open file holds, a block at a time; closes it."""
+    """Reads an open file block by block, then closes it."""
     with file:
         while block := file.read(_BLOCK):
             yield block
 
 
 def model_files(settings: Settings, job_id: str, named: Collection[str]) -> dict[str, BinaryIO] | None:
-    """The files of a job's model by name, opened, so that they can be read to their end whatever happens to
-    the folder; None: there are none.
+    """Opens the files of a job's model, so that they can be read to the end even if the folder is deleted.
+    Returns them by name, or None if they cannot be opened.
 
     Args:
         named: the names in the job's result; other files of the folder are not opened.
@@ -103,7 +103,7 @@ def model_files(settings: Settings, job_id: str, named: Collection[str]) -> dict
 
 
 def close(files: Mapping[str, BinaryIO]) -> None:
-    """Closes files that were opened, as often as one likes."""
+    """Closes open files; may be called repeatedly."""
     for file in files.values():
         file.close()
 
@@ -114,7 +114,7 @@ def tar_size(files: Mapping[str, BinaryIO], folder: str) -> int:
 
 
 def _size_of(name: str, file: BinaryIO, folder: str) -> int:
-    header = _entry(name, file, folder).tobuf(tarfile.GNU_FORMAT)  # of several blocks where the name is long
+    header = _entry(name, file, folder).tobuf(tarfile.GNU_FORMAT)  # a long name takes several blocks
     return len(header) + _padded(os.fstat(file.fileno()).st_size)
 
 
@@ -139,7 +139,7 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
 
 
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
-    """What a file of a run holds; None: it is not there, or is not what it should be."""
+    """The parsed content of a run's file, or None if the file is missing or invalid."""
     try:
         content = read_plain(settings.runs_dir, job_id, *parts, most=_LARGEST_BYTES)
         return None if content is None else kind.model_validate_json(content)

@@ -17,15 +17,16 @@ class ComparedJob(Answer):
     loss_noise: float
     """Variance of the window losses around their trend."""
     noise_ratio: float | None
-    """Over that of the first job named; None: the first has none."""
+    """The job's loss noise divided by the first job's; null if the first job's is 0."""
     stats: Statistics
 
 
 class Comparison(Answer):
-    """Jobs side by side; in the order in which they were named."""
+    """Jobs side by side, in the order of the request."""
 
     samples_seen: list[float]
-    """Where the series are compared: evenly spread over what all of them have seen."""
+    """The sample counts at which the series are compared, evenly spread over the range that all jobs
+    share."""
     loss: dict[str, list[float]]
     """The smoothed loss at each of `samples_seen`, by training id."""
     jobs: list[ComparedJob]
@@ -34,7 +35,7 @@ class Comparison(Answer):
 class Evaluation(Answer):
     step: int
     loss: float | None
-    """On the validation data; None: it was no number."""
+    """Loss on the validation data; null if it was not a finite number."""
 
 
 class Metrics(Answer):
@@ -49,7 +50,7 @@ class Profile(Answer):
     operators: list[Operator]
     """The operators that took longest by themselves, the slowest first."""
     files: list[str]
-    """To be had below this address: `trace.json` is for Perfetto or chrome://tracing, `memory.pickle` for
+    """Available below this address: `trace.json` is for Perfetto or chrome://tracing, `memory.pickle` for
     pytorch.org/memory_viz."""
 
 

@@ -1,4 +1,4 @@
-"""A job's log lines out of the database."""
+"""A job's log lines from the database."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from app.storage.tables import JobEvent, StepMetric
 _NAMES = list(LogLine.model_fields)
 _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
 _AT_ONCE = 500
-"""Steps that are named in one query."""
+"""The maximum number of steps in one query."""
 PAGE = 1000
 
 
@@ -25,7 +25,7 @@ def last_step(where: Session | Connection, job_id: str) -> int:
 def series(
     where: Session | Connection, job_id: str, from_step: int, points: int | None
 ) -> list[dict[str, Any]]:
-    """A job's log lines from a step on; with `points`, at most so many, evenly spread."""
+    """A job's log lines from a step on; with `points`, at most that many, evenly spread."""
     if points is not None:
         first, last = _first_and_last(where, job_id, from_step)
         if first is not None and last is not None and last - first >= points:
@@ -35,7 +35,7 @@ def series(
 
 
 def validation_losses(where: Session | Connection, job_id: str) -> dict[int, float | None]:
-    """The loss of each evaluation, by step; of two at a step, the later attempt's."""
+    """The loss of each evaluation, by step; if a step was evaluated twice, the later attempt's counts."""
     evaluations = select(JobEvent.data).where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
     ordered = evaluations.order_by(JobEvent.attempt, JobEvent.id)
     return {data["step"]: data["loss"] for (data,) in where.execute(ordered)}

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that one ends. Needs the standard library."""
+"""Ends a process when its parent ends, however the parent ends. Needs only the standard library."""
 
 import contextlib
 import ctypes
@@ -8,7 +8,8 @@ import sys
 import threading
 
 VARIABLE = "ACCRUE_PARENT_FD"
-"""A pipe whose other end the parent holds: end of file means that the parent has ended."""
+"""Holds the descriptor of a pipe whose other end the parent holds: end of file means that the parent has
+ended."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -16,8 +17,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Sends SIGTERM to this process when its parent ends; does nothing if it was started by hand.
 
-    The kernel's signal comes at once on Linux, and the pipe's end of file everywhere. A terminal that is
-    closed (SIGHUP) ends it as SIGTERM does, unless it was started to outlive it (nohup).
+    The pipe's end of file triggers the signal on every system; on Linux, the kernel also sends it at once.
+    Closing the terminal (SIGHUP) has the same effect, unless the process was started with nohup.
     """
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))

@@ -22,8 +22,10 @@ _END_SECONDS = 45.0
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises:
-    BadSetting: another process listens on that port.
+    """Checks that the service can listen on a port.
+
+    Raises:
+        BadSetting: another process listens on that port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -32,17 +34,17 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise BadSetting(
-                f"{host}:{port} cannot be had ({error.strerror}): set ACCRUE_PORT to another port; the "
-                "command finds it by ACCRUE_URL."
+                f"cannot listen on {host}:{port} ({error.strerror}): set ACCRUE_PORT to another port, and "
+                "ACCRUE_URL for the accrue command."
             ) from None
 
 
 def start(
     part: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts `accrue serve` or `accrue worker`, out of reach of the terminal's Ctrl-C: we pass it on.
+    """Starts `accrue serve` or `accrue worker` in a session of its own; this process passes Ctrl-C on to it.
 
-    It ends with this process, and with the thread that calls this.
+    The new process ends when this process or the calling thread ends.
 
     Args:
         env: the environment; ours if null.
@@ -84,7 +86,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def up() -> int:
-    """Runs both until a signal comes or one of them ends. Returns the exit status."""
+    """Runs the service and the worker until a signal arrives or one of them ends. Returns the exit status."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -106,5 +108,5 @@ def up() -> int:
         end(list(parts.values()))
     for name, status in ended.items():
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
-        print(f"accrue: the {name} ended by itself ({how}), so everything was ended", file=sys.stderr)
+        print(f"accrue: the {name} ended unexpectedly ({how}), so everything was stopped", file=sys.stderr)
     return 1 if ended and not stopped else 0

@@ -27,7 +27,7 @@ _MOST_WAITING = 100_000
 _FORGETS_EVERY_SECONDS = 3600.0
 
 MAX_UNAUTHENTICATED_PER_MINUTE = 100
-"""Requests without a valid key that the log keeps of a minute."""
+"""The maximum number of requests without a valid key that the log keeps per minute."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class AuditRecord:
 
 
 class AuditLog:
-    """Writes what is noted, from `start()` to `close()`."""
+    """Writes audit records to the database, from `start()` to `close()`."""
 
     def __init__(self, database: Database, kept_days: float) -> None:
         self._database = database
@@ -53,7 +53,7 @@ class AuditLog:
         self._waiting: queue.Queue[AuditRecord | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._write_on, name="audit", daemon=True)
         self._strangers: tuple[int, int] = (0, 0)
-        """A minute, and how many requests of strangers came in it."""
+        """The current minute, and the number of unauthenticated requests in it."""
 
     def start(self) -> None:
         self._forget_old()
@@ -63,8 +63,8 @@ class AuditLog:
         """Notes a request; never waits.
 
         Args:
-            is_known: whether it came with a valid key, or from this machine's own user. Of others only so
-                many a minute are kept, or anybody could fill the disk.
+            is_known: whether the request had a valid key or came from this machine's own user. Only
+                `MAX_UNAUTHENTICATED_PER_MINUTE` other requests are kept, so that nobody can fill the disk.
         """
         if not is_known and not self._has_room_for_unauthenticated():
             return
@@ -79,11 +79,13 @@ class AuditLog:
             count = self._strangers[1]
         self._strangers = (minute, count + 1)
         if count == MAX_UNAUTHENTICATED_PER_MINUTE:
-            log.warning("more refused requests than the audit log keeps of a minute", kept=count)
+            log.warning(
+                "too many unauthenticated requests: the audit log drops the rest of this minute", kept=count
+            )
         return count < MAX_UNAUTHENTICATED_PER_MINUTE
 
     def close(self) -> None:
-        """Returns once everything noted is written."""
+        """Returns once all records are written."""
         self._waiting.put(None)
         self._thread.join(10)
 
@@ -115,7 +117,7 @@ class AuditLog:
                     self._store([row])
                 return
             for row in rows:
-                log.error("not in the audit log", **row, error=str(error))
+                log.error("could not write an audit entry", **row, error=str(error))
 
     def _forget_old(self) -> None:
         self._forgets_at = time.monotonic() + _FORGETS_EVERY_SECONDS

@@ -21,9 +21,9 @@ def list_audit(
     caller: CurrentCaller,
     limit: Limit = 20,
     after: After = None,
-    key_id: Annotated[str | None, Query(max_length=100, description="Of this key alone")] = None,
+    key_id: Annotated[str | None, Query(max_length=100, description="Only requests with this key")] = None,
 ) -> Page[AuditAnswer]:
-    """Every request that was not only reading; with `ACCRUE_AUDIT_READS`, those too. For admins."""
+    """All requests except reads; with `ACCRUE_AUDIT_READS`, reads too. Requires the scope admin."""
     if not caller.may("admin"):
         raise Forbidden("The audit log is for keys with the scope admin.")
     query = select(AuditEntry)

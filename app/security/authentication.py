@@ -27,7 +27,7 @@ async def admit(request: Request) -> Caller:
     """The caller of a request, if it has a valid key and is within its rate limit. The result is cached.
 
     Raises:
-        Unauthorized: a key is needed, and there is none that opens this service.
+        Unauthorized: a key is needed, and the request has no valid one.
         TooManyRequests: the key has reached its rate limit.
     """
     known: Caller | None = getattr(request.state, "caller", None)
@@ -44,10 +44,11 @@ async def admit(request: Request) -> Caller:
 
 
 async def authenticate(request: Request, keyring: Keyring) -> Caller:
-    """The caller, by the key in `Authorization: Bearer`; without any key made, this machine's own user.
+    """Identifies the caller by the key in `Authorization: Bearer`, or as the local user if no key was ever
+    created.
 
     Raises:
-        Unauthorized: a key is needed, and there is none that opens this service.
+        Unauthorized: a key is needed, and the request has no valid one.
     """
     key = bearer(request.headers)
     if key is None or not key.startswith(PREFIX):
@@ -69,6 +70,6 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
 
 
 def bearer(headers: Headers) -> str | None:
-    """The key that a request shows."""
+    """The bearer key in a request's headers, or None."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None

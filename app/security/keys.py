@@ -37,7 +37,7 @@ class Caller:
 
     @property
     def owner(self) -> str | None:
-        """The key whose rows are visible; None: those of all keys."""
+        """The id of the key whose rows the caller may see, or None for all rows."""
         return None if self.key_id is None or self.may("admin") else self.key_id
 
 
@@ -45,13 +45,13 @@ LOCAL = Caller(None, frozenset(SCOPES))
 
 
 def new_key() -> str:
-    """A key to give away, once."""
+    """Generates a key. It is shown once and is not stored."""
     body = secrets.token_urlsafe(32)
     return f"{PREFIX}{body}{_checksum(body)}"
 
 
 def is_well_formed(key: str) -> bool:
-    """Whether it could be a key: a mistyped one costs no look into the database."""
+    """Whether the text has the form of a key. This rejects mistyped keys without a database query."""
     body = key.removeprefix(PREFIX)
     return key.startswith(PREFIX) and len(body) == 51 and _checksum(body[:43]) == body[43:]
 
@@ -76,8 +76,10 @@ def create(
 
 
 def revoke(session: Session, key_id: str) -> Key:
-    """Raises:
-    NotFound: no key has that id.
+    """Revokes a key; a revoked key keeps its first time of revocation.
+
+    Raises:
+        NotFound: no key has that id.
     """
     row = session.get(Key, key_id)
     if row is None:
@@ -93,7 +95,7 @@ def any_made(session: Session) -> bool:
 
 
 def any_valid(session: Session) -> bool:
-    """Whether a key opens the service."""
+    """Whether any valid key exists."""
     return session.scalar(select(Key.id).where(_valid()).limit(1)) is not None
 
 
@@ -112,7 +114,8 @@ class Keyring:
         self._closed: tuple[float, bool] = (0.0, False)
 
     def is_closed(self) -> bool | None:
-        """Whether a key is needed; None: it must be looked up again. Once closed, closed for good."""
+        """Whether requests need a key, or None if the database must be read again. True never changes
+        back."""
         until, closed = self._closed
         return closed if closed or time.monotonic() < until else None
 

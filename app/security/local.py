@@ -1,4 +1,4 @@
-"""Open to this machine, and to nothing else: no web page can drive the service through a browser."""
+"""Restricts a service without keys to this machine, and stops web pages from using it through a browser."""
 
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -12,24 +12,27 @@ from app.storage.database import Database
 
 
 def require_keys_off_loopback(host: str, database: Database) -> None:
-    """Raises:
-    BadSetting: other machines can reach the address, and no key exists yet.
+    """Checks that a service that other machines can reach has a key.
+
+    Raises:
+        BadSetting: other machines can reach the address, and no key exists yet.
     """
     if host in LOOPBACK:
         return
     with database.reading() as session:
         if not any_made(session):
             raise BadSetting(
-                f"ACCRUE_HOST is {host}: make a key first (accrue keys create NAME), since other machines "
-                "could then reach the service. Without keys it serves 127.0.0.1 only."
+                f"ACCRUE_HOST is {host}, which other machines can reach: create a key first (accrue "
+                "keys create "
+                "NAME). Without a key, the service listens on 127.0.0.1 only."
             )
 
 
 def refusal(headers: Headers, allowed_origins: Collection[str] = (), *, is_page: bool = False) -> str | None:
-    """Why a request does not come from this machine's own user; null if it does.
+    """The reason why a request is not from this machine's own user, or None if it is.
 
-    A foreign Host means a name that was made to point here (DNS rebinding); a foreign Origin, or a browser's
-    word that the request is not of the same origin, means a page of another site or of another port.
+    A foreign Host header means DNS rebinding: another name was made to resolve to this machine. A foreign
+    Origin, or a Sec-Fetch-Site header other than same-origin, means a page of another site or port.
 
     Args:
         is_page: the request is for one of the service's own pages, which a link elsewhere may lead to.

@@ -1,4 +1,4 @@
-"""How often a key may ask."""
+"""Rate limits per API key."""
 
 import asyncio
 import math
@@ -21,12 +21,12 @@ _STORAGE_SECONDS = 1.0
 
 
 class Rates:
-    """A limit over a moving window, by key; in memory, or in Redis for several services together."""
+    """A moving-window rate limit per key, kept in memory, or in Redis if several services share it."""
 
     def __init__(self, limit: str, storage: str) -> None:
         """
         Args:
-            limit: as in `6000/minute`; empty: none. Both are checked by `Settings`.
+            limit: for example `6000/minute`; empty for no limit. `Settings` validates both arguments.
             storage: `memory://`, or a Redis URL.
         """
         self._said, self._storage = limit, storage
@@ -46,11 +46,11 @@ class Rates:
         return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}"))
 
     async def count(self, key_id: str) -> None:
-        """Counts a request. If the storage does not answer, the request goes through uncounted: a limit that
-        cannot be checked is no reason to refuse everybody.
+        """Counts a request. If the storage does not answer, the request passes uncounted, so that a failing
+        storage does not block everyone.
 
         Raises:
-            TooManyRequests: it is one too many; it says how long to wait.
+            TooManyRequests: the key has reached its limit; the error says how long to wait.
         """
         if not self._said:
             return
@@ -59,7 +59,7 @@ class Rates:
                 if await self._limiter.hit(self._limit, key_id):
                     return
                 again = (await self._limiter.get_window_stats(self._limit, key_id)).reset_time
-        except Exception as error:  # of whichever client the storage has
+        except Exception as error:  # the type depends on the storage's client library
             log.warning("requests are not counted: the rate limit's storage fails", error=str(error)[:200])
             return
         seconds = max(1, math.ceil(again - time.time()))

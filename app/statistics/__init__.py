@@ -1,1 +1,1 @@
-"""Figures over all jobs, and how fast they were."""
+"""Statistics of jobs, and their measured performance."""

@@ -27,7 +27,7 @@ def count(session: Session) -> dict[tuple[Name, str], float]:
 
 
 def keep(session: Session, job_id: str) -> None:
-    """Keeps a job's part: it is to be deleted, or to end once more."""
+    """Adds a job's share to the stored counters, before the job is deleted or runs again."""
     for name, label, value in _of_jobs(session, Job.id == job_id):
         statement = insert_for(session, Counter).values(name=name, label=label, value=value)
         more = Counter.__table__.c.value + statement.excluded.value

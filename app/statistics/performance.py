@@ -1,4 +1,4 @@
-"""The read side: figures out of the rows that workers wrote."""
+"""Statistics and performance figures, computed from the rows that workers wrote."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +40,11 @@ class Speed:
 
 
 def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
-    """How fast the newest finished job went that trained the same model in the same way on such a device;
-    first those on the same data."""
+    """The speed of the newest finished job that trained the same model in the same way on the same kind of
+    device.
+
+    Jobs on the same data are preferred.
+    """
     finished = select(Job.id, Job.spec, Job.plan).where(
         Job.model_name == spec.model.name,
         Job.status == "succeeded",
@@ -60,7 +63,7 @@ _DECIDE_SPEED = ("model", "method", "attention", "compile", "gradient_checkpoint
 """Fields of a spec that decide how long a sample takes, besides its length and the device."""
 
 _NEWEST = 20
-"""The most jobs that are searched for one that trained in the same way."""
+"""The maximum number of jobs searched for one that trained in the same way."""
 
 
 def _went_alike(
@@ -112,12 +115,12 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
 
 
 _ALIKE = 0.8, 1.25
-"""Micro-batches whose tokens are in this ratio are of the same size."""
+"""Two micro-batches count as equally large if the ratio of their tokens is in this range."""
 
 
 def performances(session: Session, jobs: Sequence[Job]) -> list[JobPerformance]:
     """Measures several jobs. Accumulation is compared with single micro-batches of the same size, in
-    the same job or in one that trained the same model in the same way on such a device."""
+    the same job or in one that trained the same model in the same way on the same device."""
     single = [job for job in jobs if job.plan["accumulation_steps"] == 1]
     return [
         performance(session, job, [other.id for other in single if _trains_like(other, job)]) for job in jobs
@@ -137,7 +140,7 @@ def performance(session: Session, job: Job, alike: Sequence[str] = ()) -> JobPer
     """Where a job's time went: seconds and shares by part of the window.
 
     Args:
-        alike: other jobs in which a single micro-batch may have been measured.
+        alike: ids of comparable jobs that may have measured windows of a single micro-batch.
     """
     row = session.execute(
         select(
@@ -243,7 +246,7 @@ def _statistics(
 
 
 def _figures() -> Select[Any]:
-    """One row over every step of some jobs; it is read in one go, so that what it says belongs together."""
+    """One query over all steps of the given jobs, so that its figures are consistent with each other."""
     mean = func.avg(StepMetric.loss)
     recoveries = select(func.count()).where(JobEvent.job_id.in_(_THEIRS), JobEvent.type == "out_of_memory")
     return (
@@ -304,12 +307,12 @@ def _noise_scale() -> ScalarSelect[Any]:
 
 
 _FIGURES = _figures()
-"""Made once: to put it together takes longer than to run it."""
+"""Built once, since building the query takes longer than running it."""
 
 
 def _prediction_error(session: Session, job: Job) -> float | None:
-    """(predicted - measured) / measured peak memory, of the largest micro-batch that there was; of the newest
-    attempt that has ended and was long enough to tell."""
+    """(predicted - measured) / measured peak memory of the largest micro-batch. It is taken from the newest
+    attempt that has ended and ran long enough to measure it."""
     peaks = select(Measurement.predicted_bytes, Measurement.measured_bytes)
     of_runs = peaks.where(Measurement.job_id == job.id, Measurement.kind == "run")
     newest = of_runs.order_by(Measurement.attempt.desc(), Measurement.tokens.desc()).limit(1)

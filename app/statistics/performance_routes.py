@@ -1,4 +1,4 @@
-"""Performance as measured: GPUs, jobs and the service's own answers."""
+"""Measured performance of GPUs, jobs and the service's own responses."""
 
 from dataclasses import asdict
 
@@ -14,10 +14,10 @@ from app.web.dependencies import Reading
 router = APIRouter(tags=["performance"])
 
 _NEWEST = 20
-"""The most jobs whose performance is shown."""
+"""The maximum number of jobs whose performance is shown."""
 
 
-@router.get("/performance/metrics", summary="GPUs, jobs and answers, as measured")
+@router.get("/performance/metrics", summary="Measured performance of GPUs, jobs and API responses")
 def metrics(request: Request, session: Reading) -> PerformanceMetrics:
     newest = session.scalars(select(Job).where(Job.attempt > 0).order_by(Job.id.desc()).limit(_NEWEST)).all()
     return PerformanceMetrics(

@@ -34,12 +34,12 @@ def compare_jobs(
     session: Reading,
     ids: Annotated[
         list[Annotated[str, StringConstraints(max_length=100)]],
-        Query(min_length=2, max_length=10, description="ftjob-… or accumulation_…, for its newest job"),
+        Query(min_length=2, max_length=10, description="ftjob-…; or accumulation_… for its newest job"),
     ],
     points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 200,
     format: Annotated[Literal["json", "png"], Query()] = "json",
 ) -> Comparison | Response:
-    """Losses at the same number of samples seen, whatever the batch, and how much noisier one is."""
+    """Losses at equal numbers of samples seen, whatever the batch size, and how noisy each loss is."""
     compared = compare(session, ids, points)
     if format == "png":
         return Response(charts.comparison(compared), media_type="image/png")

@@ -10,7 +10,7 @@ class Statistics(Answer):
     """Figures measured by the trainer; null where nothing was measured."""
 
     accumulation_steps: float | None
-    """Micro-batches per step, as measured; as planned before the first step."""
+    """Measured micro-batches per step; the planned number until the first step."""
     effective_batch_size: int | None
     steps: int
     micro_steps: int
@@ -67,13 +67,13 @@ class Totals(Answer):
     """Target tokens per second of all windows."""
     samples_per_second: float | None
     device_hours: float
-    """During which devices were taken; of a job that runs, its earlier attempts."""
+    """Hours during which jobs held a device; of a running job, only the earlier attempts count."""
     configurations: int
     files: int
 
 
 class CostOfSteps(Answer):
-    """Windows of so many micro-batches, as measured. Seconds of wall time, means."""
+    """Measured windows with the same number of micro-batches. Times are means of wall time."""
 
     accumulation_steps: int
     windows: int

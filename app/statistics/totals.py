@@ -1,4 +1,4 @@
-"""Totals of a service. Jobs that do not run are counted by stored sums, running ones by their steps."""
+"""Totals of a service. Running jobs are counted from their steps, all others from stored sums."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Filters = Sequence[ColumnElement[bool]]
 
 
 def keep(session: Session, job_id: str) -> None:
-    """Counts the steps of a job at the end of an attempt."""
+    """Stores a job's totals at the end of an attempt."""
     skipped = func.coalesce(func.max(Job.progress["skipped"].as_integer()), 0)
     attempts = select(_sum(Attempt.ended_at - Attempt.claimed_at)).where(Attempt.job_id == job_id)
     last = select(StepMetric.loss).where(StepMetric.job_id == job_id)
@@ -50,7 +50,7 @@ def count(connection: Connection, owner: str | None, filters: Filters = ()) -> T
     """Counts everything that an owner sees.
 
     Args:
-        owner: the id of an API key; None: of all keys.
+        owner: the id of an API key, or None for all keys.
         filters: only jobs that fulfil all of them are counted; configurations and files are not filtered.
     """
     jobs = [*_seen(Job, owner), *filters]
@@ -82,7 +82,7 @@ def count(connection: Connection, owner: str | None, filters: Filters = ()) -> T
 
 
 def _sums(connection: Connection, jobs: Filters) -> dict[str, float]:
-    """Steps, samples and so on of all jobs: of those that run now from their steps, of others as kept."""
+    """Sums over all jobs: running jobs are counted from their steps, others from their stored totals."""
     running = [*jobs, Job.status == "running"]
     kept = connection.execute(_kept(jobs)).one()
     before = connection.execute(_kept(running)).one()
@@ -91,7 +91,7 @@ def _sums(connection: Connection, jobs: Filters) -> dict[str, float]:
 
 
 def _kept(jobs: Filters) -> Select[Any]:
-    """The sums that were kept of jobs at the end of their last attempts."""
+    """The totals that jobs stored at the end of their last attempts."""
     sums = select(*(_sum(getattr(JobTotals, name)) for name in _SUMS))
     return sums.where(*_is_of(jobs))
 

@@ -1,7 +1,7 @@
 """Statements that run thousands of times: compiled once for each kind of database, run by its driver.
 
-SQLAlchemy's own way looks the statement up, binds value by value and wraps the answer, which takes longer
-than the database does, and on SQLite with the write lock held.
+SQLAlchemy's normal execution looks the statement up, binds value by value and wraps the result. That takes
+longer than the database itself, and on SQLite it happens while the write lock is held.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +23,8 @@ class Prepared:
     """A statement with named parameters. Values go to the driver as they are: JSON as text.
 
     Args:
-        make: the statement, for a dialect's name.
-        columns: of an INSERT that takes every one of them as a parameter.
+        make: builds the statement for a dialect, given its name.
+        columns: the columns of an INSERT, if each of them is a parameter.
 
     Raises:
         sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it, when the statement is run.
@@ -36,7 +36,7 @@ class Prepared:
         self._compiled = lru_cache(maxsize=8)(self._compile)
 
     def run(self, where: Session | Connection, row: Row) -> list[Any]:
-        """Runs it once. Returns its rows as the driver does."""
+        """Runs the statement once. Returns the driver's rows."""
         connection = _connection(where)
         text, bound, given = self._compiled(connection.dialect)
         with _Cursor(connection, text) as cursor:
@@ -44,7 +44,7 @@ class Prepared:
             return cursor.fetchall() if cursor.description else []
 
     def run_for_each(self, session: Session, rows: Iterable[Row]) -> None:
-        """For at least one row."""
+        """Runs the statement for each row; there must be at least one."""
         connection = _connection(session)
         text, bound, given = self._compiled(connection.dialect)
         values = [bound({**given, **row} if given else row) for row in rows]
@@ -52,7 +52,7 @@ class Prepared:
             cursor.executemany(text, values)
 
     def _compile(self, dialect: Dialect) -> tuple[str, Callable[[Row], Any], dict[str, Any]]:
-        """Its text, what makes the driver's parameters of a row, and the values that are in the statement."""
+        """Its SQL text, a function that turns a row into the driver's parameters, and its literal values."""
         statement: Executable = self._make(dialect.name)
         compiled = statement.compile(dialect=dialect, column_keys=self._columns)  # type: ignore[attr-defined]
         assert isinstance(compiled, SQLCompiler)
@@ -75,7 +75,7 @@ def _bind(compiled: SQLCompiler) -> Callable[[Row], Any]:
 
 
 class _Cursor:
-    """The driver's own, closed at the end; its errors become SQLAlchemy's."""
+    """A driver's cursor that is closed at the end; its errors are converted to SQLAlchemy's."""
 
     def __init__(self, connection: Connection, text: str) -> None:
         self._connection, self._text = connection, text

@@ -35,14 +35,14 @@ _PAGES_BETWEEN_CHECKPOINTS = 4000
 """Pages of SQLite's write-ahead log (16 MiB), after which a commit copies what it can into the database."""
 
 _UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
-"""One look in so many reports a possible change: if the database cannot tell (PostgreSQL), and if it can
-and there is none (SQLite)."""
+"""Every n-th call of `Changes.any` reports a change without knowing of one: on PostgreSQL, which cannot tell,
+and on SQLite, which can."""
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
 
 
 class LostTransaction(Exception):
-    """What was written in the transaction so far is gone; its cause is what happened."""
+    """The database has discarded the transaction; `__cause__` is the error that made it do so."""
 
 
 class database_now(FunctionElement[float]):  # noqa: N801
@@ -114,7 +114,7 @@ class Database:
         """A session that is committed at its end, and rolled back if it raises.
 
         Raises:
-            LostTransaction: within a transaction that cannot go on.
+            LostTransaction: the shared transaction was discarded.
         """
         if self._transaction is not None:
             with _part_of(self._transaction, self.viewer) as session:
@@ -129,20 +129,23 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """One for several to write `within`; committed at its end, and rolled back if it raises."""
+        """A transaction that several callers write in (`within`); committed at its end, rolled back if it
+        raises."""
         with self._turn(), self._writing.begin() as connection:
             yield Transaction(connection)
 
     def check_in_place(self) -> None:
-        """Raises:
-        ReplacedDatabase: the SQLite file is no longer the one that was opened.
+        """Checks that the SQLite file is still the one that was opened.
+
+        Raises:
+            ReplacedDatabase: the file was deleted or replaced.
         """
         if self._file is not None:
             self._file.check()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One thread after another: only those of other processes are left to contend for SQLite's lock."""
+        """Lets one thread write at a time, so that only other processes compete for SQLite's lock."""
         waits = self.is_sqlite and self._one_writes.acquire(timeout=self._patience_seconds)
         try:
             self.check_in_place()
@@ -154,13 +157,13 @@ class Database:
             self._restart_log()
 
     def _restart_log(self) -> None:
-        """Has SQLite's log written from its start again.
+        """Makes SQLite reuse its write-ahead log from the start.
 
-        It does so by itself in a moment when all of it is in the database. Several processes that write all
-        the time leave no such moment: the log would grow, and every commit copy pages from it.
+        SQLite does so by itself once the whole log has been copied into the database. If several processes
+        write all the time, that never happens: the log would grow, and every commit would copy pages from it.
         """
         with (
-            contextlib.suppress(sqlite3.OperationalError),  # what was to be committed is
+            contextlib.suppress(sqlite3.OperationalError),  # the commit itself has succeeded
             contextlib.closing(self.engine.raw_connection()) as connection,
         ):
             cursor = connection.cursor()
@@ -225,10 +228,10 @@ def take_turns(session: Session, what: str) -> bool:
 
 
 class Changes:
-    """Whether the database may have changed since the last time: a look that takes microseconds, for those
-    who wait for something in it.
+    """Finds out within microseconds whether the database may have changed since the last call, for callers
+    that poll it.
 
-    On PostgreSQL, which has no such counter, it may always have; there one in `_UNKNOWN_EVERY` looks says so.
+    PostgreSQL has no counter of changes, so one in `_UNKNOWN_EVERY` calls reports a change.
     """
 
     def __init__(self, database: Database) -> None:
@@ -238,7 +241,8 @@ class Changes:
         self._looks = count()
 
     def any(self) -> bool:
-        """True the first time, too; and now and then, for what becomes due by time alone."""
+        """True after a change, on the first call, and sometimes without a change, for work that time makes
+        due."""
         look = next(self._looks)
         if not self._database.is_sqlite:
             return look % _UNKNOWN_EVERY == 0
@@ -256,8 +260,7 @@ class Changes:
 class _SqliteFile:
     """The file behind an engine's connections, known by its inode.
 
-    A file that was deleted or replaced is still written to by those who have it open: what they commit is
-    nowhere to be found afterwards.
+    Processes that have a deleted or replaced file open still write to it, and lose everything they commit.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -266,17 +269,17 @@ class _SqliteFile:
         self._known: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """The first time it is only noted which file it is.
+        """Remembers the file on the first call, and compares the file with it on later calls.
 
         Raises:
-            ReplacedDatabase: it is another one, or none.
+            ReplacedDatabase: the file was deleted or replaced.
         """
         if self._path is None:
             return
         try:
             stat = self._path.stat()
         except FileNotFoundError:
-            if self._known is None:  # it is about to be made
+            if self._known is None:  # the file is about to be created
                 return
             raise ReplacedDatabase(f"{self._path.name} was deleted") from None
         found = (stat.st_dev, stat.st_ino)
@@ -290,13 +293,13 @@ def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
     """A session whose writes stay in the transaction, or leave nothing in it if it raises.
 
     Raises:
-        LostTransaction: SQLite takes back all of a transaction that the disk has no room for.
+        LostTransaction: SQLite has rolled back the whole transaction, as it does when the disk is full.
     """
     connection = transaction.connection
     session = Session(connection, viewer, transaction, join_transaction_mode="create_savepoint")
     connection.exec_driver_sql(
         "SAVEPOINT part"
-    )  # for what the session does not know of (app/storage/compiled.py)
+    )  # covers statements that bypass the session (app/storage/compiled.py)
     try:
         yield session
         if session.in_transaction():
@@ -337,8 +340,10 @@ def _engine(url: str, patience_seconds: float) -> Engine:
 
 
 def _need_driver(url: str) -> None:
-    """Raises:
-    BadSetting: the library that speaks to this database is not installed.
+    """Checks that the database's driver is installed.
+
+    Raises:
+        BadSetting: it is not installed.
     """
     try:
         make_url(url).get_dialect().import_dbapi()
@@ -374,9 +379,10 @@ def _sqlite_begin(connection: Connection, patience_seconds: float) -> None:
 
 
 def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> bool:
-    """Waits for the write lock in short, uneven naps; false where it cannot be had.
+    """Takes the write lock, with short random waits. Returns False after the timeout, or if waiting cannot
+    help.
 
-    That may be for a reason that waiting does not change: the caller's next statement raises it.
+    If waiting cannot help, the caller's next statement raises the reason.
 
     SQLite's own wait backs off to a tenth of a second, during which later writers overtake.
     """
@@ -394,7 +400,7 @@ def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> b
 
 
 def insert_for(session: Session, table: Any) -> Any:
-    """An insert that can say what to do on a conflict, in the database's own dialect."""
+    """An INSERT in the database's own dialect that supports ON CONFLICT."""
     if session.get_bind().dialect.name == "postgresql":
         from sqlalchemy.dialects import postgresql
 

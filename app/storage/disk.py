@@ -1,4 +1,4 @@
-"""The disk: whether it is full, and folders that are deleted whatever is in them."""
+"""Detects a full disk, and deletes folders whatever they contain."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 _POSTGRESQL_DISK_FULL = "53100"
 _PATIENCE_SECONDS = 60.0
-"""For deleting a folder: something may keep filling it."""
+"""The time limit for deleting a folder, since a process may keep filling it."""
 _TRIES_IN_VAIN = 5
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -33,14 +33,14 @@ def is_full(error: BaseException) -> bool:
 
 
 def remove_tree(path: Path) -> bool:
-    """Deletes a folder with everything in it, as far as permissions allow.
+    """Deletes a folder and everything in it that permissions allow to delete.
 
-    A process may still be working against it: folders are only reached by descriptors, so that a folder that
-    is replaced by a link meanwhile leads nowhere else. Folders within folders are moved to the top before
-    they are emptied, so that neither the depth of the stack nor the longest path limits how deep they may be.
+    Another process may still change the folder: folders are opened only through descriptors, so that
+    replacing one by a link cannot redirect the deletion. Nested folders are moved to the top before they
+    are emptied, so that neither recursion depth nor path length limits the nesting.
 
     Returns:
-        Whether nothing of it is left.
+        Whether the folder is completely gone.
     """
     until, in_vain = time.monotonic() + _PATIENCE_SECONDS, 0
     try:
@@ -91,7 +91,7 @@ def _without_files(folder: int) -> list[str]:
 
 
 def _opened(name: str, parent: int) -> int | None:
-    """A descriptor of a folder, which is made accessible; None: it is not a folder."""
+    """Makes a folder accessible and opens it. Returns its descriptor, or None if it is not a folder."""
     try:
         descriptor = os.open(name, _FOLDER, dir_fd=parent)
     except PermissionError:

@@ -1,8 +1,9 @@
-"""Group commit: what several callers want written at about the same time is written in one transaction.
+"""Group commit: the writes of concurrent callers share one transaction.
 
-A commit waits for the disk, and threads that compute at the same time only take turns. So one thread takes
-whatever came while it was at work: it prepares each, writes all of them, commits once, and only then is
-anybody answered. What cannot be written is taken back alone; if the commit fails, it fails for all of them.
+A commit waits for the disk, and Python threads do not compute in parallel. So one thread collects the
+writes that arrived while it was busy, prepares each, writes all of them and commits once; only then do the
+callers get their results. A write that fails is rolled back alone; if the commit fails, it fails for all of
+them.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from app.storage.database import Database, LostTransaction
 
 _MOST_AT_ONCE = 50
-"""Others than this thread want the database too."""
+"""The maximum number of writes in a transaction, since other threads need the database too."""
 
 Ready = TypeVar("Ready")
 Written = TypeVar("Written")
@@ -43,7 +44,7 @@ class _Write:
 
 
 class GroupCommit:
-    """Writes what `write` is given, from `start()` (called in the event loop) to `close()`."""
+    """Accepts writes from `start()`, which must be called in the event loop, to `close()`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -65,9 +66,9 @@ class GroupCommit:
         """The result of `write`, once it is on disk.
 
         Args:
-            database: as the caller sees it.
-            prepare: before the transaction; raises where nothing is to be written.
-            write: gets what `prepare` gave, and the database within the transaction.
+            database: the caller's view of the database.
+            prepare: runs before the transaction; raises an error if nothing shall be written.
+            write: receives the result of `prepare`, and the database within the transaction.
         """
         outcome = self._loop.create_future()
         self._waiting.put(_Write(prepare, write, database, contextvars.copy_context(), outcome))

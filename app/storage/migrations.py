@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _APP = Path(__file__).resolve().parents[1]
 _ALEMBIC = _APP / "alembic" if (_APP / "alembic").is_dir() else _APP.parent / "alembic"
-"""Within the package where it was installed from a wheel (setup.py), beside it in a checkout."""
+"""Inside the package if it was installed from a wheel (setup.py), next to it in a checkout."""
 
 
 def migrate(url: str) -> None:
     """Brings the database to the newest revision; processes that start together do it one after another.
 
-    One that is at the newest revision is left alone: a service starts sooner without Alembic.
+    A database at the newest revision is left unchanged: the service starts faster without importing Alembic.
     """
     database = Database(url)
     try:
@@ -36,14 +36,14 @@ def migrate(url: str) -> None:
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Takes every step up to a revision, whatever the database holds."""
+    """Runs the migrations up to a revision, without checking first whether any is needed."""
     with _one_at_a_time(url):
         _step_by_step(url, revision)
         _only_for_its_owner(url)
 
 
 def alembic_config(url: str) -> "Config":
-    """Where the migrations are, and what they migrate."""
+    """Alembic's configuration: the folder of the migrations and the URL of the database."""
     from alembic.config import Config
 
     config = Config()
@@ -53,7 +53,7 @@ def alembic_config(url: str) -> "Config":
 
 
 def current_revision(database: Database) -> str | None:
-    """The revision that the database stands at; None: never migrated."""
+    """The database's revision, or None if it was never migrated."""
     with database.engine.connect() as connection:
         if not inspect(connection).has_table("alembic_version"):
             return None
@@ -62,7 +62,7 @@ def current_revision(database: Database) -> str | None:
 
 
 def newest_revision() -> str:
-    """The newest revision that this code has: the steps are numbered, as are their files' names."""
+    """The newest revision in this code: the highest number at the start of a migration's file name."""
     return max(path.name.partition("_")[0] for path in (_ALEMBIC / "versions").glob("[0-9]*_*.py"))
 
 

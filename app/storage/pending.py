@@ -1,7 +1,8 @@
-"""Marks files and run directories whose row is being written or deleted, until both agree again.
+"""Marks files and run directories whose row is being written or deleted, until file and row agree again.
 
-If the process is killed in between, the mark says that a look is needed: what no row names is to go. Without
-a mark nothing is ever removed for want of a row: the database may be another one, or a new one.
+If the process is killed in between, the next start of the service checks what is marked and deletes it if
+no row refers to it. Unmarked files are never deleted for lack of a row: the folder may belong to another
+database.
 """
 
 from pathlib import Path
@@ -10,12 +11,12 @@ _MARK = ".pending-"
 
 
 def mark(path: Path) -> None:
-    """Before the file is made, or the row deleted."""
+    """Marks a path; to be called before the file is created or the row is deleted."""
     _mark_of(path).touch(mode=0o600)
 
 
 def settle(path: Path) -> None:
-    """Once file and row are both there, or both gone."""
+    """Removes the mark; to be called once file and row both exist, or are both gone."""
     _mark_of(path).unlink(missing_ok=True)
 
 

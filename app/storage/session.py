@@ -14,20 +14,20 @@ from sqlalchemy.orm import ORMExecuteState, with_loader_criteria
 from app.storage.tables import Owned
 
 OF_EVERYONE = {"accrue_of_everyone": True}
-"""Execution options of a query that also counts the rows of others, and returns nothing else about them."""
+"""Execution options for a query that includes rows of other owners; it must reveal nothing but a count."""
 
 
 @dataclass(frozen=True)
 class Viewer:
     """Which rows a session sees, and which owner it gives to new ones.
 
-    An administrator sees the rows of all owners, and owns the rows that they make.
+    An administrator sees the rows of all owners, and owns only the rows that the administrator creates.
     """
 
     owner: str | None = None
-    """The id of the key whose rows are visible; None: all rows are."""
+    """The id of the key whose rows are visible, or None for all rows."""
     maker: str | None = None
-    """The id of the key that owns new rows; None: none does, as on a machine without keys."""
+    """The id of the key that owns new rows, or None for no owner, as on a machine without keys."""
 
 
 EVERYBODY = Viewer()
@@ -39,7 +39,7 @@ class Transaction:
 
     connection: Connection
     known: dict[Any, Any] = field(default_factory=dict)
-    """Values that one of them has computed, for those after it."""
+    """Values that one caller has computed, for the callers after it."""
 
 
 class Session(orm.Session):
@@ -48,7 +48,7 @@ class Session(orm.Session):
 
     Args:
         viewer: which rows are visible, and who owns new ones.
-        transaction: the one that it is part of; None: it has its own.
+        transaction: the shared transaction that the session is part of, or None if it has its own.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ class Base(DeclarativeBase):
 
 
 class Owned:
-    """What belongs to the key that it was made with (app/storage/session.py)."""
+    """A mixin for rows that belong to the key that created them (app/storage/session.py)."""
 
     owner: Mapped[str | None] = mapped_column()
-    """The key's id; None: made without a key, by this machine's own user."""
+    """The key's id, or None if the row was created without a key, by this machine's own user."""
 
 
 class Configuration(Owned, Base):
@@ -66,7 +66,7 @@ class File(Owned, Base):
     format: Mapped[DataFormat] = mapped_column(String)
     examples: Mapped[int]
     inline: Mapped[bool]
-    """Made from a job's inline texts; goes with its job."""
+    """Whether the file was made from a job's inline texts; it is deleted with that job."""
 
 
 class Job(Owned, Base):
@@ -85,12 +85,12 @@ class Job(Owned, Base):
     created_at: Mapped[float]
     status: Mapped[JobStatus] = mapped_column(String)
     requested: Mapped[Requested | None] = mapped_column(String)
-    """What a user has requested and its worker has yet to do."""
+    """A state that a user has requested and the worker has not applied yet."""
     priority: Mapped[int]
     place: Mapped[float]
     """The place in the queue, lowest first: the time of submission, minus a bonus for priority."""
     not_before: Mapped[float]
-    """Not claimed earlier: the wait after a crash."""
+    """The earliest time of the next claim: after a crash, the job waits."""
 
     model_name: Mapped[str]
     user_id: Mapped[Any] = mapped_column(Json, nullable=True)
@@ -112,9 +112,9 @@ class Job(Owned, Base):
     lease_until: Mapped[float | None]
     device: Mapped[str | None]
     gpu_id: Mapped[int | None]
-    """The only GPU that may have it; None: any device."""
+    """The only GPU that may run the job, or None for any device."""
     failures: Mapped[int]
-    """Crashes since the last checkpoint that moved on."""
+    """Crashes since the last checkpoint with progress."""
     checkpoint_step: Mapped[int]
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
@@ -124,7 +124,7 @@ class Job(Owned, Base):
 
 
 def job_of(columns: Mapping[str, Any]) -> Job:
-    """A job of no session, for looking at: with every column as it is in the database.
+    """A read-only job that belongs to no session, with every column as it is in the database.
 
     The constructor, which tracks changes column by column, takes fifteen times as long.
     """
@@ -134,7 +134,7 @@ def job_of(columns: Mapping[str, Any]) -> Job:
 
 
 class Attempt(Base):
-    """One claim of a job by one worker, with the plan that it made."""
+    """One claim of a job by one worker, with the plan that the worker made."""
 
     __tablename__ = "attempts"
     __table_args__ = BY_JOB
@@ -149,7 +149,7 @@ class Attempt(Base):
 
 
 class JobTotals(Base):
-    """What a job's steps come to, counted whenever an attempt ends: a job that runs is ahead of it."""
+    """Sums over a job's steps, stored when an attempt ends; a running job may already have more."""
 
     __tablename__ = "job_totals"
     __table_args__ = BY_JOB
@@ -168,18 +168,18 @@ class JobTotals(Base):
 
 
 class Counter(Base):
-    """What deleted jobs have contributed to figures that only grow (app/observability)."""
+    """The share of deleted jobs in counters that never decrease (app/statistics/counters.py)."""
 
     __tablename__ = "counters"
 
     name: Mapped[str] = mapped_column(primary_key=True)
     label: Mapped[str] = mapped_column(primary_key=True)
-    """Empty: it has none."""
+    """Empty if the counter has no label."""
     value: Mapped[float]
 
 
 class StepMetric(Base):
-    """One optimizer step of a job; where two attempts made it, the later one's."""
+    """One optimizer step of a job; if two attempts made the same step, the later attempt's."""
 
     __tablename__ = "step_metrics"
     __table_args__ = BY_JOB
@@ -237,7 +237,8 @@ class JobEvent(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     id: Mapped[str] = mapped_column(primary_key=True)
     line: Mapped[int | None] = mapped_column(BigInteger)
-    """Byte offset of the line in events.jsonl, where it came from there: read twice, stored once."""
+    """Byte offset of the line in events.jsonl, for events from there; a line that is read twice is stored
+    once."""
     attempt: Mapped[int]
     created_at: Mapped[float]
     level: Mapped[Level] = mapped_column(String)
@@ -268,7 +269,7 @@ class AnsweredRequest(Base):
     __tablename__ = "answered_requests"
 
     owner: Mapped[str] = mapped_column(primary_key=True)
-    """The key that it came with; empty: none."""
+    """The id of the API key of the request; empty if it had none."""
     key: Mapped[str] = mapped_column(primary_key=True)
     said: Mapped[str]
     """SHA-256 of method, path and body."""
@@ -293,7 +294,7 @@ class AuditEntry(Base):
 
 
 class Delivery(Base):
-    """Something to be told by webhook (app/webhooks)."""
+    """A webhook notification to be delivered (app/webhooks)."""
 
     __tablename__ = "deliveries"
 
@@ -303,12 +304,12 @@ class Delivery(Base):
     type: Mapped[str]
     url: Mapped[str]
     host: Mapped[str | None]
-    """The host of the URL; None: the URL has none, and is not delivered to."""
+    """The host of the URL; None if the URL has no host, in which case nothing is delivered."""
     attempts: Mapped[int]
     not_before: Mapped[float | None] = mapped_column(index=True)
-    """When it is due; None: it was delivered, or given up."""
+    """When the delivery is due; None once it has succeeded or was given up."""
     outcome: Mapped[str | None]
-    """`delivered`, or what came of the last attempt."""
+    """`delivered`, or why the last attempt failed."""
 
 
 class Worker(Base):
@@ -342,7 +343,7 @@ class StoredProfile(Base):
 
 
 class ProfileRequest(Base):
-    """A profile that somebody waits for; gone once it is made."""
+    """A request for a profile; deleted once the profile is stored."""
 
     __tablename__ = "profile_requests"
 
@@ -355,11 +356,11 @@ class ProfileRequest(Base):
     recipe: Mapped[dict[str, Any]]
     sequence: Mapped[int]
     error: Mapped[str | None]
-    """Why it cannot be made; such a request is not made again."""
+    """Why the profile cannot be made; a request with an error is not repeated."""
 
 
 class PreviewRequest(Base):
-    """A look at a file that somebody waits for, as tokens; gone once it was read."""
+    """A request to preview a file as tokens; deleted once the preview has been read."""
 
     __tablename__ = "preview_requests"
     __table_args__ = (Index(None, "file_id"),)
@@ -371,11 +372,12 @@ class PreviewRequest(Base):
     order: Mapped[dict[str, Any]]
     answer: Mapped[Any] = mapped_column(Json, nullable=True)
     error: Mapped[str | None]
-    """Why there is none."""
+    """Why there is no answer."""
 
 
 class Measurement(Base):
-    """What a job measured of one size of micro-batch, and what had been predicted. It outlives the job."""
+    """The memory that a job measured for one micro-batch size, and its prediction. The row outlives the
+    job."""
 
     __tablename__ = "measurements"
     __table_args__ = (Index(None, "architecture", "device_name"),)
@@ -393,11 +395,11 @@ class Measurement(Base):
     device: Mapped[Literal["cpu", "cuda"]] = mapped_column(String)
     device_name: Mapped[str]
     accumulating: Mapped[bool]
-    """It was one of several micro-batches of its step."""
+    """Whether the micro-batch was one of several in its step."""
     source: Mapped[str]
     """The source of the prediction: measured, simulated or formula."""
     predicted_bytes: Mapped[int] = mapped_column(BigInteger)
     measured_bytes: Mapped[int] = mapped_column(BigInteger)
-    """Allocated at the peak on a GPU, the whole process on a CPU."""
+    """The peak of allocated memory on a GPU, or of the whole process on a CPU."""
     tokens_per_second: Mapped[float | None]
-    """The samples' own tokens, in forward and backward."""
+    """Tokens without padding, per second of forward and backward passes."""

@@ -1,7 +1,7 @@
-"""Waiting for a worker's answer without holding a thread, and for only so many answers at once.
+"""Waits for a worker's answer without holding a thread, and limits the number of waiting requests.
 
-A waiting thread serves no other request, and there are forty: waiting is done on the event loop, which looks
-into the database from a thread for a moment now and then.
+A waiting thread cannot serve another request, and there are only forty threads. So requests wait on the event
+loop, which uses a thread only to poll the database.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from anyio import to_thread
 from app.errors import TooManyRequests
 
 MOST_OF_A_KEY = 8
-"""Requests of one key that wait at once."""
+"""The maximum number of requests of one key that wait at the same time."""
 MOST = 64
 
 _FIRST_LOOK, _LONGEST_PAUSE = 0.02, 0.25
@@ -33,15 +33,15 @@ class Waits:
         self._waiting: Counter[str | None] = Counter()
 
     def has_place(self, key_id: str | None) -> bool:
-        """Whether one more may wait; who need not, is answered at once instead."""
+        """Whether one more request may wait. A caller with an alternative answers at once if it may not."""
         return self._waiting[key_id] < MOST_OF_A_KEY and self._waiting.total() < MOST
 
     @contextmanager
     def place(self, key_id: str | None) -> Iterator[None]:
-        """One of the places for those who wait, for the time of the block.
+        """Counts a waiting request for the duration of the block.
 
         Raises:
-            TooManyRequests: they are all taken.
+            TooManyRequests: too many requests are waiting already.
         """
         if not self.has_place(key_id):
             raise TooManyRequests(
@@ -60,13 +60,15 @@ class Waits:
 
 
 async def never() -> bool:
-    """For callers that are no HTTP client."""
+    """For callers without an HTTP client."""
     return False
 
 
 async def until_found(look: Callable[[], Found | None], seconds: float, gone: Gone = never) -> Found | None:
-    """What `look` gives as soon as it gives something; null if that is not so in time, or whoever asked has
-    gone. It runs in a thread, at growing intervals."""
+    """Polls `look` in a thread, at growing intervals, until it returns a result.
+
+    Returns None on a timeout, or if the client has disconnected.
+    """
     deadline, pause = time.monotonic() + seconds, _FIRST_LOOK
     while (found := await to_thread.run_sync(look)) is None:
         left = deadline - time.monotonic()

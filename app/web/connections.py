@@ -1,4 +1,4 @@
-"""Connections: so many at once, and only for those who say in time what they want."""
+"""Limits on connections: their number, and the time and size of a request's headers."""
 
 import resource
 from asyncio import TimerHandle
@@ -16,7 +16,7 @@ _OTHER_FILES = 256
 
 
 def raise_connection_limit() -> int:
-    """Connections at once, beyond which the answer is 503; as many open files are made possible."""
+    """Raises the limit of open files. Returns the number of connections beyond which the response is 503."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -26,13 +26,13 @@ def raise_connection_limit() -> int:
 
 
 def protocol() -> Any:
-    """uvicorn's own protocol, but for connections that stay silent, or send a request's head for ever."""
+    """uvicorn's protocol, which also closes connections that stay silent or never finish a request's head."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Impatient(HttpToolsProtocol):
         _silent: TimerHandle | None = None
         _head: int | None = 0
-        """Bytes of the head at hand; None: it is whole."""
+        """Bytes received of the current head, or None if it is complete."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""What kind of body a request says that it has."""
+"""The kind of body that a request declares."""
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
@@ -12,8 +12,10 @@ def is_multipart(headers: Headers) -> bool:
 
 
 def names_a_charset(headers: Headers) -> bool:
-    """Whether a form says that it is in something else than UTF-8, as no client's is. Parsing would use any
-    codec that Python knows, and some take time with the square of the text (idna, punycode)."""
+    """Whether a form declares a charset other than UTF-8, which no client does.
+
+    Parsing would use any of Python's codecs, and some take quadratic time (idna, punycode).
+    """
     _, options = parse_options_header(headers.get("content-type", ""))
     charset = options.get(b"charset")
     return charset is not None and charset.decode("latin-1").lower() not in _UTF_8

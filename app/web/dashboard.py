@@ -1,4 +1,4 @@
-"""The dashboard: a page and its modules, as they lie in `app/dashboard`. They contain no data."""
+"""Serves the dashboard: a page and its modules from `app/dashboard`. They contain no data."""
 
 import gzip
 from functools import lru_cache
@@ -15,10 +15,10 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere; styles within the page are the chart library's."""
+"""The page loads nothing from other hosts; inline styles are allowed for the chart library."""
 
 _ASK_AGAIN = {"Cache-Control": "no-cache"}
-"""Browsers may cache these files, but must ask whether they have changed: an update brings new ones."""
+"""Browsers may cache these files, but must revalidate them, since an update replaces them."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -37,7 +37,7 @@ async def page() -> FileResponse:
 
 @router.get("/dashboard/plotly.js")
 def plotly(request: Request) -> Response:
-    """The chart library out of its own package: 5 MB, compressed once."""
+    """The chart library from its own package: 5 MB, compressed once."""
     headers = {"Cache-Control": "max-age=86400", "Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(
@@ -53,6 +53,6 @@ def _plotly() -> bytes:
 
 
 def install(app: FastAPI) -> None:
-    """Adds the page and what it is made of."""
+    """Adds the page and its static files."""
     app.include_router(router)
     app.mount("/dashboard", _Static(directory=_FOLDER / "static"), name="dashboard")

@@ -1,7 +1,7 @@
-"""What routes ask for: settings, and a session that is committed before the answer goes out.
+"""Dependencies of routes: settings, and a session that is committed before the response is sent.
 
-Those that do not wait for anything are coroutines: FastAPI runs a plain function in a thread, which takes
-longer than what these do.
+Dependencies that never block are coroutines: FastAPI would run a plain function in a thread, which takes
+longer than the function itself.
 """
 
 import hashlib
@@ -39,14 +39,15 @@ async def _caller(request: Request) -> Caller:
     FastAPI would be one more dependency of every request, and would parse the key a second time.
 
     Raises:
-        Unauthorized, Forbidden: no key that opens this service, or not for this.
+        Unauthorized: the request has no valid key.
+        Forbidden: the key lacks the scope for this request.
     """
     caller = await admit(request)
     if request.scope["query_string"]:
         check_names(request)
     needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
     if not caller.may(needed):
-        raise Forbidden(f"This key may not {needed}: make one with --scope {needed}.")
+        raise Forbidden(f"This key may not {needed}: create one with --scope {needed}.")
     return caller
 
 
@@ -65,7 +66,7 @@ async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)
 
 
 def planning_inputs_of(request: Request) -> PlanningInputs:
-    """What the caller of an authorised request may know of jobs to come."""
+    """The planning inputs that the caller of an authorised request may see."""
     return PlanningInputs(_as_seen(request, request.state.caller), request.app.state.kept)
 
 
@@ -107,7 +108,7 @@ def _open_stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) 
 
 
 Opened = Annotated[OpenStream, Depends(_open_stream)]
-"""Begins an answer that is sent while it is made: `(parts, close, **options)`, as `Streams.open`."""
+"""Opens a streaming response; called with `(parts, close, **options)`, as `Streams.open`."""
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 authorised = Depends(_caller)
@@ -121,8 +122,8 @@ CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]
 CurrentOnce = Annotated[IdempotentRequest, Depends(_once)]
-Limit = Annotated[int, Query(ge=1, le=100, description="At most so many")]
-After = Annotated[str | None, Query(max_length=100, description="The last id of the page before")]
+Limit = Annotated[int, Query(ge=1, le=100, description="Maximum number of items")]
+After = Annotated[str | None, Query(max_length=100, description="The last id of the previous page")]
 
 
 JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]

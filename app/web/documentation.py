@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document to read and to try, from files of this machine's own."""
+"""Serves `/docs`, the interactive OpenAPI page, from local files."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +12,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere; the page's own script is within it."""
+"""The page loads nothing from other hosts; its own script is inline."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -33,6 +33,6 @@ async def page(request: Request) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Adds the page and what it is made of."""
+    """Adds the page and its static files."""
     app.include_router(router)
     app.mount("/docs/static", StaticFiles(directory=_FOLDER), name="docs")

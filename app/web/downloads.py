@@ -1,4 +1,4 @@
-"""Answers that are sent while they are made, and what they hold meanwhile."""
+"""Streaming responses, and limits on the files that they hold open."""
 
 import threading
 from collections import Counter
@@ -12,18 +12,18 @@ from starlette.types import Receive, Scope, Send
 from app.errors import TooManyRequests
 
 MOST_OF_A_KEY = 20
-"""Streams of one key at once: each that is read slowly holds what it is made from."""
+"""The maximum number of concurrent streams of one key: a slow reader keeps the stream's files open."""
 MOST = 200
 MOST_FILES = 1000
-"""Files that are open for all streams together."""
+"""The maximum number of files that all streams together hold open."""
 
 
 class ClosingStream(StreamingResponse):
-    """A stream whose files are closed at its end, also where the client has gone or never read any of it.
+    """A stream whose files are closed at its end, even if the client disconnected or never read any of it.
 
     Args:
-        parts: texts or bytes, made in a thread one after another.
-        close: lets go of what they are made from.
+        parts: texts or bytes; they are generated in a thread, one after another.
+        close: releases the resources behind the parts.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             if isinstance(self._parts, Generator):
-                with suppress(ValueError):  # a thread is within it at this moment, and reads to its end
+                with suppress(ValueError):  # a thread is running the generator, and finishes it
                     self._parts.close()
             self._close()
 
@@ -58,13 +58,13 @@ class Streams:
         files: int = 1,
         **options: Any,
     ) -> ClosingStream:
-        """One more.
+        """Opens a stream.
 
         Args:
-            files: how many files it holds open.
+            files: the number of files that the stream holds open.
 
         Raises:
-            TooManyRequests: as many are being sent as may be.
+            TooManyRequests: the maximum number of streams or files is open.
         """
         with self._counting:
             if self._open[key_id] >= MOST_OF_A_KEY or self._open.total() >= MOST:
@@ -72,13 +72,13 @@ class Streams:
                 own = self._open[key_id]
                 of = "this key" if own >= MOST_OF_A_KEY else "all keys"
                 message = (
-                    f"{own if own >= MOST_OF_A_KEY else MOST} downloads of {of} are under way: try again "
+                    f"{own if own >= MOST_OF_A_KEY else MOST} downloads of {of} are in progress: try again "
                 )
                 raise TooManyRequests(message + "once some have ended.", retry_after_seconds=5)
             if self._files + files > MOST_FILES:
                 close()
                 raise TooManyRequests(
-                    "The downloads under way hold too many files open: try again once some have ended.",
+                    "The downloads in progress hold too many files open: try again once some have ended.",
                     retry_after_seconds=5,
                 )
             self._open[key_id] += 1

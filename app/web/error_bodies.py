@@ -27,7 +27,7 @@ from app.web.content_type import is_multipart
 from app.web.validation_errors import FieldProblem, field_problems
 
 OPENAI = "OpenAI"
-"""How the tags of the OpenAI-compatible routes begin."""
+"""The prefix of the tags of the OpenAI-compatible routes."""
 
 log = structlog.get_logger("accrue.service")
 
@@ -90,7 +90,7 @@ def install(app: FastAPI) -> None:
 
 
 def _status(request: Request, status: int) -> int:
-    """OpenAI's clients know a request that was understood and refused as 400."""
+    """The status to send: OpenAI's clients expect 400 instead of 422."""
     tags: list[str] = getattr(request.scope.get("route"), "tags", [])
     return 400 if status == 422 and any(tag.startswith(OPENAI) for tag in tags) else status
 
@@ -128,7 +128,7 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 def _body_of(request: Request) -> type[BaseModel] | None:
-    """What the route takes as its body."""
+    """The model of the route's body."""
     dependant = getattr(request.scope.get("route"), "dependant", None)
     for field in dependant.body_params if dependant is not None else ():
         annotation = field.field_info.annotation
@@ -141,15 +141,15 @@ def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     detail = {
-        404: f"There is nothing at {request.url.path}: see /docs for what there is.",
+        404: f"No route matches {request.url.path}: see /docs for the available routes.",
         405: f"{request.method} is not allowed at {request.url.path}: see /docs.",
     }.get(error.status_code, str(error.detail))
     if detail == "There was an error parsing the body":
         detail = (
             "The body is not a valid form: send the file as multipart/form-data, in the field file."
             if is_multipart(request.headers)
-            else "The body is not valid JSON: it must be UTF-8, not too deep, with numbers of sensible "
-            "length."
+            else "The body is not valid JSON: it must be UTF-8, not nested too deeply, and without very long "
+            "numbers."
         )
     code = TooLarge.code if status == TooLarge.status else status.phrase.lower().replace(" ", "_")
     return problem_response(request, status, code, status.phrase, detail, headers=error.headers)
@@ -189,7 +189,7 @@ def _disk_full(request: Request, error: Exception) -> JSONResponse:
 
 
 def unexpected(request: Request) -> JSONResponse:
-    """The answer to a request during which the service's own code failed."""
+    """The response after an unexpected error in the service's own code."""
     return problem_response(
         request, 500, "internal_error", "Internal error",
         "Internal error: the service's log has the details under this request's id.",

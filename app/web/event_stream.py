@@ -1,4 +1,4 @@
-"""Events as they happen: one look at the database for everybody who follows a job."""
+"""Streams events as they happen: one database query serves all followers of jobs."""
 
 import asyncio
 import threading
@@ -19,43 +19,44 @@ log = structlog.get_logger("accrue.service")
 
 _LOOK_EVERY_SECONDS = 0.25
 _LOOKS_BETWEEN_PROGRESS = 4
-"""How far a window is, is told once a second."""
+"""Sends the progress within a window once a second."""
 _SIGN_OF_LIFE_SECONDS = 15.0
 _AT_ONCE = 2000
-"""Events that one look brings at most; the next goes on from there."""
+"""The maximum number of events per query; the next query continues from there."""
 
 
 MOST_FOLLOWERS = 2000
-"""Streams of one service; each holds a connection."""
+"""The maximum number of streams of one service; each holds a connection."""
 MOST_OF_A_KEY = 1000
 
 
 class _Follower:
-    """Somebody who follows a job, and the last event that was put aside for them."""
+    """A client that follows a job, and the last event that was queued for it."""
 
     def __init__(self, job_id: str, last: str, key_id: str | None) -> None:
         self.job_id, self.last, self.key_id = job_id, last, key_id
         self.within: WindowProgress | None = None
-        """How far its window was when that was told last."""
+        """The progress within the window that was sent last."""
         self.waiting: asyncio.Queue[list[JobEvent] | WindowProgress | None] = asyncio.Queue()
-        """Null: the job is no longer there."""
+        """None means that the job has been deleted."""
 
 
 class EventStream:
-    """Looks for new events only while somebody follows a job, and for those who have read what they got."""
+    """Polls for new events only while clients follow jobs, and only for clients that have read all their
+    events."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._followers: set[_Follower] = set()
         self._joining = threading.Lock()
-        """They join from threads, while the event loop looks for them."""
+        """Clients join from threads while the event loop iterates over them."""
         self._looking: asyncio.Task[None] | None = None
 
     def join(self, job_id: str, last: str = "", key_id: str | None = None) -> _Follower:
-        """Somebody who will `follow`.
+        """Registers a client that will call `follow`.
 
         Raises:
-            TooManyRequests: as many follow already as one key, or this service, can have.
+            TooManyRequests: the key or the service has reached its maximum number of streams.
         """
         follower = _Follower(job_id, last, key_id)
         with self._joining:
@@ -70,10 +71,10 @@ class EventStream:
         )
 
     async def follow(self, follower: _Follower) -> AsyncIterator[JobEvent | WindowProgress | None]:
-        """A job's events behind the last one known, oldest first, to the one that ends it, or to the job's
-        deletion; and between them how far a window is that takes longer than a second.
+        """Yields a job's events after the last known one, oldest first, until the job ends or is deleted.
 
-        Yields null if nothing happened for a while, so that a client that is gone is noticed.
+        Between them, it yields the progress within windows that take longer than a second, and None if
+        nothing has happened for a while, so that a disconnected client is noticed.
         """
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_again_and_again())
@@ -91,18 +92,20 @@ class EventStream:
                     continue
                 for event in events:
                     yield event
-                if events[-1].type in ENDED:  # one before it was taken back: a timeout, by resuming the job
+                if (
+                    events[-1].type in ENDED
+                ):  # an earlier end does not count: the job was resumed after a timeout
                     return
         finally:
             self.leave(follower)
 
     def leave(self, follower: _Follower) -> None:
-        """Gives a place back; also that of one who never came to `follow`."""
+        """Removes a client, even one that never called `follow`."""
         with self._joining:
             self._followers.discard(follower)
 
     async def _look_again_and_again(self) -> None:
-        structlog.contextvars.clear_contextvars()  # of the request that happened to be the first
+        structlog.contextvars.clear_contextvars()  # drop the context of the request that started this task
         looks = 0
         while self._followers:
             with self._joining:
@@ -131,7 +134,7 @@ class EventStream:
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
 
     def _windows(self, job_ids: set[str]) -> dict[str, WindowProgress]:
-        """How far the windows are of jobs that run."""
+        """The progress within the current windows of running jobs."""
         running = select(Job.id, Job.attempt, Job.progress).where(
             Job.status == "running", Job.id.in_(job_ids)
         )
@@ -148,8 +151,14 @@ class EventStream:
             }
 
     def _look(self, wanted: Sequence[tuple[str, str]]) -> tuple[dict[int, list[JobEvent]], list[int]]:
-        """New events by the number of the one who wants them: a job, and the last event known of it; and the
-        numbers of those whose job was deleted."""
+        """Reads new events.
+
+        Args:
+            wanted: for each follower, the job's id and the id of the last known event.
+
+        Returns:
+            New events by the follower's index, and the indices of followers whose job was deleted.
+        """
         found: dict[int, list[JobEvent]] = {}
         if not wanted:
             return found, []

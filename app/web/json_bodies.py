@@ -1,4 +1,4 @@
-"""A route that reads JSON whatever the Content-Type says: plain `curl -d` sends a form's."""
+"""A route that reads JSON whatever the Content-Type is: plain `curl -d` declares a form."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -1,4 +1,4 @@
-"""How long answers took, over the last ones."""
+"""Latency of the most recent requests."""
 
 from collections import deque
 from threading import Lock

@@ -1,4 +1,4 @@
-"""What happens to every request: an id, a size limit, the look at where it comes from, one log line."""
+"""Middleware for every request: an id, a size limit, the check of its origin, one log line."""
 
 import asyncio
 import re
@@ -33,9 +33,10 @@ _ALSO_UNDER = "/api/v1"
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
 _BODY_WITHOUT_DATA = 2**18
-"""Bytes of a body where no route takes samples in it: a configuration has a few thousand."""
+"""The maximum body of routes that take no samples, in bytes: a configuration has a few thousand."""
 _MOST_VALUES = 150_000
-"""The most values in a body with samples, counted by commas and brackets: checking each takes time."""
+"""The maximum number of values in a body with samples, counted by commas and brackets: validation takes
+time."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"
@@ -43,7 +44,7 @@ _WITH_DATA = f"{NATIVE}/training/"
 _PAGES = ("/", "/docs")
 _FOR_ANYBODY = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
-"""Seconds in which a body must arrive; for an upload, its next part."""
+"""Seconds in which a body must arrive; for an upload, in which its next part must arrive."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _LONGEST_PATH = 500
 _LONGEST_LENGTH = 15
@@ -67,7 +68,7 @@ class EveryRequest:
     ) -> None:
         """
         Args:
-            is_mounted: another application authenticates its users.
+            is_mounted: whether the service is mounted in another application, which authenticates the users.
         """
         self.app = app
         self.audit = audit
@@ -127,7 +128,7 @@ class EveryRequest:
         self.audit.note(deed, is_known=caller is not None)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
-        """Hands the request on, once it is known that it may come in; nothing of its body is read before."""
+        """Passes the request on if it is accepted. Nothing of its body is read before that."""
         response = await self._refused(scope, headers)
         if response is not None:
             await response(scope, receive, send)
@@ -136,7 +137,7 @@ class EveryRequest:
         await self.app(scope, _limited(receive, self._limit(scope), whole=not is_upload), send)
 
     async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
-        """The answer to a request that does not come in; None: it does."""
+        """The response to a rejected request, or None if the request is accepted."""
         request = Request(scope)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if not is_storable(scope["path"]) or b"%00" in scope["query_string"]:
@@ -155,12 +156,12 @@ class EveryRequest:
                 headers={"Connection": "close"},
             )  # fmt: skip
         if scope["method"] in _READING or path in _FOR_ANYBODY:
-            return None  # without a body there is nothing to be gained by asking before the route does
+            return None  # without a body, the route's own check of the key is early enough
         is_upload = self._is_upload(scope)
         try:
             caller = await admit(request)
-            if is_upload and not caller.may("write"):  # before all of it is taken in
-                raise Forbidden("This key may not write: make one with --scope write.")
+            if is_upload and not caller.may("write"):  # before the upload is received
+                raise Forbidden("This key may not write: create one with --scope write.")
         except AccrueError as error:
             response = known(request, error)
             response.headers["Connection"] = "close"
@@ -188,8 +189,8 @@ class EveryRequest:
         return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
 
     def _limit(self, scope: Scope) -> int:
-        """Bytes of the body: a file's for the route that takes files, a document's for those that take
-        samples, and little for every other."""
+        """The maximum size of the body in bytes: large for file uploads, medium for routes that take
+        samples, and small for all others."""
         if self._is_upload(scope):
             return self.settings.max_file_bytes + _FORM_OVERHEAD
         most = self.settings.max_body_bytes
@@ -205,12 +206,13 @@ def _strip_api_prefix(scope: Scope) -> None:
 
 
 def _template(scope: Scope) -> str:
-    """The route's path with its parameters' names, such as `/training/{training_id}`: one of a few."""
+    """The route's path template, such as `/training/{training_id}`; there are only a few of them."""
     return getattr(scope.get("route"), "path", "none")
 
 
 def _add_headers(headers: MutableHeaders, identifier: str) -> None:
-    """Adds the request's id, and headers that keep a browser from guessing types, framing or running it."""
+    """Adds the request's id, and headers that stop a browser from sniffing, framing or executing the
+    response."""
     headers["x-request-id"] = identifier
     headers["X-Content-Type-Options"] = "nosniff"
     headers["Referrer-Policy"] = "no-referrer"
@@ -234,10 +236,10 @@ _TOO_MANY_VALUES = (
 
 
 def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
-    """Counts what arrives, for bodies that do not say how long they are; and how long that takes.
+    """Limits the size of a body, even without a content-length, and the time in which it must arrive.
 
     Args:
-        whole: the whole body must be there in time; else each part of it.
+        whole: whether the time limit is for the whole body; otherwise it is for each part.
     """
     taken, values, arrived = 0, 0, False
     until = time.monotonic() + _BODY_SECONDS
@@ -267,5 +269,5 @@ def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
 
 
 def _address(host: str) -> str:
-    """A client's address; a proxy may have passed on anything as one."""
+    """A client's address, or `?` if a proxy passed on something that is not an address."""
     return host if _AN_ADDRESS.fullmatch(host) else "?"

@@ -1,4 +1,4 @@
-"""The OpenAPI document, with what FastAPI does not say by itself."""
+"""The OpenAPI document, with additions that FastAPI does not generate."""
 
 from typing import Any
 

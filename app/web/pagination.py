@@ -1,4 +1,4 @@
-"""Lists in pages, newest first, by key and never by offset."""
+"""Keyset pagination of lists, newest first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

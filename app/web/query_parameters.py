@@ -15,8 +15,10 @@ _LISTS: dict[Callable[..., Any], dict[str, bool]] = {}
 
 
 def check_names(request: Request) -> None:
-    """Raises:
-    Unprocessable: a parameter has a name that the route does not know, or came again.
+    """Checks the names of the query's parameters.
+
+    Raises:
+        Unprocessable: the route has no parameter of that name, or the parameter must not be repeated.
     """
     route = request.scope.get("route")
     if not isinstance(route, APIRoute):

@@ -1,4 +1,4 @@
-"""What pydantic complains of, in words that help: the field as the client wrote it, and what may be meant."""
+"""Translates pydantic's errors into messages with the client's field name and a suggested correction."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,16 +11,18 @@ from app.contract.base import UNSTORABLE
 
 _KIND = re.compile(r"int|str|bool|float|[A-Z]\w*")
 _LONGEST_NAME = 100
-"""Characters of a field's name that are looked at and repeated: no schema has half as many."""
+"""The maximum number of characters of a field's name that are used; no schema's names are half as long."""
 
 _PLAINLY = {"model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json"}
-"""What to say instead of pydantic's own words, by its type of error."""
+"""Messages that replace pydantic's, by type of error."""
 
 _FORMS = {
-    "file_id": "no file has such an id: file-…, as POST /v1/files answers and GET /v1/files lists them",
+    "file_id": (
+        "is not a file id: use an id like file-…, as returned by POST /v1/files and listed by GET /v1/files"
+    ),
     "model": "has a form that is not allowed: use letters, digits, dots, hyphens and underscores, and a "
-    "slash only between owner and name. To train further a model that was trained here, put its folder into "
-    "ACCRUE_MODELS_DIR and give the folder's name",
+    "slash only between owner and name. To continue training a model that was trained here, put its folder "
+    "into ACCRUE_MODELS_DIR and give the folder's name",
 }
 _OF_A_FORM = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
               "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
@@ -62,15 +64,15 @@ _SAID_BY = {
     "bf16": 'mixed_precision: "bf16"',
     "tf32": 'mixed_precision: "tf32"',
 }
-"""What says the same here as a switch of other trainers."""
+"""Our equivalents of other trainers' switches."""
 
 
 _OTHER_KINDS = ("_type", "_parsing", "literal_error", "missing", "extra_forbidden")
-"""How pydantic's types of error end that say that a value is of another kind."""
+"""Suffixes of pydantic's error types for values of the wrong type."""
 
 
 MOST_TOLD = 20
-"""Problems that one answer names: after fixing these, the client sends the request again."""
+"""The maximum number of problems in one response: the client fixes them and repeats the request."""
 _MOST_LOOKED_AT = 200
 
 
@@ -82,11 +84,11 @@ class FieldProblem(BaseModel):
 def field_problems(
     errors: Sequence[Mapping[str, Any]], requested: type[BaseModel] | None
 ) -> list[FieldProblem]:
-    """One for each field.
+    """Translates pydantic's errors into one problem per field.
 
     Args:
-        errors: pydantic's, with where each is.
-        asked: what the body should have been.
+        errors: pydantic's errors.
+        requested: the model of the route's body.
     """
     by_field: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors[:_MOST_LOOKED_AT]:
@@ -108,7 +110,7 @@ def _until_a_union(error: Mapping[str, Any]) -> list[str]:
 
 
 def _is_member(part: str) -> bool:
-    """Whether a part of an error's path is a member of a union, and nothing that the client wrote."""
+    """Whether a part of an error's path is pydantic's name of a union member, not a field of the client's."""
     return "[" in part or "-" in part or _KIND.fullmatch(part) is not None
 
 
@@ -125,13 +127,15 @@ def _shortened(name: str) -> str:
 def _of_a_union(
     field: str, errors: Sequence[Mapping[str, Any]], requested: type[BaseModel] | None
 ) -> FieldProblem:
-    """The problem of a value that fits none of several types: what is wrong with it as the nearest type, or
-    else which types are possible."""
+    """The problem of a value that matches no type of a union: its error for the closest type, or else the
+    list of possible types."""
     bounds = [error for error in errors if not error["type"].endswith(_OTHER_KINDS)]
-    if bounds:  # it is of that kind, and beyond its bounds
+    if bounds:  # the type is right, and the value is out of bounds
         return _of_one(bounds[0], requested)
     deepest = max(errors, key=lambda error: len(_path(error)))
-    if len(_path(deepest)) > field.count(".") + 3:  # its own name, the kind's, and the kind's only field
+    if (
+        len(_path(deepest)) > field.count(".") + 3
+    ):  # the path goes deeper than the field, the union member and its only field
         return _of_one(deepest, requested)
     simple = [error for error in errors if error["type"].endswith(("_type", "_parsing", "literal_error"))]
     told = [_plainly(error) for error in simple if error["type"] != "model_type"] or [_plainly(errors[0])]
@@ -164,9 +168,9 @@ def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     group, _, name = field.rpartition(".")
     first = next((path for path, others in there.items() if field in others), None)
     if first is not None:
-        return f"is another name of {first}, which is given, too: leave one out"
+        return f"is another name for {first}, which is also given: remove one"
     if name in _SAID_BY and requested is not None:
-        return f"{told}: say {_SAID_BY[name]}"
+        return f"{told}: use {_SAID_BY[name]}"
     meant = _KNOWN_ELSEWHERE_AS.get(name, name)
     beside = [each for each in there if each.rpartition(".")[0] == group]
     named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]
@@ -175,7 +179,7 @@ def _unknown(field: str, requested: type[BaseModel] | None) -> str:
 
 
 def _fields(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The paths of a model's fields, each before those within it, with the other names that it goes by."""
+    """The paths of a model's fields, parents before children, each with its aliases."""
     for name, field in model.model_fields.items():
         path, alias = f"{before}{name}", field.validation_alias
         names = alias.choices if isinstance(alias, AliasChoices) else []

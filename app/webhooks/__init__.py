@@ -1,1 +1,1 @@
-"""Telling others that a job ended or was paused, as Standard Webhooks (standardwebhooks.com)."""
+"""Notifies others by Standard Webhooks (standardwebhooks.com) that a job ended or was paused."""

@@ -1,4 +1,4 @@
-"""Addresses that a webhook may go to: the name is resolved once, and the connection goes to the result."""
+"""Checks webhook addresses: the host is resolved once, and the connection uses that same address."""
 
 import ipaddress
 import socket
@@ -23,23 +23,23 @@ _NOBODY_S_RECEIVERS = tuple(
 """Addresses that look public and are not."""
 
 _ISATAP = (0x00005EFE, 0x02005EFE)
-"""The third quarter of an IPv6 address whose last is an IPv4 one (RFC 5214)."""
+"""The third 32 bits of an IPv6 address whose last 32 bits are an IPv4 address (RFC 5214)."""
 
 
 class NotAllowed(InvalidRequest):
-    """A webhook may not go there."""
+    """The webhook's address is not allowed."""
 
     code = "webhook_not_allowed"
 
 
 def resolve(url: str, *, private: bool) -> str:
-    """One of the addresses that a URL's host has now.
+    """Resolves a URL's host to one of its current addresses.
 
     Args:
-        private: loopback, the machine's own network and the like are allowed too.
+        private: whether private addresses, such as loopback and the local network, are allowed too.
 
     Raises:
-        NotAllowed: it is none of the public internet's, or the host has none.
+        NotAllowed: the host has no address, or one that is not on the public internet.
     """
     host, port = _host_and_port(url)
     try:
@@ -57,7 +57,7 @@ def check(url: str, *, private: bool) -> None:
     """Checks a host that is itself an IP address, without resolving anything.
 
     Raises:
-        NotAllowed: it may not be spoken to.
+        NotAllowed: the address is not allowed.
     """
     host, _ = _host_and_port(url)
     try:
@@ -68,8 +68,10 @@ def check(url: str, *, private: bool) -> None:
 
 
 def _host_and_port(url: str) -> tuple[str, int]:
-    """Raises:
-    NotAllowed: nothing can be reached by such a URL.
+    """The host and port of a URL.
+
+    Raises:
+        NotAllowed: the URL is invalid or has no host.
     """
     try:
         parts = urlsplit(url)
@@ -94,6 +96,8 @@ def is_public(address: Address) -> bool:
             return is_public(inner)
         if address.is_site_local:  # fec0::/10, deprecated, and still private
             return False
-    if any(address in network for network in _NOBODY_S_RECEIVERS):  # of the other version: never in
+    if any(
+        address in network for network in _NOBODY_S_RECEIVERS
+    ):  # an address of the other IP version is in none of them
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved

@@ -28,24 +28,25 @@ if TYPE_CHECKING:
 log = structlog.get_logger("accrue.webhooks")
 
 RETRY_AFTER_SECONDS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 43200.0)
-"""Waits between attempts; after the last of them it is given up."""
+"""Waits between attempts; after the last one, the delivery is given up."""
 
 _LOOK_EVERY_SECONDS = 1.0
 _TAKEN_FOR_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
-"""For a whole delivery, from the name's resolution to the answer's status."""
+"""The time limit of a delivery, from resolving the host to the status of the response."""
 
 _AT_ONCE = 6
-"""Deliveries under way."""
+"""The number of concurrent deliveries."""
 
 _OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
-"""Deliveries at a time for one owner, and to one host: receivers that never answer delay only their own."""
+"""Deliveries at a time for one owner, and to one host: a receiver that never answers delays only its own
+deliveries."""
 
 _REMEMBERED = 10_000
-"""The most owners and hosts whose last delivery is remembered."""
+"""The maximum number of owners and hosts whose last delivery is remembered."""
 
 _LOOKED_AT = 200
-"""Deliveries that are due, among which one is chosen."""
+"""The maximum number of due deliveries among which one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _ClaimedDelivery:
     url: str
     created_at: float
     attempts: int
-    """This one among them."""
+    """Including this one."""
     owner: str | None
     host: str | None
 
@@ -67,7 +68,7 @@ class Deliverer:
     def __init__(self, database: Database, signing: Webhook | None, *, private_addresses: bool) -> None:
         """
         Args:
-            signing: signs deliveries; None: no secret is set, and nothing is delivered.
+            signing: signs deliveries; None if no secret is set, in which case nothing is delivered.
         """
         self._database = database
         self._signing = signing
@@ -75,10 +76,10 @@ class Deliverer:
         self._ended = threading.Event()
         self._choosing = threading.Lock()
         self._under_way: Counter[tuple[str, str | None]] = Counter()
+        """Deliveries in progress, by owner and by host."""
         self._served: dict[tuple[str | None, str | None], int] = {}
-        """The turn in which an owner was last served at a host, or (None) at any."""
+        """The turn in which an owner's last delivery to a host began; the host None stands for any host."""
         self._turns = 0
-        """Deliveries by owner and by host."""
         self._threads = [
             threading.Thread(target=self._deliver_on, name=f"webhooks-{number}", daemon=True)
             for number in range(_AT_ONCE)
@@ -106,7 +107,7 @@ class Deliverer:
                     finally:
                         with self._choosing:
                             self._under_way.subtract(_counted(taken.owner, taken.host))
-                            self._under_way += Counter()  # without those of whom there are none
+                            self._under_way += Counter()  # removes zero counts
             except (SQLAlchemyError, ReplacedDatabase) as error:
                 log.warning("deliveries cannot be read right now", error=str(error))
                 taken = None
@@ -143,11 +144,11 @@ class Deliverer:
         )
         due = (
             select(each.c.id, each.c.host, each.c.owner)
-            .where(each.c.turn <= _TO_ONE_HOST)  # the rest waits for these anyway
+            .where(each.c.turn <= _TO_ONE_HOST)  # the others must wait for these anyway
             .order_by(each.c.of_owner, each.c.not_before)  # the first of each owner before the second of any
             .limit(_LOOKED_AT)
         )
-        with self._database.reading() as session:  # most looks find nothing, and need no write lock
+        with self._database.reading() as session:  # most queries find nothing, and need no write lock
             found = session.execute(due).all()
         for delivery_id, host, owner in sorted(found, key=lambda row: self._last_turns(row[2], row[1])):
             if self._has_place(owner, host):
@@ -164,7 +165,8 @@ class Deliverer:
             self._served[key] = self._turns
 
     def _last_turns(self, owner: str | None, host: str | None) -> tuple[int, int]:
-        """Owners take turns, and so do the hosts of an owner: who was served last comes last."""
+        """A sort key by which owners take turns, and so do an owner's hosts: the one served last comes
+        last."""
         return self._served.get((owner, None), 0), self._served.get((owner, host), 0)
 
     def _has_place(self, owner: str | None, host: str | None) -> bool:
@@ -187,8 +189,8 @@ class Deliverer:
             )
 
     def _deliver(self, taken: _ClaimedDelivery) -> str | None:
-        """Null: it arrived; otherwise why not."""
-        import httpx2 as httpx  # a service starts sooner without
+        """Sends a delivery. Returns None on success, or the reason of the failure."""
+        import httpx2 as httpx  # not at module level, so that the service starts faster
 
         assert self._signing is not None
         until = time.monotonic() + _PATIENCE_SECONDS
@@ -215,15 +217,15 @@ class Deliverer:
                 extensions={"sni_hostname": url.host},
             )
             status = asyncio.run(_status_of(request, until - time.monotonic()))
-            return None if 200 <= status < 300 else f"it was answered by {status}"
+            return None if 200 <= status < 300 else f"the receiver answered with status {status}"
         except TimeoutError:
-            return f"it did not answer within {_PATIENCE_SECONDS:g} s"
+            return f"the receiver did not answer within {_PATIENCE_SECONDS:g} s"
         except NotAllowed as error:
             return error.message
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return type(error).__name__
         except Exception as error:
-            log.exception("a delivery failed unexpectedly", id=taken.id)  # the others go out all the same
+            log.exception("a delivery failed unexpectedly", id=taken.id)  # go on with the other deliveries
             return type(error).__name__
 
     def _note(self, taken: _ClaimedDelivery, failure: str | None) -> None:
@@ -247,10 +249,10 @@ def _counted(owner: str | None, host: str | None) -> list[tuple[str, str | None]
 
 
 async def _status_of(request: "httpx.Request", seconds: float) -> int:
-    """The status that a request is answered by; nothing of the answer's body is read.
+    """Sends a request and returns the status of the response, without reading the response's body.
 
     Raises:
-        TimeoutError: it takes longer, be it that a byte of the answer comes now and then.
+        TimeoutError: it takes longer, even if bytes of the response keep arriving.
         httpx.HTTPError: it cannot be sent.
     """
     import httpx2 as httpx

@@ -13,10 +13,10 @@ _LEAST_BYTES = 24
 
 
 def signer(secret: str) -> Webhook:
-    """What signs with a `whsec_…`.
+    """A signer for a secret `whsec_…`.
 
     Raises:
-        BadSetting: it is none, or shorter than 24 bytes.
+        BadSetting: the secret is invalid, or shorter than 24 bytes.
     """
     try:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
@@ -24,14 +24,15 @@ def signer(secret: str) -> Webhook:
         key = b""
     if not secret.startswith(_PREFIX) or len(key) < _LEAST_BYTES:
         raise BadSetting(
-            "ACCRUE_WEBHOOK_SECRET: whsec_ and the Base64 of at least 24 random bytes, as printed by "
+            "ACCRUE_WEBHOOK_SECRET must be whsec_ followed by the Base64 of at least 24 random bytes, "
+            "as printed by "
             "echo whsec_$(head -c 32 /dev/urandom | base64)"
         )
     return Webhook(key)
 
 
 def headers(signing: Webhook, identifier: str, body: bytes) -> dict[str, str]:
-    """What a delivery carries."""
+    """The headers of a delivery."""
     now = datetime.now(UTC)
     return {
         "webhook-id": identifier,
