@@ -30,21 +30,21 @@ from app.security import audit_routes
 from app.security.audit import AuditLog
 from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
-from app.security.rates import Rates
+from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
 from app.statistics import performance_routes
 from app.statistics import routes as statistics_routes
 from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.migrations import migrate
-from app.storage.waits import Waits
+from app.storage.waits import WaitLimiter
 from app.web import dashboard, documentation, error_bodies, openapi
 from app.web.dependencies import authorised
 from app.web.downloads import Streams
 from app.web.error_bodies import Problem
 from app.web.event_stream import EventStream
 from app.web.latency import LatencyGauge
-from app.web.middleware import NATIVE, EveryRequest
+from app.web.middleware import NATIVE, RequestMiddleware
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
@@ -153,11 +153,11 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.immediate_reads = ImmediateReads(state.database)
     state.documents = AnswerCache()
     state.kept = ShortCache()
-    state.waits = Waits()
+    state.waits = WaitLimiter()
     state.streams = Streams()
     state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))
-    state.rates = Rates(settings.rate_limit, settings.rate_limit_storage)
+    state.rates = RateLimiter(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)
     state.latency = LatencyGauge()
     state.exposition = Exposition(state.database)
@@ -168,7 +168,7 @@ def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mou
         GZipMiddleware, minimum_size=_COMPRESSED_FROM, compresslevel=5, exclude_content_types=_AS_THEY_ARE
     )
     app.add_middleware(
-        EveryRequest,
+        RequestMiddleware,
         settings=settings,
         latency=app.state.latency,
         audit=audit,

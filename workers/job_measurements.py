@@ -12,7 +12,7 @@ from app.contract.reports import Tuning
 from app.contract.spec import Spec
 from app.jobs import transitions
 from app.memory_profiles import measurements, profiles
-from app.storage.database import is_away
+from app.storage.database import is_unavailable
 from app.storage.session import Session
 from workers.leases import Running
 
@@ -43,6 +43,6 @@ def _harmless_failure(session: Session, running: Running) -> Iterator[None]:
         with session.begin_nested():
             yield
     except Exception as error:
-        if isinstance(error, DBAPIError) and is_away(error):
+        if isinstance(error, DBAPIError) and is_unavailable(error):
             raise
         log.exception("could not store what the job measured", job=running.fence.job_id)

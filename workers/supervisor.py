@@ -23,7 +23,7 @@ from app.jobs import queue, transitions
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import Device
 from app.settings import Settings
-from app.storage.database import Database, is_away
+from app.storage.database import Database, is_unavailable
 from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
@@ -242,7 +242,7 @@ class Supervisor:
         try:
             self._crash(running.fence, running.broken)
         except DBAPIError as error:
-            if is_away(error):
+            if is_unavailable(error):
                 raise
             log.exception("the job's crash cannot be written", job=running.fence.job_id)
         self._forget(running)
@@ -296,7 +296,7 @@ class Supervisor:
             if running is not None:
                 self._lose(running)
         except Exception as error:
-            if isinstance(error, DBAPIError) and is_away(error):
+            if isinstance(error, DBAPIError) and is_unavailable(error):
                 log.warning("the database did not answer", error=str(error.orig))
                 return
             log.exception("unexpected error", job=running.fence.job_id if running else None)

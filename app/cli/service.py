@@ -130,11 +130,11 @@ def restore(
     --runs, and from the beginning otherwise.
     """
     from app.maintenance.backup import restore as run
-    from app.maintenance.data_folder import held_alone
+    from app.maintenance.data_folder import held_exclusively
     from app.settings import get_settings
 
     settings = get_settings()
-    with held_alone(settings):
+    with held_exclusively(settings):
         restored = run(settings, folder)
     typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files: accrue up")
 

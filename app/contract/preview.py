@@ -10,7 +10,7 @@ from app.contract.data_formats import DataFormat
 from app.contract.spec import DataSpec, Overlength
 
 
-class PreviewOrder(Frozen):
+class PreviewSpec(Frozen):
     """What is to be looked at, and with which model's tokenizer."""
 
     model: ModelReference

@@ -17,7 +17,14 @@ from app.results.csv_export import csv_bytes, csv_of_job, csv_response
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import File, Job
-from app.web.dependencies import After, CurrentDatabase, CurrentOnce, CurrentSettings, Limit, Opened
+from app.web.dependencies import (
+    After,
+    CurrentDatabase,
+    CurrentIdempotentRequest,
+    CurrentSettings,
+    Limit,
+    StreamOpener,
+)
 from app.web.pagination import page
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
@@ -31,7 +38,7 @@ FileId = Annotated[str, Path(max_length=100, description="file-…")]
 def upload(
     database: CurrentDatabase,
     settings: CurrentSettings,
-    once: CurrentOnce,
+    once: CurrentIdempotentRequest,
     file: UploadFile,
     purpose: Annotated[Literal["fine-tune"], Form()] = "fine-tune",
 ) -> FileAnswer | Response:
@@ -41,7 +48,7 @@ def upload(
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
     with files.incoming(settings) as path:
         checked = files.store_upload(file.file, path, settings)
-        equal = files.equal_to(database, path, checked)
+        equal = files.find_duplicate(database, path, checked)
         once = once.with_content(f"{name} {checked.sha256}")
         with database.writing() as session:
             replayed = once.replay(session)
@@ -74,18 +81,18 @@ def get(database: CurrentDatabase, file_id: FileId) -> FileAnswer:
     with database.reading() as session:
         if job_id is None:
             return answer(files.get(session, file_id))
-        ended = _ended(session, job_id)
+        ended = _succeeded_job(session, job_id)
     return _result(database, ended)
 
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
 def content(
-    database: CurrentDatabase, settings: CurrentSettings, opened: Opened, file_id: FileId
+    database: CurrentDatabase, settings: CurrentSettings, opened: StreamOpener, file_id: FileId
 ) -> Response:
     job_id = job_of_result_file(file_id)
     with database.reading() as session:
         file = files.get(session, file_id) if job_id is None else None
-        ended = None if job_id is None else _ended(session, job_id)
+        ended = None if job_id is None else _succeeded_job(session, job_id)
     if ended is not None:  # the rows are read page by page, and no connection is held between pages
         return csv_response(csv_of_job(database, ended.id), ended.id, opened)
     assert file is not None
@@ -124,7 +131,7 @@ def _list_results(database: Database, limit: int, after: str | None) -> Page[Fil
 
     def noted(job: Job) -> FileAnswer:
         jobs.append(job)
-        return _unsized(job)
+        return _result_without_size(job)
 
     with database.reading() as session:
         found = page(session, query, Job.id, limit, last, noted)
@@ -133,7 +140,7 @@ def _list_results(database: Database, limit: int, after: str | None) -> Page[Fil
     return found.model_copy(update={"data": data, "first_id": first_id, "last_id": last_id})
 
 
-def _ended(session: Session, job_id: str) -> Job:
+def _succeeded_job(session: Session, job_id: str) -> Job:
     job = session.get(Job, job_id)
     if job is None or job.status != "succeeded":
         raise NotFound(f"No file has the id {RESULT_FILE}{job_id.removeprefix('ftjob-')}.")
@@ -143,10 +150,10 @@ def _ended(session: Session, job_id: str) -> Job:
 def _result(database: Database, job: Job) -> FileAnswer:
     """Describes a job's step metrics as a file. Call it outside a session: counting the bytes opens its
     own."""
-    return _unsized(job).model_copy(update={"bytes": csv_bytes(database, job.id)})
+    return _result_without_size(job).model_copy(update={"bytes": csv_bytes(database, job.id)})
 
 
-def _unsized(job: Job) -> FileAnswer:
+def _result_without_size(job: Job) -> FileAnswer:
     return FileAnswer(
         id=result_file_of(job),
         bytes=0,

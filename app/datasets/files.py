@@ -26,7 +26,7 @@ from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job
 
 _BLOCK = 2**20
-_MOST_READ = 3
+_MAX_VERIFIED_COPIES = 3
 """The most stored copies that are verified when another file with the same content arrives; usually there is
 one copy, with many names."""
 
@@ -34,7 +34,7 @@ log = structlog.get_logger("accrue.service")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedFile:
     """What a training file holds."""
 
     sha256: str
@@ -61,7 +61,7 @@ def incoming(settings: Settings) -> Iterator[Path]:
     pending.settle(path)
 
 
-def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
+def store_upload(source: BinaryIO, path: Path, settings: Settings) -> CheckedFile:
     """Copies an upload to its place and checks every line of it.
 
     Raises:
@@ -84,7 +84,7 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> Checked:
     return check(path, settings, field="file")
 
 
-def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> Checked:
+def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> CheckedFile:
     """Writes inline samples as a training file."""
     examples = 0
     pending.mark(path)
@@ -94,10 +94,10 @@ def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -
             target.write(json.dumps(line).encode() + b"\n")
             examples += 1
         _make_durable(target, path.parent)
-    return Checked(_digest(path), path.stat().st_size, form, examples)
+    return CheckedFile(_digest(path), path.stat().st_size, form, examples)
 
 
-def check(path: Path, settings: Settings, field: str) -> Checked:
+def check(path: Path, settings: Settings, field: str) -> CheckedFile:
     """Reads a training file once, a line at a time.
 
     Raises:
@@ -124,13 +124,13 @@ def check(path: Path, settings: Settings, field: str) -> Checked:
             examples += 1
     if form is None:
         raise InvalidRequest("The file has no example: give at least one JSON line.", field=field)
-    return Checked(_digest(path), path.stat().st_size, form, examples)
+    return CheckedFile(_digest(path), path.stat().st_size, form, examples)
 
 
 def add(
     session: Session,
     path: Path,
-    checked: Checked,
+    checked: CheckedFile,
     *,
     filename: str,
     purpose: str,
@@ -142,7 +142,7 @@ def add(
     Args:
         equal: the id that `equal_to` returned.
     """
-    _keep_once(path, equal)
+    _link_duplicate(path, equal)
     file = File(
         id=path.name,
         created_at=session.scalar(select(database_now())),
@@ -159,7 +159,7 @@ def add(
     return file
 
 
-def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
+def find_duplicate(database: Database, path: Path, checked: CheckedFile) -> str | None:
     """Finds a stored file with the same content, whoever owns it. Returns its id, or None.
 
     The stored file is verified before it is reused, outside of any transaction: a file that was damaged since
@@ -174,7 +174,7 @@ def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
     for name in names:
         with contextlib.suppress(FileNotFoundError):  # it was deleted just now
             by_inode.setdefault(name.stat().st_ino, []).append(name)
-    for same in list(by_inode.values())[:_MOST_READ]:
+    for same in list(by_inode.values())[:_MAX_VERIFIED_COPIES]:
         if _digest(same[0]) == checked.sha256:
             return same[0].name
         log.error(
@@ -186,7 +186,7 @@ def equal_to(database: Database, path: Path, checked: Checked) -> str | None:
     return None
 
 
-def _keep_once(path: Path, equal: str | None) -> None:
+def _link_duplicate(path: Path, equal: str | None) -> None:
     """Hard-links a new file to its duplicate: the content stays until the last of the two is deleted."""
     if equal is not None:
         _link(path.with_name(equal), path)

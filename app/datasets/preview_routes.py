@@ -6,17 +6,17 @@ from anyio import to_thread
 from fastapi import APIRouter, Path, Query, Request
 
 from app.contract.architecture import ModelName
-from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.spec import DataSpec, Overlength
 from app.datasets import files, previews
 from app.models import base_models
-from app.storage.waits import Waits
+from app.storage.waits import WaitLimiter
 from app.submissions.freeze import max_length_for
 from app.web.dependencies import CurrentDatabase, CurrentSettings
 
 router = APIRouter(prefix="/datasets", tags=["training"])
 
-_PATIENCE_SECONDS = 50.0
+_TIMEOUT_SECONDS = 50.0
 
 
 @router.get("/{file_id}/preview", summary="A file as the trainer will see it, token by token")
@@ -32,7 +32,7 @@ async def preview(
 ) -> DatasetPreview:
     """A worker tokenizes the file. From a large file, it reads a thousand evenly spread examples."""
 
-    def checked() -> PreviewOrder:
+    def checked() -> PreviewSpec:
         with database.connecting() as connection:
             known_as, digest, form, examples = files.read_row(
                 connection, database.viewer.owner, file_id, field="file_id"
@@ -48,9 +48,9 @@ async def preview(
             packing=False,
             validation=None,
         )
-        return PreviewOrder(model=model, data=data, shown=limit)
+        return PreviewSpec(model=model, data=data, shown=limit)
 
-    waits: Waits = request.app.state.waits
+    waits: WaitLimiter = request.app.state.waits
     with waits.place(request.state.caller.key_id):
         order = await to_thread.run_sync(checked)
-        return await previews.ask(database, order, _PATIENCE_SECONDS, request.is_disconnected)
+        return await previews.ask(database, order, _TIMEOUT_SECONDS, request.is_disconnected)

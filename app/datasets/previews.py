@@ -9,7 +9,7 @@ import time
 from anyio import CancelScope, to_thread
 from sqlalchemy import delete, func, select, update
 
-from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.text import storable, storable_values
 from app.devices import live_workers
 from app.errors import Conflict, NotFound, Unavailable, Unprocessable
@@ -19,11 +19,11 @@ from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, PreviewRequest
 from app.storage.waits import Gone, never, until_found
 
-_FORGOTTEN_AFTER = 600.0
+_EXPIRY_SECONDS = 600.0
 """Requests older than this many seconds are deleted: the service that made them has stopped."""
 
 
-async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gone = never) -> DatasetPreview:
+async def ask(database: Database, order: PreviewSpec, seconds: float, gone: Gone = never) -> DatasetPreview:
     """Requests a preview, and waits for it without holding a thread.
 
     Raises:
@@ -31,9 +31,9 @@ async def ask(database: Database, order: PreviewOrder, seconds: float, gone: Gon
         why. Conflict: no worker is running.
         Unavailable: no worker made the preview in time.
     """
-    request_id = await to_thread.run_sync(_want, database, order)
+    request_id = await to_thread.run_sync(_insert_request, database, order)
     try:
-        found = await until_found(lambda: _look(database, request_id), seconds, gone)
+        found = await until_found(lambda: _read_preview(database, request_id), seconds, gone)
     finally:
         with CancelScope(shield=True):  # even if the client has disconnected
             await to_thread.run_sync(_forget, database, request_id)
@@ -70,7 +70,7 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
     ).one_or_none()
 
 
-def waiting(session: Session) -> bool:
+def has_unclaimed(session: Session) -> bool:
     """Whether any requested preview is still unclaimed."""
     free = PreviewRequest.claimed_at.is_(None)
     return session.scalar(select(PreviewRequest.id).where(free).limit(1)) is not None
@@ -83,7 +83,7 @@ def store(session: Session, request_id: str, made: DatasetPreview | None, error:
     session.execute(update(PreviewRequest).where(PreviewRequest.id == request_id).values(values))
 
 
-def _want(database: Database, order: PreviewOrder) -> str:
+def _insert_request(database: Database, order: PreviewSpec) -> str:
     request = PreviewRequest(
         id=new_id("preview"),
         created_at=database_now(),
@@ -96,14 +96,14 @@ def _want(database: Database, order: PreviewOrder) -> str:
                 "No worker is running to read the data with the model's tokenizer: start one with "
                 "accrue worker."
             )
-        old = PreviewRequest.created_at < database_now() - _FORGOTTEN_AFTER
+        old = PreviewRequest.created_at < database_now() - _EXPIRY_SECONDS
         session.execute(delete(PreviewRequest).where(old))
         session.add(request)
         session.flush()
         return request.id
 
 
-def _look(database: Database, request_id: str) -> DatasetPreview | None:
+def _read_preview(database: Database, request_id: str) -> DatasetPreview | None:
     query = select(PreviewRequest.answer, PreviewRequest.error).where(PreviewRequest.id == request_id)
     with database.reading() as session:
         row = session.execute(query).one_or_none()

@@ -15,7 +15,7 @@ from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Configuration, Job
 from app.submissions.freeze import resolve_batch
-from app.web.dependencies import After, CurrentDatabase, CurrentOnce, Limit, Reading, Writing
+from app.web.dependencies import After, CurrentDatabase, CurrentIdempotentRequest, Limit, Reading, Writing
 from app.web.pagination import page
 
 router = APIRouter(tags=["configurations"])
@@ -25,7 +25,7 @@ ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or 
 
 @router.post("/config", status_code=201, summary="Store a configuration", response_model=ConfigurationAnswer)
 def create(
-    database: CurrentDatabase, requested: ConfigurationRequest, once: CurrentOnce
+    database: CurrentDatabase, requested: ConfigurationRequest, once: CurrentIdempotentRequest
 ) -> ConfigurationAnswer | Response:
     """Checks that the numbers agree, and stores the configuration under an id."""
     with database.writing() as session:

@@ -65,7 +65,7 @@ def submit(session: Session, submission: Submission) -> Job:
     now = _now(session)
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
         "id": new_id("ftjob"),
-        "owner": session.viewer.maker,
+        "owner": session.viewer.creator,
         "created_at": now,
         "place": now - submission.priority * AGEING_SECONDS,
         "status": "paused" if submission.paused else "queued",
@@ -168,7 +168,7 @@ def resume(session: Session, job_id: str) -> Job:
         change(session, job, requested=None)
     elif timed_out(job):
         with optional_part(session, "the counters of a job"):
-            counters.keep(session, job_id)
+            counters.add_to_stored(session, job_id)
         change(
             session,
             job,
@@ -238,7 +238,7 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
     with optional_part(session, "the counters of a job"):
-        counters.keep(session, job_id)
+        counters.add_to_stored(session, job_id)
     file = session.get_one(File, job.file_id)
     session.delete(job)
     session.flush()

@@ -38,7 +38,7 @@ from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
     After,
     CurrentDatabase,
-    CurrentOnce,
+    CurrentIdempotentRequest,
     CurrentSettings,
     Limit,
     Reading,
@@ -53,7 +53,7 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 
 @router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
-async def create(request: Request, requested: FineTuningRequest, once: CurrentOnce) -> Response:
+async def create(request: Request, requested: FineTuningRequest, once: CurrentIdempotentRequest) -> Response:
     """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
     inputs, settings = planning_inputs_of(request), request.app.state.settings
     return await submit(_Handler(requested, inputs, settings, once), request.app.state.group_commit)
@@ -152,7 +152,7 @@ def list_checkpoints(
 ) -> Page[FineTuningCheckpoint]:
     """The checkpoints that still exist: older ones are deleted."""
     job = transitions.get(session, fine_tuning_job_id)
-    kept = [_checkpoint(job, each) for each in checkpoints.kept(session, settings, job)]
+    kept = [_checkpoint(job, each) for each in checkpoints.list_checkpoints(session, settings, job)]
     return page_of(kept, lambda each: each.id, limit, after)
 
 

@@ -289,7 +289,7 @@ def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
         .values(ended_at=database_now(), outcome=storable(outcome)[:500])
     )
     with optional_part(session, "the totals of a job"):
-        totals.keep(session, fence.job_id)
+        totals.store_totals(session, fence.job_id)
 
 
 def _error(failure: Failure) -> dict[str, Any]:

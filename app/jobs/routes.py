@@ -27,7 +27,7 @@ from app.security.authentication import Authenticate
 from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
-from app.storage.waits import Waits
+from app.storage.waits import WaitLimiter
 from app.submissions import admission
 from app.submissions.admission import Checked
 from app.submissions.handler import SubmissionHandler, as_json, submit
@@ -35,7 +35,7 @@ from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
     After,
     CurrentDatabase,
-    CurrentOnce,
+    CurrentIdempotentRequest,
     CurrentSettings,
     JobId,
     Limit,
@@ -63,7 +63,9 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     summary="Train, with steps as given",
     response_model=JobAnswer | DryRunAnswer,
 )
-async def with_accumulation(request: Request, requested: TrainingRequest, once: CurrentOnce) -> Response:
+async def with_accumulation(
+    request: Request, requested: TrainingRequest, once: CurrentIdempotentRequest
+) -> Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
     return await _submitted(request, requested, once)
 
@@ -75,7 +77,9 @@ async def with_accumulation(request: Request, requested: TrainingRequest, once: 
     summary="Train a large batch, steps planned",
     response_model=JobAnswer | DryRunAnswer,
 )
-async def large_batch(request: Request, requested: TrainingRequest, once: CurrentOnce) -> Response:
+async def large_batch(
+    request: Request, requested: TrainingRequest, once: CurrentIdempotentRequest
+) -> Response:
     """Queues a job whose accumulation steps are planned from memory."""
     return await _submitted(request, requested, once, planned=True)
 
@@ -147,7 +151,7 @@ def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> Jo
     response_model=JobAnswer,
 )
 def retry(
-    database: CurrentDatabase, settings: CurrentSettings, once: CurrentOnce, training_id: JobId
+    database: CurrentDatabase, settings: CurrentSettings, once: CurrentIdempotentRequest, training_id: JobId
 ) -> JobAnswer | Response:
     """A new job with the same spec; the old one stays as it ended."""
 
@@ -236,9 +240,9 @@ async def _submitted(
 
 
 async def _dry_run(request: Request, handler: "_Handler") -> Checked:
-    """Waits a moment for a simulation, unless too many requests wait already."""
+    """WaitLimiter a moment for a simulation, unless too many requests wait already."""
     checked = await to_thread.run_sync(handler.check)
-    waits: Waits = request.app.state.waits
+    waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id
     if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
         return checked

@@ -189,7 +189,7 @@ def _jobs(session: Session) -> list[str]:
 
 
 _BLOCK = 2**20
-_DEEPEST = 16
+_MAX_DEPTH = 16
 """The maximum depth of folders that is copied from a run directory; trainers create four levels."""
 
 
@@ -209,7 +209,7 @@ def _copy_run(source: Path, target: Path) -> None:
             continue
         target.joinpath(*parts).mkdir(parents=True, exist_ok=True)
         for entry in found:
-            if _is(entry.is_dir) and len(parts) < _DEEPEST:
+            if _is(entry.is_dir) and len(parts) < _MAX_DEPTH:
                 waiting.append((*parts, entry.name))
             elif _is(entry.is_file):
                 _copy_plain(source, target, *parts, entry.name)
@@ -230,7 +230,7 @@ def _copy_plain(source: Path, target: Path, *parts: str) -> None:
         return
     with old, target.joinpath(*parts).open("xb") as new:
         state = os.fstat(old.fileno())
-        for start, end in _stretches(old.fileno(), state.st_size):  # a trainer may go on writing
+        for start, end in _data_ranges(old.fileno(), state.st_size):  # a trainer may go on writing
             old.seek(start)
             new.seek(start)
             while start < end and (block := old.read(min(end - start, _BLOCK))):
@@ -240,7 +240,7 @@ def _copy_plain(source: Path, target: Path, *parts: str) -> None:
     os.utime(target.joinpath(*parts), ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def _stretches(file: int, size: int) -> Iterator[tuple[int, int]]:
+def _data_ranges(file: int, size: int) -> Iterator[tuple[int, int]]:
     """The ranges of an open file that hold data; the whole file if the system cannot tell."""
     at = 0
     while at < size:

@@ -22,7 +22,7 @@ from app.storage.tables import File, Job
 
 log = structlog.get_logger("accrue.service")
 
-_SERVED, _WORKED_IN = ".in-use", ".worked-in"
+_SERVICE_LOCK, _WORKER_LOCK = ".in-use", ".worked-in"
 """Services and workers use separate locks, so that the first service cleans up even if a worker is
 running."""
 
@@ -36,7 +36,7 @@ class DataFolder:
 
     def hold(self, database: Database) -> None:
         """Holds the folder together with other services and workers; the first service cleans it up."""
-        self._lock = _opened(self._settings, _SERVED)
+        self._lock = _opened(self._settings, _SERVICE_LOCK)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             clean(database, self._settings)
@@ -51,13 +51,13 @@ class DataFolder:
 @contextlib.contextmanager
 def held_by_worker(settings: Settings) -> Iterator[None]:
     """Holds the folder together with services and other workers."""
-    with _opened(settings, _WORKED_IN) as lock:
+    with _opened(settings, _WORKER_LOCK) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield
 
 
 @contextlib.contextmanager
-def held_alone(settings: Settings) -> Iterator[None]:
+def held_exclusively(settings: Settings) -> Iterator[None]:
     """Locks the folder exclusively, for a command that replaces its contents.
 
     Raises:
@@ -65,7 +65,7 @@ def held_alone(settings: Settings) -> Iterator[None]:
     """
     settings.make_directories()
     with contextlib.ExitStack() as locks:
-        for name, user in ((_SERVED, "service"), (_WORKED_IN, "worker")):
+        for name, user in ((_SERVICE_LOCK, "service"), (_WORKER_LOCK, "worker")):
             try:
                 fcntl.flock(locks.enter_context(_opened(settings, name)), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -21,7 +21,7 @@ from app.storage.tables import Job, ProfileRequest, Worker
 
 Verdict = Literal["ok", "warning", "error"]
 
-_LITTLE_ROOM = 5 * GIB
+_LOW_DISK_BYTES = 5 * GIB
 _SILENT_SECONDS = 30.0
 
 _WAL_RESET_FIXED = (3, 51, 3)
@@ -42,18 +42,18 @@ class Finding:
 def examine(settings: Settings) -> Iterator[Finding]:
     """Looks at everything that a service and its workers need, without changing anything."""
     yield _data_folder(settings)
-    yield _room(settings)
+    yield _disk_space(settings)
     if settings.url.startswith("sqlite"):
         yield _sqlite_version(sqlite3.sqlite_version_info)
     if settings.url.startswith("sqlite") and not Path(make_url(settings.url).database or "").exists():
         yield Finding("database", "warning", "does not exist yet: accrue up creates it")
     else:
-        yield from _examined(settings)
+        yield from _database_checks(settings)
     yield _gpus()
     yield _models(settings)
 
 
-def _examined(settings: Settings) -> Iterator[Finding]:
+def _database_checks(settings: Settings) -> Iterator[Finding]:
     database = Database(settings.url, patience_seconds=5)
     try:
         yield from _database(database)
@@ -79,13 +79,13 @@ def _data_folder(settings: Settings) -> Finding:
     return Finding("data folder", "ok", str(folder))
 
 
-def _room(settings: Settings) -> Finding:
+def _disk_space(settings: Settings) -> Finding:
     folder = settings.data_dir.absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     told = f"{free / GIB:.1f} GiB free"
-    if free < _LITTLE_ROOM:
+    if free < _LOW_DISK_BYTES:
         why = "which is too little for a large model's checkpoints"
         return Finding("disk", "warning", f"{told}, {why}: delete ended jobs, or set ACCRUE_DATA_DIR")
     return Finding("disk", "ok", told)

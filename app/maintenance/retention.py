@@ -15,7 +15,7 @@ from app.jobs import lifecycle
 from app.results.run_files import remove_run
 from app.settings import Settings
 from app.storage import pending
-from app.storage.database import Database, database_now, is_away
+from app.storage.database import Database, database_now, is_unavailable
 from app.storage.tables import File, Job
 
 log = structlog.get_logger("accrue.service")
@@ -58,7 +58,7 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
     pending.settle(settings.files_dir / file_id)
 
 
-def forget(database: Database, settings: Settings, days: float) -> int:
+def delete_expired(database: Database, settings: Settings, days: float) -> int:
     """Deletes jobs that ended more than `days` ago, then files of that age that no job uses; at most 100 of
     each.
 
@@ -87,7 +87,7 @@ def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> i
         except AccrueError:  # another service was faster, or a job needs it after all
             continue
         except DBAPIError as error:
-            if is_away(error):
+            if is_unavailable(error):
                 raise
             log.exception("could not delete by age", id=identifier)  # go on with the others
             continue
@@ -102,7 +102,7 @@ class Retention:
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database, self._settings = database, settings
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="retention", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
 
     def start(self) -> None:
         if self._settings.retention_days is not None:
@@ -113,12 +113,12 @@ class Retention:
         if self._thread.is_alive():
             self._thread.join(10)
 
-    def _look_on(self) -> None:
+    def _run(self) -> None:
         assert self._settings.retention_days is not None
         while not self._ended.is_set():
             gone = 0
             try:
-                gone = forget(self._database, self._settings, self._settings.retention_days)
+                gone = delete_expired(self._database, self._settings, self._settings.retention_days)
             except (SQLAlchemyError, ReplacedDatabase, OSError) as error:
                 log.warning("deletion by age is interrupted; it is tried again later", error=str(error))
             except Exception:

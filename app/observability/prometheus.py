@@ -24,7 +24,7 @@ _STATES: tuple[JobStatus, ...] = get_args(JobStatus)
 _REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
-_OF_A_GPU: dict[str, Callable[[SeenGpu], float | None]] = {
+_GPU_METRICS: dict[str, Callable[[SeenGpu], float | None]] = {
     "memory_bytes": lambda gpu: gpu.memory_total_bytes,
     "memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
     "load_ratio": lambda gpu: gpu.load,
@@ -131,7 +131,7 @@ def _workers(session: Session) -> Metric:
 
 
 def _gpus() -> Iterable[Metric]:
-    for name, value_of in _OF_A_GPU.items():
+    for name, value_of in _GPU_METRICS.items():
         family = GaugeMetricFamily(
             f"accrue_gpu_{name}", "One value per GPU of this machine", labels=["gpu", "name"]
         )

@@ -43,7 +43,7 @@ def metrics(request: Request, caller: CurrentCaller) -> PlainTextResponse:
             responses={503: {"model": Readiness, "description": "Not ready"}})  # fmt: skip
 def readyz(database: WholeDatabase, response: Response) -> Readiness:
     """The service is ready even without a worker: it accepts jobs, and they wait in the queue."""
-    database.check_in_place()
+    database.check_not_replaced()
     migrated = current_revision(database) == newest_revision()
     with database.reading() as session:
         workers = session.scalar(

@@ -30,7 +30,7 @@ from app.planning.schemas import (
 )
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.waits import Waits
+from app.storage.waits import WaitLimiter
 
 _ADVICE_CHECKED = 4
 """Changes that would make a step fit, simulated one after the other while there is time."""
@@ -44,7 +44,7 @@ async def calculated(
         return _from_figures(
             requested, memory_limits(requested.max_memory_usage, requested.memory_safety_margin)
         )
-    waits: Waits = request.app.state.waits
+    waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id
     seconds = requested.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds

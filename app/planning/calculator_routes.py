@@ -21,9 +21,9 @@ from app.planning.schemas import (
 )
 from app.planning.split import split_over
 from app.web.dependencies import CurrentDatabase, CurrentSettings
-from app.web.json_bodies import JsonWhateverTheHeader
+from app.web.json_bodies import AnyContentTypeRoute
 
-router = APIRouter(tags=["calculators"], route_class=JsonWhateverTheHeader)
+router = APIRouter(tags=["calculators"], route_class=AnyContentTypeRoute)
 
 Count = Annotated[int, Query(ge=1, le=1_000_000)]
 Steps = Annotated[int, Query(ge=1, le=MAX_ACCUMULATION_STEPS)]

@@ -21,7 +21,7 @@ class Checkpoint:
     eval_loss: float | None
 
 
-def kept(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
+def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
     """The checkpoints on disk, newest first."""
     there = checkpoint_names(settings, job.id)
     told = session.scalars(

@@ -13,7 +13,7 @@ from app.statistics import performance
 from app.storage.session import Session
 from app.storage.tables import Job, StepMetric
 
-MOST_POINTS = 500
+MAX_POINTS = 500
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
     noises = [_noise(run.losses) for run in runs]
     return Comparison(
         samples_seen=grid,
-        loss={run.job.id: _at(grid, run.samples, run.smooth) for run in runs},
+        loss={run.job.id: _interpolate(grid, run.samples, run.smooth) for run in runs},
         jobs=[
             ComparedJob(
                 training_id=run.job.id,
@@ -99,7 +99,7 @@ def _noise(losses: Sequence[float]) -> float:
     return sum((after - before) ** 2 for before, after in pairwise(losses)) / (2 * (len(losses) - 1))
 
 
-def _at(grid: Sequence[float], x: Sequence[float], y: Sequence[float]) -> list[float]:
+def _interpolate(grid: Sequence[float], x: Sequence[float], y: Sequence[float]) -> list[float]:
     """Interpolates y(x) linearly at the points of an ascending grid that lies within x."""
     found, right = [], 1
     for point in grid:

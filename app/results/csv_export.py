@@ -53,14 +53,14 @@ def csv_of_job(database: Database, training_id: str) -> Iterator[str]:
 
 
 _SIZES: dict[str, int] = {}
-_MOST_SIZES = 10_000
+_MAX_CACHED_SIZES = 10_000
 
 
 def csv_bytes(database: Database, training_id: str) -> int:
     """The size in bytes of an ended job's CSV. The CSV is generated once to measure it, and the size is
     cached."""
     if training_id not in _SIZES:
-        if len(_SIZES) >= _MOST_SIZES:
+        if len(_SIZES) >= _MAX_CACHED_SIZES:
             _SIZES.clear()
         _SIZES[training_id] = sum(len(part.encode()) for part in csv_of_job(database, training_id))
     return _SIZES[training_id]

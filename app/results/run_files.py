@@ -42,9 +42,9 @@ def completions(settings: Settings, job_id: str) -> Completions:
     return Completions(data=()) if found is None else found
 
 
-MOST_FILES = 100
+MAX_MODEL_FILES = 100
 """The maximum number of files of a model that can be downloaded: each stays open during the download."""
-_LARGEST_BYTES = 2**22
+_MAX_JSON_BYTES = 2**22
 """The maximum size of a file that is returned as JSON."""
 
 PROFILE_FILES = ("trace.json", "memory.pickle")
@@ -90,7 +90,7 @@ def model_files(settings: Settings, job_id: str, named: Collection[str]) -> dict
     with ExitStack() as opened:
         try:
             there = plain_files(settings.runs_dir, job_id, "model")
-            names = [name for name in there if name in named][:MOST_FILES]
+            names = [name for name in there if name in named][:MAX_MODEL_FILES]
             files = {
                 name: opened.enter_context(open_plain(settings.runs_dir, job_id, "model", name))
                 for name in names
@@ -141,7 +141,7 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
     """The parsed content of a run's file, or None if the file is missing or invalid."""
     try:
-        content = read_plain(settings.runs_dir, job_id, *parts, most=_LARGEST_BYTES)
+        content = read_plain(settings.runs_dir, job_id, *parts, most=_MAX_JSON_BYTES)
         return None if content is None else kind.model_validate_json(content)
     except (OSError, ValidationError) as error:
         log.warning("a file of a run cannot be read", job=job_id, file=parts[-1], error=type(error).__name__)

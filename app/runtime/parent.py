@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 
-VARIABLE = "ACCRUE_PARENT_FD"
+PARENT_FD_VARIABLE = "ACCRUE_PARENT_FD"
 """Holds the descriptor of a pipe whose other end the parent holds: end of file means that the parent has
 ended."""
 
@@ -22,7 +22,7 @@ def end_with_parent() -> None:
     """
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    descriptor = os.environ.pop(VARIABLE, None)
+    descriptor = os.environ.pop(PARENT_FD_VARIABLE, None)
     if descriptor is None:
         return
     if sys.platform == "linux":

@@ -54,7 +54,7 @@ def start(
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", f"{PREFIX}app.cli", part],
-            env={**(os.environ if env is None else env), parent.VARIABLE: str(theirs)},
+            env={**(os.environ if env is None else env), parent.PARENT_FD_VARIABLE: str(theirs)},
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -23,8 +23,8 @@ log = structlog.get_logger("accrue.audit")
 
 _BATCH = 1000
 _PAUSE_SECONDS = 0.2
-_MOST_WAITING = 100_000
-_FORGETS_EVERY_SECONDS = 3600.0
+_MAX_QUEUED = 100_000
+_CLEANUP_INTERVAL_SECONDS = 3600.0
 
 MAX_UNAUTHENTICATED_PER_MINUTE = 100
 """The maximum number of requests without a valid key that the log keeps per minute."""
@@ -50,16 +50,16 @@ class AuditLog:
     def __init__(self, database: Database, kept_days: float) -> None:
         self._database = database
         self._kept_seconds = 86400 * kept_days
-        self._waiting: queue.Queue[AuditRecord | None] = queue.Queue(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._write_on, name="audit", daemon=True)
-        self._strangers: tuple[int, int] = (0, 0)
+        self._waiting: queue.Queue[AuditRecord | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._unauthenticated: tuple[int, int] = (0, 0)
         """The current minute, and the number of unauthenticated requests in it."""
 
     def start(self) -> None:
-        self._forget_old()
+        self._delete_old()
         self._thread.start()
 
-    def note(self, deed: AuditRecord, *, is_known: bool = True) -> None:
+    def note(self, record: AuditRecord, *, is_known: bool = True) -> None:
         """Notes a request; never waits.
 
         Args:
@@ -69,15 +69,15 @@ class AuditLog:
         if not is_known and not self._has_room_for_unauthenticated():
             return
         try:
-            self._waiting.put_nowait(deed)
+            self._waiting.put_nowait(record)
         except queue.Full:
-            log.error("the audit log cannot be written: an entry is lost", **asdict(deed))
+            log.error("the audit log cannot be written: an entry is lost", **asdict(record))
 
     def _has_room_for_unauthenticated(self) -> bool:
         minute, count = int(time.monotonic() // 60), 0
-        if self._strangers[0] == minute:
-            count = self._strangers[1]
-        self._strangers = (minute, count + 1)
+        if self._unauthenticated[0] == minute:
+            count = self._unauthenticated[1]
+        self._unauthenticated = (minute, count + 1)
         if count == MAX_UNAUTHENTICATED_PER_MINUTE:
             log.warning(
                 "too many unauthenticated requests: the audit log drops the rest of this minute", kept=count
@@ -89,7 +89,7 @@ class AuditLog:
         self._waiting.put(None)
         self._thread.join(10)
 
-    def _write_on(self) -> None:
+    def _run(self) -> None:
         ended = False
         while not ended:
             deeds = [self._waiting.get()]
@@ -100,9 +100,9 @@ class AuditLog:
             rows = [_row(deed) for deed in deeds if deed is not None]
             if rows:
                 self._store(rows)
-            if time.monotonic() > self._forgets_at:
+            if time.monotonic() > self._next_cleanup_at:
                 try:
-                    self._forget_old()
+                    self._delete_old()
                 except (SQLAlchemyError, ReplacedDatabase) as error:
                     log.warning("old entries cannot be deleted right now", error=str(error))
 
@@ -119,8 +119,8 @@ class AuditLog:
             for row in rows:
                 log.error("could not write an audit entry", **row, error=str(error))
 
-    def _forget_old(self) -> None:
-        self._forgets_at = time.monotonic() + _FORGETS_EVERY_SECONDS
+    def _delete_old(self) -> None:
+        self._next_cleanup_at = time.monotonic() + _CLEANUP_INTERVAL_SECONDS
         with self._database.writing() as session:
             old = delete(AuditEntry).where(AuditEntry.at < time.time() - self._kept_seconds)
             session.execute(old, execution_options={"synchronize_session": False})

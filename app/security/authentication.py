@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from app.errors import Unauthorized
 from app.security.keys import LOCAL, PREFIX, Caller, Keyring
-from app.security.rates import Rates
+from app.security.rates import RateLimiter
 
 Authenticate = Callable[[Request], Awaitable[Caller]]
 """Returns the caller of a request, or raises `Unauthorized`."""
@@ -35,7 +35,7 @@ async def admit(request: Request) -> Caller:
         return known
     state = request.scope["app"].state
     who: Authenticate = state.authenticate
-    rates: Rates = state.rates
+    rates: RateLimiter = state.rates
     caller = await who(request)
     request.state.caller = caller
     if caller.key_id is not None:
@@ -52,14 +52,14 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
     """
     key = bearer(request.headers)
     if key is None or not key.startswith(PREFIX):
-        closed = keyring.is_closed()
-        if await to_thread.run_sync(keyring.look_whether_closed) if closed is None else closed:
+        closed = keyring.requires_key()
+        if await to_thread.run_sync(keyring.read_requires_key) if closed is None else closed:
             raise Unauthorized(
                 "A key is needed: send Authorization: Bearer ak_…, made with accrue keys create; the accrue "
                 "command takes it from ACCRUE_API_KEY."
             )
         return LOCAL
-    known, caller = keyring.known(key)
+    known, caller = keyring.cached(key)
     if not known:
         caller = await to_thread.run_sync(keyring.find, key)
     if caller is None:

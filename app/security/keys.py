@@ -21,7 +21,7 @@ from app.storage.tables import Key
 PREFIX = "ak_"
 _KNOWN_FOR_SECONDS = 1.0
 """How long the result of looking up a key is reused; after that, a revoked key works nowhere."""
-_MOST_KNOWN = 10_000
+_MAX_CACHED = 10_000
 _USE_NOTED_EVERY_SECONDS = 60.0
 
 
@@ -113,19 +113,19 @@ class Keyring:
         self._noted: dict[str, float] = {}
         self._closed: tuple[float, bool] = (0.0, False)
 
-    def is_closed(self) -> bool | None:
+    def requires_key(self) -> bool | None:
         """Whether requests need a key, or None if the database must be read again. True never changes
         back."""
         until, closed = self._closed
         return closed if closed or time.monotonic() < until else None
 
-    def look_whether_closed(self) -> bool:
+    def read_requires_key(self) -> bool:
         with self._database.reading() as session:
             closed = any_made(session)
         self._closed = time.monotonic() + _KNOWN_FOR_SECONDS, closed
         return closed
 
-    def known(self, key: str) -> tuple[bool, Caller | None]:
+    def cached(self, key: str) -> tuple[bool, Caller | None]:
         """Whether the cache knows the key, and its caller; does not read the database."""
         if not is_well_formed(key):
             return True, None
@@ -142,7 +142,7 @@ class Keyring:
             caller = Caller(row.id, frozenset(row.scopes))
             self._note_use(row.id)
         with self._lock:
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[digest] = time.monotonic() + _KNOWN_FOR_SECONDS, caller
         return caller

@@ -20,7 +20,7 @@ log = structlog.get_logger("accrue.service")
 _STORAGE_SECONDS = 1.0
 
 
-class Rates:
+class RateLimiter:
     """A moving-window rate limit per key, kept in memory, or in Redis if several services share it."""
 
     def __init__(self, limit: str, storage: str) -> None:
@@ -29,13 +29,13 @@ class Rates:
             limit: for example `6000/minute`; empty for no limit. `Settings` validates both arguments.
             storage: `memory://`, or a Redis URL.
         """
-        self._said, self._storage = limit, storage
+        self._limit_text, self._storage = limit, storage
 
     @cached_property
     def _limit(self) -> "RateLimitItem":
         from limits import parse
 
-        return parse(self._said)
+        return parse(self._limit_text)
 
     @cached_property
     def _limiter(self) -> "MovingWindowRateLimiter":
@@ -52,7 +52,7 @@ class Rates:
         Raises:
             TooManyRequests: the key has reached its limit; the error says how long to wait.
         """
-        if not self._said:
+        if not self._limit_text:
             return
         try:
             async with asyncio.timeout(_STORAGE_SECONDS):

@@ -26,7 +26,7 @@ def count(session: Session) -> dict[tuple[Name, str], float]:
     return found
 
 
-def keep(session: Session, job_id: str) -> None:
+def add_to_stored(session: Session, job_id: str) -> None:
     """Adds a job's share to the stored counters, before the job is deleted or runs again."""
     for name, label, value in _of_jobs(session, Job.id == job_id):
         statement = insert_for(session, Counter).values(name=name, label=label, value=value)

@@ -12,7 +12,7 @@ from app.contract.states import ENDED
 from app.planning.devices import Device
 from app.statistics.schemas import (
     ConfigurationStatistics,
-    CostOfSteps,
+    CostByAccumulationSteps,
     JobPerformance,
     JobStatistics,
     Statistics,
@@ -27,7 +27,7 @@ _SECONDS = (
     + func.coalesce(StepMetric.synchronise_seconds, 0.0)
 )
 
-_THEIRS: BindParameter[list[str]] = bindparam("job_ids", expanding=True)
+_JOB_IDS: BindParameter[list[str]] = bindparam("job_ids", expanding=True)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
     )
     wanted = {name: spec.model_dump(mode="json")[name] for name in _DECIDE_SPEED}
     for each in (finished.where(Job.file_id == spec.data.file_id), finished):
-        for job in session.execute(each.order_by(Job.id.desc()).limit(_NEWEST)):
-            if _went_alike(job.spec, job.plan, wanted, spec, device):
+        for job in session.execute(each.order_by(Job.id.desc()).limit(_MAX_JOBS_SEARCHED)):
+            if _is_comparable(job.spec, job.plan, wanted, spec, device):
                 return _speed_of(session, job.id)
     return None
 
@@ -62,11 +62,11 @@ def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
 _DECIDE_SPEED = ("model", "method", "attention", "compile", "gradient_checkpointing", "precision", "freeze")
 """Fields of a spec that decide how long a sample takes, besides its length and the device."""
 
-_NEWEST = 20
+_MAX_JOBS_SEARCHED = 20
 """The maximum number of jobs searched for one that trained in the same way."""
 
 
-def _went_alike(
+def _is_comparable(
     other: dict[str, Any], plan: dict[str, Any], wanted: dict[str, Any], spec: Spec, device: Device
 ) -> bool:
     data = ("max_length", "overlength", "packing")
@@ -114,7 +114,7 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
     )
 
 
-_ALIKE = 0.8, 1.25
+_SAME_SIZE_RATIO = 0.8, 1.25
 """Two micro-batches count as equally large if the ratio of their tokens is in this range."""
 
 
@@ -174,7 +174,7 @@ def performance(session: Session, job: Job, alike: Sequence[str] = ()) -> JobPer
     )
 
 
-def _by_steps(session: Session, job: Job) -> list[CostOfSteps]:
+def _by_steps(session: Session, job: Job) -> list[CostByAccumulationSteps]:
     """The cost of a window by its number of micro-batches."""
     steps = StepMetric.gradient_accumulation_steps
     rows = session.execute(
@@ -184,7 +184,7 @@ def _by_steps(session: Session, job: Job) -> list[CostOfSteps]:
         ).where(StepMetric.job_id == job.id).group_by(steps).order_by(steps)
     )  # fmt: skip
     return [
-        CostOfSteps(
+        CostByAccumulationSteps(
             accumulation_steps=count,
             windows=windows,
             seconds_per_window=each,
@@ -205,7 +205,7 @@ def _overhead(session: Session, job: Job, alike: Sequence[str]) -> float | None:
     size, accumulating = session.execute(usual.where(StepMetric.job_id == job.id, several)).one()
     if size is None:
         return None
-    low, high = (ratio * float(size) for ratio in _ALIKE)
+    low, high = (ratio * float(size) for ratio in _SAME_SIZE_RATIO)
     single = select(cost).where(
         StepMetric.job_id.in_([job.id, *alike]),
         StepMetric.gradient_accumulation_steps == 1,
@@ -248,7 +248,7 @@ def _statistics(
 def _figures() -> Select[Any]:
     """One query over all steps of the given jobs, so that its figures are consistent with each other."""
     mean = func.avg(StepMetric.loss)
-    recoveries = select(func.count()).where(JobEvent.job_id.in_(_THEIRS), JobEvent.type == "out_of_memory")
+    recoveries = select(func.count()).where(JobEvent.job_id.in_(_JOB_IDS), JobEvent.type == "out_of_memory")
     return (
         select(
             func.count().label("steps"),
@@ -271,7 +271,7 @@ def _figures() -> Select[Any]:
             _noise_scale().label("noise_scale"),
             recoveries.scalar_subquery().label("oom_recoveries"),
         )
-        .where(StepMetric.job_id.in_(_THEIRS))
+        .where(StepMetric.job_id.in_(_JOB_IDS))
         .select_from(StepMetric)
     )
 
@@ -280,7 +280,7 @@ def _micro_steps() -> ScalarSelect[Any]:
     steps = aliased(StepMetric)
     each = (
         select(func.max(steps.micro_step).label("last"))
-        .where(steps.job_id.in_(_THEIRS))
+        .where(steps.job_id.in_(_JOB_IDS))
         .group_by(steps.job_id)
     ).subquery()
     return select(func.sum(each.c.last)).scalar_subquery()
@@ -291,7 +291,7 @@ def _loss_at(which: Any) -> ScalarSelect[Any]:
     steps, those = aliased(StepMetric), aliased(StepMetric)
     at = (
         select(those.job_id, which(those.step).label("step"))
-        .where(those.job_id.in_(_THEIRS))
+        .where(those.job_id.in_(_JOB_IDS))
         .group_by(those.job_id)
         .subquery()
     )
@@ -302,7 +302,7 @@ def _loss_at(which: Any) -> ScalarSelect[Any]:
 def _noise_scale() -> ScalarSelect[Any]:
     """The last measured noise scale of these jobs."""
     steps = aliased(StepMetric)
-    measured = select(steps.noise_scale).where(steps.job_id.in_(_THEIRS), steps.noise_scale.is_not(None))
+    measured = select(steps.noise_scale).where(steps.job_id.in_(_JOB_IDS), steps.noise_scale.is_not(None))
     return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()
 
 

@@ -8,7 +8,7 @@ from pydantic import StringConstraints
 from app.jobs import configurations, transitions
 from app.jobs.filters import Filters
 from app.results import charts
-from app.results.comparison import MOST_POINTS, compare
+from app.results.comparison import MAX_POINTS, compare
 from app.results.schemas import Comparison
 from app.statistics import performance, totals
 from app.statistics.schemas import ConfigurationStatistics, JobStatistics, Totals
@@ -36,7 +36,7 @@ def compare_jobs(
         list[Annotated[str, StringConstraints(max_length=100)]],
         Query(min_length=2, max_length=10, description="ftjob-…; or accumulation_… for its newest job"),
     ],
-    points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 200,
+    points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 200,
     format: Annotated[Literal["json", "png"], Query()] = "json",
 ) -> Comparison | Response:
     """Losses at equal numbers of samples seen, whatever the batch size, and how noisy each loss is."""

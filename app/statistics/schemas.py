@@ -72,7 +72,7 @@ class Totals(Answer):
     files: int
 
 
-class CostOfSteps(Answer):
+class CostByAccumulationSteps(Answer):
     """Measured windows with the same number of micro-batches. Times are means of wall time."""
 
     accumulation_steps: int
@@ -94,7 +94,7 @@ class JobPerformance(Answer):
     seconds: dict[str, float]
     share: dict[str, float]
     padding_share: float | None
-    by_accumulation_steps: list[CostOfSteps]
+    by_accumulation_steps: list[CostByAccumulationSteps]
     accumulation_overhead: float | None
     """How much longer a token takes in windows of several micro-batches than in windows of one micro-batch of
     the same size, as a share; null unless both were measured."""

@@ -25,7 +25,7 @@ Filters = Sequence[ColumnElement[bool]]
 """Conditions on jobs."""
 
 
-def keep(session: Session, job_id: str) -> None:
+def store_totals(session: Session, job_id: str) -> None:
     """Stores a job's totals at the end of an attempt."""
     skipped = func.coalesce(func.max(Job.progress["skipped"].as_integer()), 0)
     attempts = select(_sum(Attempt.ended_at - Attempt.claimed_at)).where(Attempt.job_id == job_id)

@@ -34,7 +34,7 @@ _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.008
 _PAGES_BETWEEN_CHECKPOINTS = 4000
 """Pages of SQLite's write-ahead log (16 MiB), after which a commit copies what it can into the database."""
 
-_UNKNOWN_EVERY, _EVEN_SO_EVERY = 5, 200
+_POSTGRESQL_REPORT_EVERY, _SQLITE_REPORT_EVERY = 5, 200
 """Every n-th call of `Changes.any` reports a change without knowing of one: on PostgreSQL, which cannot tell,
 and on SQLite, which can."""
 _COMMITS_BETWEEN_RESTARTS = 500
@@ -76,7 +76,7 @@ class Database:
         self._patience_seconds = patience_seconds
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
-        self._one_writes = threading.Lock()
+        self._write_lock = threading.Lock()
         self.viewer = EVERYBODY
         self._transaction: Transaction | None = None
         self._file = _SqliteFile(self.engine) if self.is_sqlite else None
@@ -121,7 +121,7 @@ class Database:
                 yield session
             return
         with (
-            self._turn(),
+            self._exclusive_write(),
             Session(self._writing, self.viewer) as session,
             session.begin(),
         ):
@@ -131,10 +131,10 @@ class Database:
     def transaction(self) -> Iterator[Transaction]:
         """A transaction that several callers write in (`within`); committed at its end, rolled back if it
         raises."""
-        with self._turn(), self._writing.begin() as connection:
+        with self._exclusive_write(), self._writing.begin() as connection:
             yield Transaction(connection)
 
-    def check_in_place(self) -> None:
+    def check_not_replaced(self) -> None:
         """Checks that the SQLite file is still the one that was opened.
 
         Raises:
@@ -144,15 +144,15 @@ class Database:
             self._file.check()
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive_write(self) -> Iterator[None]:
         """Lets one thread write at a time, so that only other processes compete for SQLite's lock."""
-        waits = self.is_sqlite and self._one_writes.acquire(timeout=self._patience_seconds)
+        waits = self.is_sqlite and self._write_lock.acquire(timeout=self._patience_seconds)
         try:
-            self.check_in_place()
+            self.check_not_replaced()
             yield
         finally:
             if waits:
-                self._one_writes.release()
+                self._write_lock.release()
         if self.is_sqlite and next(self._commits) % _COMMITS_BETWEEN_RESTARTS == 0:
             self._restart_log()
 
@@ -182,7 +182,7 @@ class Database:
         self.engine.dispose()
 
 
-def is_away(error: DBAPIError) -> bool:
+def is_unavailable(error: DBAPIError) -> bool:
     """Whether an error says that the database cannot be used right now, and not that a statement is wrong."""
     if error.connection_invalidated or is_full(error):
         return True
@@ -209,12 +209,12 @@ def optional_part(session: Session, what: str) -> Iterator[None]:
         with session.begin_nested():
             yield
     except DBAPIError as error:
-        if is_away(error):
+        if is_unavailable(error):
             raise
         log.exception("could not be computed", what=what)
 
 
-def take_turns(session: Session, what: str) -> bool:
+def lock_until_commit(session: Session, what: str) -> bool:
     """Excludes other transactions that call it with the same `what`, until this one ends. On SQLite, writers
     exclude each other anyway.
 
@@ -227,11 +227,11 @@ def take_turns(session: Session, what: str) -> bool:
     return True
 
 
-class Changes:
+class ChangeDetector:
     """Finds out within microseconds whether the database may have changed since the last call, for callers
     that poll it.
 
-    PostgreSQL has no counter of changes, so one in `_UNKNOWN_EVERY` calls reports a change.
+    PostgreSQL has no counter of changes, so one in `_POSTGRESQL_REPORT_EVERY` calls reports a change.
     """
 
     def __init__(self, database: Database) -> None:
@@ -245,8 +245,8 @@ class Changes:
         due."""
         look = next(self._looks)
         if not self._database.is_sqlite:
-            return look % _UNKNOWN_EVERY == 0
-        if look % _EVEN_SO_EVERY == 0:
+            return look % _POSTGRESQL_REPORT_EVERY == 0
+        if look % _SQLITE_REPORT_EVERY == 0:
             return True
         if self._connection is None:
             name = self._database.engine.url.database or ""
@@ -317,7 +317,7 @@ def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
 
 def _engine(url: str, patience_seconds: float) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
-        _need_driver(url)
+        _check_driver(url)
         milliseconds = round(1000 * patience_seconds)
         return create_engine(
             url,
@@ -339,7 +339,7 @@ def _engine(url: str, patience_seconds: float) -> Engine:
     return engine
 
 
-def _need_driver(url: str) -> None:
+def _check_driver(url: str) -> None:
     """Checks that the database's driver is installed.
 
     Raises:
@@ -371,14 +371,14 @@ def _sqlite_begin(connection: Connection, patience_seconds: float) -> None:
     driver: Any = connection.connection.dbapi_connection
     if connection.get_execution_options().get("accrue_writes", False):
         driver.execute("PRAGMA busy_timeout=0")
-        if not _begun_writing(driver, patience_seconds):
+        if not _try_begin_immediate(driver, patience_seconds):
             connection.exec_driver_sql("BEGIN IMMEDIATE")
     else:
         driver.execute(f"PRAGMA busy_timeout={round(1000 * patience_seconds)}")
         connection.exec_driver_sql("BEGIN")
 
 
-def _begun_writing(connection: sqlite3.Connection, patience_seconds: float) -> bool:
+def _try_begin_immediate(connection: sqlite3.Connection, patience_seconds: float) -> bool:
     """Takes the write lock, with short random waits. Returns False after the timeout, or if waiting cannot
     help.
 

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 _POSTGRESQL_DISK_FULL = "53100"
 _PATIENCE_SECONDS = 60.0
 """The time limit for deleting a folder, since a process may keep filling it."""
-_TRIES_IN_VAIN = 5
+_MAX_FAILED_PASSES = 5
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -48,7 +48,7 @@ def remove_tree(path: Path) -> bool:
     except OSError:
         return not os.path.lexists(path)
     try:
-        while _is_there(path.name, parent) and time.monotonic() < until and in_vain < _TRIES_IN_VAIN:
+        while _is_there(path.name, parent) and time.monotonic() < until and in_vain < _MAX_FAILED_PASSES:
             in_vain = 0 if _remove_once(path.name, parent) else in_vain + 1
         return not _is_there(path.name, parent)
     finally:
@@ -62,12 +62,12 @@ def _remove_once(name: str, parent: int) -> bool:
         return _succeeds(lambda: os.unlink(name, dir_fd=parent))
     try:
         removed = False
-        for folder in _without_files(top):
+        for folder in _delete_files(top):
             inner = _opened(folder, top)
             if inner is None:
                 continue
             try:
-                for deeper in _without_files(inner):
+                for deeper in _delete_files(inner):
                     new = f".removed-{secrets.token_hex(8)}"
                     removed |= _succeeds(partial(os.rename, deeper, new, src_dir_fd=inner, dst_dir_fd=top))
             finally:
@@ -78,7 +78,7 @@ def _remove_once(name: str, parent: int) -> bool:
     return _succeeds(lambda: os.rmdir(name, dir_fd=parent)) or removed
 
 
-def _without_files(folder: int) -> list[str]:
+def _delete_files(folder: int) -> list[str]:
     """Deletes the files of an open folder. Returns the names of the folders in it."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:

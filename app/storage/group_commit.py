@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from app.storage.database import Database, LostTransaction
 
-_MOST_AT_ONCE = 50
+_MAX_GROUP = 50
 """The maximum number of writes in a transaction, since other threads need the database too."""
 
 Ready = TypeVar("Ready")
@@ -34,7 +34,7 @@ class _Write:
     result: Any = None
     error: BaseException | None = None
 
-    def tell(self) -> None:
+    def resolve(self) -> None:
         if self.outcome.done():  # the client is gone
             return
         if self.error is None:
@@ -49,7 +49,7 @@ class GroupCommit:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write_on, name="group-commit", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -75,19 +75,19 @@ class GroupCommit:
         written: Written = await outcome
         return written
 
-    def _write_on(self) -> None:
+    def _run(self) -> None:
         while (first := self._waiting.get()) is not None:
             group = [first]
-            while len(group) < _MOST_AT_ONCE and not self._waiting.empty():
+            while len(group) < _MAX_GROUP and not self._waiting.empty():
                 following = self._waiting.get()
                 if following is None:
                     self._waiting.put(None)
                     break
                 group.append(following)
-            self._do(group)
-            self._loop.call_soon_threadsafe(_tell, group)
+            self._commit_group(group)
+            self._loop.call_soon_threadsafe(_resolve_all, group)
 
-    def _do(self, group: Sequence[_Write]) -> None:
+    def _commit_group(self, group: Sequence[_Write]) -> None:
         ready: list[tuple[_Write, Any]] = []
         for each in group:
             try:
@@ -117,6 +117,6 @@ def _fail(ready: Sequence[tuple[_Write, Any]], reason: BaseException | None) -> 
         each.error = each.error or reason
 
 
-def _tell(group: Sequence[_Write]) -> None:
+def _resolve_all(group: Sequence[_Write]) -> None:
     for each in group:
-        each.tell()
+        each.resolve()

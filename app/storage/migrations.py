@@ -29,8 +29,8 @@ def migrate(url: str) -> None:
     try:
         with _one_at_a_time(url):
             if current_revision(database) != newest_revision():
-                _step_by_step(url, "head")
-            _only_for_its_owner(url)
+                _run_alembic(url, "head")
+            _restrict_to_owner(url)
     finally:
         database.close()
 
@@ -38,8 +38,8 @@ def migrate(url: str) -> None:
 def upgrade(url: str, revision: str = "head") -> None:
     """Runs the migrations up to a revision, without checking first whether any is needed."""
     with _one_at_a_time(url):
-        _step_by_step(url, revision)
-        _only_for_its_owner(url)
+        _run_alembic(url, revision)
+        _restrict_to_owner(url)
 
 
 def alembic_config(url: str) -> "Config":
@@ -66,7 +66,7 @@ def newest_revision() -> str:
     return max(path.name.partition("_")[0] for path in (_ALEMBIC / "versions").glob("[0-9]*_*.py"))
 
 
-def _step_by_step(url: str, revision: str) -> None:
+def _run_alembic(url: str, revision: str) -> None:
     from alembic import command
 
     command.upgrade(alembic_config(url), revision)
@@ -85,7 +85,7 @@ def _one_at_a_time(url: str) -> Iterator[None]:
         yield
 
 
-def _only_for_its_owner(url: str) -> None:
+def _restrict_to_owner(url: str) -> None:
     path = make_url(url).database
     if url.startswith("sqlite") and path and Path(path).exists():
         os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # noqa: PTH101

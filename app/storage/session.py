@@ -26,7 +26,7 @@ class Viewer:
 
     owner: str | None = None
     """The id of the key whose rows are visible, or None for all rows."""
-    maker: str | None = None
+    creator: str | None = None
     """The id of the key that owns new rows, or None for no owner, as on a machine without keys."""
 
 
@@ -68,7 +68,7 @@ class Session(orm.Session):
 
 
 @event.listens_for(Session, "do_orm_execute")
-def _see_only_the_viewers(state: ORMExecuteState) -> None:
+def _filter_by_owner(state: ORMExecuteState) -> None:
     assert isinstance(state.session, Session)
     owner = state.session.viewer.owner
     if owner is None or state.is_column_load or state.execution_options.get("accrue_of_everyone"):
@@ -79,7 +79,7 @@ def _see_only_the_viewers(state: ORMExecuteState) -> None:
 
 
 @event.listens_for(Session, "before_flush")
-def _make_them_the_viewers(session: Session, context: Any, instances: Any) -> None:
+def _set_owner(session: Session, context: Any, instances: Any) -> None:
     for made in session.new:
-        if session.viewer.maker is not None and isinstance(made, Owned):
-            made.owner = session.viewer.maker
+        if session.viewer.creator is not None and isinstance(made, Owned):
+            made.owner = session.viewer.creator

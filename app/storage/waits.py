@@ -15,18 +15,18 @@ from anyio import to_thread
 
 from app.errors import TooManyRequests
 
-MOST_OF_A_KEY = 8
+MAX_PER_KEY = 8
 """The maximum number of requests of one key that wait at the same time."""
-MOST = 64
+MAX_TOTAL = 64
 
-_FIRST_LOOK, _LONGEST_PAUSE = 0.02, 0.25
+_FIRST_INTERVAL, _MAX_INTERVAL = 0.02, 0.25
 
 Found = TypeVar("Found")
 Gone = Callable[[], Awaitable[bool]]
 """Whether the client is gone, as `Request.is_disconnected`."""
 
 
-class Waits:
+class WaitLimiter:
     """The number of waiting requests of each key."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Waits:
 
     def has_place(self, key_id: str | None) -> bool:
         """Whether one more request may wait. A caller with an alternative answers at once if it may not."""
-        return self._waiting[key_id] < MOST_OF_A_KEY and self._waiting.total() < MOST
+        return self._waiting[key_id] < MAX_PER_KEY and self._waiting.total() < MAX_TOTAL
 
     @contextmanager
     def place(self, key_id: str | None) -> Iterator[None]:
@@ -64,16 +64,18 @@ async def never() -> bool:
     return False
 
 
-async def until_found(look: Callable[[], Found | None], seconds: float, gone: Gone = never) -> Found | None:
+async def until_found(
+    look: Callable[[], Found | None], seconds: float, is_disconnected: Gone = never
+) -> Found | None:
     """Polls `look` in a thread, at growing intervals, until it returns a result.
 
     Returns None on a timeout, or if the client has disconnected.
     """
-    deadline, pause = time.monotonic() + seconds, _FIRST_LOOK
+    deadline, pause = time.monotonic() + seconds, _FIRST_INTERVAL
     while (found := await to_thread.run_sync(look)) is None:
         left = deadline - time.monotonic()
-        if left <= 0 or await gone():
+        if left <= 0 or await is_disconnected():
             return None
         await asyncio.sleep(min(pause, left))
-        pause = min(_LONGEST_PAUSE, 1.25 * pause)
+        pause = min(_MAX_INTERVAL, 1.25 * pause)
     return found

@@ -23,7 +23,7 @@ from app.planning.plan import make_plan
 from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
 from app.statistics.performance import Speed
-from app.storage.database import Database, take_turns
+from app.storage.database import Database, lock_until_commit
 from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.freeze import Data, freeze
@@ -155,7 +155,7 @@ def resume(session: Session, job_id: str, settings: Settings) -> Job:
     """`lifecycle.resume`, within the quota of the job's owner: a job that timed out is queued again."""
     job, most = transitions.get(session, job_id), settings.max_queued_jobs
     if lifecycle.timed_out(job):
-        take_turns(session, f"quota of {job.owner}")
+        lock_until_commit(session, f"quota of {job.owner}")
         if queue.count_waiting(session, job.owner, most) >= most:
             raise _too_many(most)
     return lifecycle.resume(session, job_id)
@@ -167,8 +167,8 @@ def check_quota(session: Session, settings: Settings) -> None:
     """
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
-    if waiting > most - _NEARLY and take_turns(session, f"quota of {session.viewer.maker}"):
-        waiting = queue.count_waiting(session, session.viewer.maker, most)
+    if waiting > most - _NEARLY and lock_until_commit(session, f"quota of {session.viewer.creator}"):
+        waiting = queue.count_waiting(session, session.viewer.creator, most)
     if waiting >= most:
         raise _too_many(most)
 
@@ -183,7 +183,7 @@ def _too_many(most: int) -> QuotaExceeded:
 
 def _count_waiting(session: Session, most: int) -> int:
     """The maker's jobs that wait; or, where it is certain that `most` do not wait yet, an upper bound."""
-    maker, transaction = session.viewer.maker, session.shared_transaction
+    maker, transaction = session.viewer.creator, session.shared_transaction
     if transaction is None:
         return queue.count_waiting(session, maker, most)
     known: dict[str | None, int] = transaction.known.setdefault("waiting", {})

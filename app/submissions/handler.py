@@ -69,7 +69,7 @@ class SubmissionHandler(ABC):
         """
         with files.incoming(self.settings) as path:
             stored = _store_data(checked, path, self.settings)
-            equal = None if stored is None else files.equal_to(database, path, stored)
+            equal = None if stored is None else files.find_duplicate(database, path, stored)
             with database.writing() as session:
                 replayed = self._once.replay(session)
                 if replayed is not None:
@@ -105,7 +105,7 @@ def as_json(answer: pydantic.BaseModel, status: int) -> Response:
     return Response(answer.model_dump_json(), status, media_type="application/json")
 
 
-def _store_data(checked: Checked, path: Path, settings: Settings) -> files.Checked | None:
+def _store_data(checked: Checked, path: Path, settings: Settings) -> files.CheckedFile | None:
     """Writes the samples that came with a request to a file."""
     data = checked.brought
     if data is None:
@@ -120,7 +120,7 @@ def _store_data(checked: Checked, path: Path, settings: Settings) -> files.Check
 
 
 def _add_file(
-    session: Session, checked: Checked, path: Path, stored: files.Checked, equal: str | None
+    session: Session, checked: Checked, path: Path, stored: files.CheckedFile, equal: str | None
 ) -> Submission:
     """Adds the file of a job's own samples. Returns the submission with that file as its data."""
     name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"

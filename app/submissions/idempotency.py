@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from sqlalchemy import delete
 
 from app.errors import Unprocessable
-from app.storage.database import database_now, take_turns
+from app.storage.database import database_now, lock_until_commit
 from app.storage.session import Session
 from app.storage.tables import AnsweredRequest
 
@@ -43,7 +43,7 @@ class IdempotentRequest:
         """
         if self.key is None:
             return None
-        take_turns(session, f"request {self.owner} {self.key}")
+        lock_until_commit(session, f"request {self.owner} {self.key}")
         row = session.get(AnsweredRequest, (self.owner, self.key))
         if row is None:
             return None

@@ -7,10 +7,10 @@ from typing import Any
 HEADER_SECONDS = 15.0
 """Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
 
-MOST_HEAD_BYTES = 2**16
+MAX_HEAD_BYTES = 2**16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
-MOST_CONNECTIONS = 4000
+MAX_CONNECTIONS = 4000
 _OTHER_FILES = 256
 """Open files that are not connections: the database, uploads, logs."""
 
@@ -18,18 +18,18 @@ _OTHER_FILES = 256
 def raise_connection_limit() -> int:
     """Raises the limit of open files. Returns the number of connections beyond which the response is 503."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + _OTHER_FILES
+    wanted = MAX_CONNECTIONS + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(soft, wanted) - _OTHER_FILES)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(soft, wanted) - _OTHER_FILES)
 
 
 def protocol() -> Any:
     """uvicorn's protocol, which also closes connections that stay silent or never finish a request's head."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class Impatient(HttpToolsProtocol):
+    class HeaderTimeoutProtocol(HttpToolsProtocol):
         _silent: TimerHandle | None = None
         _head: int | None = 0
         """Bytes received of the current head, or None if it is complete."""
@@ -42,7 +42,7 @@ def protocol() -> Any:
             super().data_received(data)
             if self._head is not None:
                 self._head += len(data)
-                if self._head > MOST_HEAD_BYTES and not self.transport.is_closing():
+                if self._head > MAX_HEAD_BYTES and not self.transport.is_closing():
                     self.transport.write(_TOO_LARGE)
                     self.transport.close()
 
@@ -73,4 +73,4 @@ def protocol() -> Any:
             if not self.transport.is_closing():
                 self.transport.close()
 
-    return Impatient
+    return HeaderTimeoutProtocol

@@ -11,7 +11,7 @@ def is_multipart(headers: Headers) -> bool:
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
 
 
-def names_a_charset(headers: Headers) -> bool:
+def has_other_charset(headers: Headers) -> bool:
     """Whether a form declares a charset other than UTF-8, which no client does.
 
     Parsing would use any of Python's codecs, and some take quadratic time (idna, punycode).

@@ -17,7 +17,7 @@ _POLICY = (
 )
 """The page loads nothing from other hosts; inline styles are allowed for the chart library."""
 
-_ASK_AGAIN = {"Cache-Control": "no-cache"}
+_REVALIDATE = {"Cache-Control": "no-cache"}
 """Browsers may cache these files, but must revalidate them, since an update replaces them."""
 
 router = APIRouter(include_in_schema=False)
@@ -26,13 +26,13 @@ router = APIRouter(include_in_schema=False)
 class _Static(StaticFiles):
     def file_response(self, *args: Any, **kw: Any) -> Response:
         response = super().file_response(*args, **kw)
-        response.headers.update(_ASK_AGAIN)
+        response.headers.update(_REVALIDATE)
         return response
 
 
 @router.get("/")
 async def page() -> FileResponse:
-    return FileResponse(_FOLDER / "index.html", headers={"Content-Security-Policy": _POLICY, **_ASK_AGAIN})
+    return FileResponse(_FOLDER / "index.html", headers={"Content-Security-Policy": _POLICY, **_REVALIDATE})
 
 
 @router.get("/dashboard/plotly.js")

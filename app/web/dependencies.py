@@ -62,20 +62,20 @@ async def _whole_database(request: Request) -> Database:
 
 
 async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Database:
-    return _as_seen(request, caller)
+    return _database_for(request, caller)
 
 
 def planning_inputs_of(request: Request) -> PlanningInputs:
     """The planning inputs that the caller of an authorised request may see."""
-    return PlanningInputs(_as_seen(request, request.state.caller), request.app.state.kept)
+    return PlanningInputs(_database_for(request, request.state.caller), request.app.state.kept)
 
 
-def _as_seen(request: Request, caller: Caller) -> Database:
+def _database_for(request: Request, caller: Caller) -> Database:
     whole: Database = request.app.state.database
-    return whole.seen_by(Viewer(caller.owner, maker=caller.key_id))
+    return whole.seen_by(Viewer(caller.owner, creator=caller.key_id))
 
 
-async def _once(
+async def _idempotent_request(
     request: Request,
     caller: Annotated[Caller, Depends(_caller)],
     idempotency_key: Annotated[
@@ -107,7 +107,7 @@ def _open_stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) 
     return partial(request.app.state.streams.open, caller.key_id)
 
 
-Opened = Annotated[OpenStream, Depends(_open_stream)]
+StreamOpener = Annotated[OpenStream, Depends(_open_stream)]
 """Opens a streaming response; called with `(parts, close, **options)`, as `Streams.open`."""
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
@@ -121,7 +121,7 @@ WholeDatabase = Annotated[Database, Depends(_whole_database)]
 CurrentDatabase = Annotated[Database, Depends(_database)]
 Reading = Annotated[Session, Depends(_reading, scope="function")]
 Writing = Annotated[Session, Depends(_writing, scope="function")]
-CurrentOnce = Annotated[IdempotentRequest, Depends(_once)]
+CurrentIdempotentRequest = Annotated[IdempotentRequest, Depends(_idempotent_request)]
 Limit = Annotated[int, Query(ge=1, le=100, description="Maximum number of items")]
 After = Annotated[str | None, Query(max_length=100, description="The last id of the previous page")]
 

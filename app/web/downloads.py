@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import TooManyRequests
 
-MOST_OF_A_KEY = 20
+MAX_PER_KEY = 20
 """The maximum number of concurrent streams of one key: a slow reader keeps the stream's files open."""
-MOST = 200
-MOST_FILES = 1000
+MAX_STREAMS = 200
+MAX_OPEN_FILES = 1000
 """The maximum number of files that all streams together hold open."""
 
 
@@ -67,15 +67,16 @@ class Streams:
             TooManyRequests: the maximum number of streams or files is open.
         """
         with self._counting:
-            if self._open[key_id] >= MOST_OF_A_KEY or self._open.total() >= MOST:
+            if self._open[key_id] >= MAX_PER_KEY or self._open.total() >= MAX_STREAMS:
                 close()
                 own = self._open[key_id]
-                of = "this key" if own >= MOST_OF_A_KEY else "all keys"
+                of = "this key" if own >= MAX_PER_KEY else "all keys"
                 message = (
-                    f"{own if own >= MOST_OF_A_KEY else MOST} downloads of {of} are in progress: try again "
+                    f"{own if own >= MAX_PER_KEY else MAX_STREAMS} downloads of {of} are in progress: "
+                    "try again "
                 )
                 raise TooManyRequests(message + "once some have ended.", retry_after_seconds=5)
-            if self._files + files > MOST_FILES:
+            if self._files + files > MAX_OPEN_FILES:
                 close()
                 raise TooManyRequests(
                     "The downloads in progress hold too many files open: try again once some have ended.",

@@ -80,11 +80,11 @@ def problem_response(
 
 def install(app: FastAPI) -> None:
     """Maps every error that can leave a route to the one body."""
-    app.add_exception_handler(AccrueError, known)
+    app.add_exception_handler(AccrueError, accrue_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(OperationalError, _database_away)
-    app.add_exception_handler(PoolTimeout, _database_away)
+    app.add_exception_handler(OperationalError, _database_unavailable)
+    app.add_exception_handler(PoolTimeout, _database_unavailable)
     app.add_exception_handler(IntegrityError, _in_use)
     app.add_exception_handler(OSError, _os_error)
 
@@ -95,7 +95,7 @@ def _status(request: Request, status: int) -> int:
     return 400 if status == 422 and any(tag.startswith(OPENAI) for tag in tags) else status
 
 
-def known(request: Request, error: Exception) -> JSONResponse:
+def accrue_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, AccrueError)
     fields = [FieldProblem(field=error.field, message=error.message)] if error.field else []
     headers = {"x-should-retry": "false"} if isinstance(error, Conflict | QuotaExceeded) else {}
@@ -163,7 +163,7 @@ def _in_use(request: Request, error: Exception) -> JSONResponse:
     )  # fmt: skip
 
 
-def _database_away(request: Request, error: Exception) -> JSONResponse:
+def _database_unavailable(request: Request, error: Exception) -> JSONResponse:
     if is_full(error):
         return _disk_full(request, error)
     log.error("the database did not answer", error=str(getattr(error, "orig", error)))

@@ -20,14 +20,14 @@ log = structlog.get_logger("accrue.service")
 _LOOK_EVERY_SECONDS = 0.25
 _LOOKS_BETWEEN_PROGRESS = 4
 """Sends the progress within a window once a second."""
-_SIGN_OF_LIFE_SECONDS = 15.0
+_KEEPALIVE_SECONDS = 15.0
 _AT_ONCE = 2000
 """The maximum number of events per query; the next query continues from there."""
 
 
-MOST_FOLLOWERS = 2000
+MAX_STREAMS = 2000
 """The maximum number of streams of one service; each holds a connection."""
-MOST_OF_A_KEY = 1000
+MAX_STREAMS_PER_KEY = 1000
 
 
 class _Follower:
@@ -61,7 +61,7 @@ class EventStream:
         follower = _Follower(job_id, last, key_id)
         with self._joining:
             own = sum(each.key_id == key_id for each in self._followers)
-            if own < MOST_OF_A_KEY and len(self._followers) < MOST_FOLLOWERS:
+            if own < MAX_STREAMS_PER_KEY and len(self._followers) < MAX_STREAMS:
                 self._followers.add(follower)
                 return follower
         raise TooManyRequests(
@@ -77,11 +77,11 @@ class EventStream:
         nothing has happened for a while, so that a disconnected client is noticed.
         """
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look_again_and_again())
+            self._looking = asyncio.create_task(self._poll())
         try:
             while True:
                 try:
-                    events = await asyncio.wait_for(follower.waiting.get(), _SIGN_OF_LIFE_SECONDS)
+                    events = await asyncio.wait_for(follower.waiting.get(), _KEEPALIVE_SECONDS)
                 except TimeoutError:
                     yield None
                     continue
@@ -104,29 +104,29 @@ class EventStream:
         with self._joining:
             self._followers.discard(follower)
 
-    async def _look_again_and_again(self) -> None:
+    async def _poll(self) -> None:
         structlog.contextvars.clear_contextvars()  # drop the context of the request that started this task
         looks = 0
         while self._followers:
             with self._joining:
-                hungry = [each for each in self._followers if each.waiting.empty()]
+                ready = [each for each in self._followers if each.waiting.empty()]
             looks += 1
             try:
                 found, gone = await to_thread.run_sync(
-                    self._look, [(each.job_id, each.last) for each in hungry]
+                    self._new_events, [(each.job_id, each.last) for each in ready]
                 )
                 within = {}
                 if looks % _LOOKS_BETWEEN_PROGRESS == 0:
-                    within = await to_thread.run_sync(self._windows, {each.job_id for each in hungry})
+                    within = await to_thread.run_sync(self._windows, {each.job_id for each in ready})
             except SQLAlchemyError as error:
                 log.warning("events cannot be read right now", error=str(error))
             else:
                 for number in gone:
-                    hungry[number].waiting.put_nowait(None)
+                    ready[number].waiting.put_nowait(None)
                 for number, events in found.items():
-                    hungry[number].last = events[-1].id
-                    hungry[number].waiting.put_nowait(events)
-                for each in hungry:
+                    ready[number].last = events[-1].id
+                    ready[number].waiting.put_nowait(events)
+                for each in ready:
                     now = within.get(each.job_id)
                     if now not in (None, each.within):
                         each.within = now
@@ -150,7 +150,7 @@ class EventStream:
                 if progress.get("within_window")
             }
 
-    def _look(self, wanted: Sequence[tuple[str, str]]) -> tuple[dict[int, list[JobEvent]], list[int]]:
+    def _new_events(self, wanted: Sequence[tuple[str, str]]) -> tuple[dict[int, list[JobEvent]], list[int]]:
         """Reads new events.
 
         Args:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 
-class JsonWhateverTheHeader(APIRoute):
+class AnyContentTypeRoute(APIRoute):
     """For routes that change nothing, where a foreign page's form can do no harm."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -21,20 +21,20 @@ from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
-from app.web.content_type import is_multipart, names_a_charset
-from app.web.error_bodies import known, problem_response, unexpected
+from app.web.content_type import has_other_charset, is_multipart
+from app.web.error_bodies import accrue_error, problem_response, unexpected
 from app.web.latency import LatencyGauge
 
 log = structlog.get_logger("accrue.service")
 
 NATIVE = "/gradient-accumulation"
-_ALSO_UNDER = "/api/v1"
+_ALTERNATIVE_PREFIX = "/api/v1"
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
 _BODY_WITHOUT_DATA = 2**18
 """The maximum body of routes that take no samples, in bytes: a configuration has a few thousand."""
-_MOST_VALUES = 150_000
+_MAX_VALUES = 150_000
 """The maximum number of values in a body with samples, counted by commas and brackets: validation takes
 time."""
 _UPLOADS = ("/v1/files",)
@@ -42,19 +42,19 @@ _UPLOADS = ("/v1/files",)
 _WITH_DATA = f"{NATIVE}/training/"
 """Prefixes of the routes whose body may contain samples."""
 _PAGES = ("/", "/docs")
-_FOR_ANYBODY = ("/healthz", "/readyz")
+_PUBLIC_PATHS = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
 """Seconds in which a body must arrive; for an upload, in which its next part must arrive."""
-_READING = ("GET", "HEAD", "OPTIONS")
-_LONGEST_PATH = 500
-_LONGEST_LENGTH = 15
+_READ_METHODS = ("GET", "HEAD", "OPTIONS")
+_MAX_PATH_CHARS = 500
+_MAX_LENGTH_DIGITS = 15
 """Digits of a content-length that are worth reading as a number."""
 
 
 _AN_ADDRESS = re.compile(r"[\w.:%-]{1,64}", re.ASCII)
 
 
-class EveryRequest:
+class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
     def __init__(
@@ -108,7 +108,9 @@ class EveryRequest:
             self.latency.add(seconds)
             self.exposition.answered(scope["method"], _template(scope), status, seconds)
             log_request = (
-                log.debug if scope["method"] in _READING and status < HTTPStatus.BAD_REQUEST else log.info
+                log.debug
+                if scope["method"] in _READ_METHODS and status < HTTPStatus.BAD_REQUEST
+                else log.info
             )
             log_request("request", method=scope["method"], path=scope["path"], status=status,
                  milliseconds=round(1000 * seconds, 1))  # fmt: skip
@@ -118,14 +120,14 @@ class EveryRequest:
     def _note(self, scope: Scope, status: int, identifier: str) -> None:
         """Writes requests that change something, and refused ones, to the audit log."""
         refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-        if scope["method"] in _READING and not (self.settings.audit_reads or refused):
+        if scope["method"] in _READ_METHODS and not (self.settings.audit_reads or refused):
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
         key_id = caller.key_id if caller is not None else None
         address = _address(scope["client"][0]) if scope.get("client") else "?"
-        path = storable(scope["path"])[:_LONGEST_PATH]
-        deed = AuditRecord(time.time(), key_id, scope["method"], path, status, address, identifier)
-        self.audit.note(deed, is_known=caller is not None)
+        path = storable(scope["path"])[:_MAX_PATH_CHARS]
+        record = AuditRecord(time.time(), key_id, scope["method"], path, status, address, identifier)
+        self.audit.note(record, is_known=caller is not None)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         """Passes the request on if it is accepted. Nothing of its body is read before that."""
@@ -150,12 +152,12 @@ class EveryRequest:
             if why is not None:
                 return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
         limit, length = self._limit(scope), headers.get("content-length", "0")
-        if length.isdigit() and (len(length) > _LONGEST_LENGTH or int(length) > limit):
+        if length.isdigit() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
             return problem_response(
                 request, TooLarge.status, TooLarge.code, TooLarge.title, _too_large(limit), param="body",
                 headers={"Connection": "close"},
             )  # fmt: skip
-        if scope["method"] in _READING or path in _FOR_ANYBODY:
+        if scope["method"] in _READ_METHODS or path in _PUBLIC_PATHS:
             return None  # without a body, the route's own check of the key is early enough
         is_upload = self._is_upload(scope)
         try:
@@ -163,10 +165,10 @@ class EveryRequest:
             if is_upload and not caller.may("write"):  # before the upload is received
                 raise Forbidden("This key may not write: create one with --scope write.")
         except AccrueError as error:
-            response = known(request, error)
+            response = accrue_error(request, error)
             response.headers["Connection"] = "close"
             return response
-        if is_upload and names_a_charset(headers):
+        if is_upload and has_other_charset(headers):
             return problem_response(
                 request, 415, "unsupported_media_type", "Unsupported media type",
                 "Send the form in UTF-8: leave charset out.", headers={"Connection": "close"},
@@ -201,8 +203,8 @@ class EveryRequest:
 def _strip_api_prefix(scope: Scope) -> None:
     """Removes the prefix `/api/v1`, under which the native routes can also be called."""
     root = scope.get("root_path", "")
-    if scope["path"].startswith(f"{root}{_ALSO_UNDER}{NATIVE}"):
-        scope["path"] = root + scope["path"][len(root) + len(_ALSO_UNDER) :]
+    if scope["path"].startswith(f"{root}{_ALTERNATIVE_PREFIX}{NATIVE}"):
+        scope["path"] = root + scope["path"][len(root) + len(_ALTERNATIVE_PREFIX) :]
 
 
 def _template(scope: Scope) -> str:
@@ -261,7 +263,7 @@ def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
         if taken > limit:
             raise HTTPException(TooLarge.status, _too_large(limit))
         values += sum(map(body.count, (b",", b"[", b"{"))) if whole else 0
-        if values > _MOST_VALUES:
+        if values > _MAX_VALUES:
             raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)
         return message
 

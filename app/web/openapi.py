@@ -8,7 +8,7 @@ _PROBLEM = "application/problem+json"
 
 
 _KEY = {"HTTPBearer": {"type": "http", "scheme": "bearer", "description": "An ak_… key"}}
-_FOR_ANYBODY = ("/healthz", "/readyz")
+_PUBLIC_PATHS = ("/healthz", "/readyz")
 
 
 def describe(app: FastAPI) -> None:
@@ -20,7 +20,7 @@ def describe(app: FastAPI) -> None:
             document = made()
             document["components"]["securitySchemes"] = _KEY
             for path, operation in _operations(document):
-                if path not in _FOR_ANYBODY:
+                if path not in _PUBLIC_PATHS:
                     operation["security"] = [{name: []} for name in _KEY]
                 for status, answer in operation["responses"].items():
                     if status in ("4XX", "5XX"):

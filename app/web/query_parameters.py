@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from app.errors import Unprocessable
 from app.jobs.filters import is_filter
 
-_LISTS: dict[Callable[..., Any], dict[str, bool]] = {}
+_PARAMETERS: dict[Callable[..., Any], dict[str, bool]] = {}
 """A route's parameters and whether each may be repeated, by the route's function."""
 
 
@@ -23,9 +23,9 @@ def check_names(request: Request) -> None:
     route = request.scope.get("route")
     if not isinstance(route, APIRoute):
         return
-    if route.endpoint not in _LISTS:
-        _LISTS[route.endpoint] = _parameters_of(route.dependant)
-    known = _LISTS[route.endpoint]
+    if route.endpoint not in _PARAMETERS:
+        _PARAMETERS[route.endpoint] = _parameters_of(route.dependant)
+    known = _PARAMETERS[route.endpoint]
     seen = set()
     for name, _ in request.query_params.multi_items():
         shown = name[:100] or "query"

@@ -13,7 +13,7 @@ _KIND = re.compile(r"int|str|bool|float|[A-Z]\w*")
 _LONGEST_NAME = 100
 """The maximum number of characters of a field's name that are used; no schema's names are half as long."""
 
-_PLAINLY = {"model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json"}
+_MESSAGES = {"model_attributes_type": "expected a JSON object: send one, with Content-Type: application/json"}
 """Messages that replace pydantic's, by type of error."""
 
 _FORMS = {
@@ -24,11 +24,11 @@ _FORMS = {
     "slash only between owner and name. To continue training a model that was trained here, put its folder "
     "into ACCRUE_MODELS_DIR and give the folder's name",
 }
-_OF_A_FORM = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
+_FIELD_FORMS = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
               "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
 """For each field whose text must have a certain form: the key of its message in `_FORMS`."""
 
-_KNOWN_ELSEWHERE_AS = {
+_FOREIGN_NAMES = {
     "lr": "learning_rate",
     "rank": "r",
     "lora_r": "r",
@@ -54,7 +54,7 @@ _KNOWN_ELSEWHERE_AS = {
 }
 """Names that other trainers have for our fields."""
 
-_SAID_BY = {
+_FOREIGN_SWITCHES = {
     "use_peft": 'training_config.method: "lora"',
     "use_lora": 'training_config.method: "lora"',
     "peft_config": 'training_config.method: {"lora": {"r": 16, "alpha": 32}}',
@@ -71,9 +71,9 @@ _OTHER_KINDS = ("_type", "_parsing", "literal_error", "missing", "extra_forbidde
 """Suffixes of pydantic's error types for values of the wrong type."""
 
 
-MOST_TOLD = 20
+MAX_REPORTED = 20
 """The maximum number of problems in one response: the client fixes them and repeats the request."""
-_MOST_LOOKED_AT = 200
+_MAX_EXAMINED = 200
 
 
 class FieldProblem(BaseModel):
@@ -91,13 +91,13 @@ def field_problems(
         requested: the model of the route's body.
     """
     by_field: dict[str, list[Mapping[str, Any]]] = {}
-    for error in errors[:_MOST_LOOKED_AT]:
+    for error in errors[:_MAX_EXAMINED]:
         by_field.setdefault(".".join(_until_a_union(error)) or "body", []).append(error)
     found: dict[str, FieldProblem] = {}
     for field, own in by_field.items():
         problem = _of_one(own[0], requested) if len(own) == 1 else _of_a_union(field, own, requested)
         found.setdefault(problem.field, problem)
-    return list(found.values())[:MOST_TOLD]
+    return list(found.values())[:MAX_REPORTED]
 
 
 def _until_a_union(error: Mapping[str, Any]) -> list[str]:
@@ -138,7 +138,7 @@ def _of_a_union(
     ):  # the path goes deeper than the field, the union member and its only field
         return _of_one(deepest, requested)
     simple = [error for error in errors if error["type"].endswith(("_type", "_parsing", "literal_error"))]
-    told = [_plainly(error) for error in simple if error["type"] != "model_type"] or [_plainly(errors[0])]
+    told = [_message(error) for error in simple if error["type"] != "model_type"] or [_message(errors[0])]
     start = "input should be "
     rest = [each.removeprefix(start) for each in told if each.startswith(start)]
     return FieldProblem(field=field, message=start + " or ".join(rest) if rest else told[0])
@@ -151,14 +151,16 @@ def _of_one(error: Mapping[str, Any], requested: type[BaseModel] | None) -> Fiel
     field = ".".join(path) or "body"
     if error["type"] == "extra_forbidden":
         return FieldProblem(field=field, message=_unknown(field, requested))
-    return FieldProblem(field=field, message=_plainly(error))
+    return FieldProblem(field=field, message=_message(error))
 
 
-def _plainly(error: Mapping[str, Any]) -> str:
+def _message(error: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch":
-        return _FORMS.get(_OF_A_FORM.get(_path(error)[-1], ""), f"has a form that is not allowed: {message}")
-    return _PLAINLY.get(error["type"], message[:1].lower() + message[1:])
+        return _FORMS.get(
+            _FIELD_FORMS.get(_path(error)[-1], ""), f"has a form that is not allowed: {message}"
+        )
+    return _MESSAGES.get(error["type"], message[:1].lower() + message[1:])
 
 
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:
@@ -169,9 +171,9 @@ def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     first = next((path for path, others in there.items() if field in others), None)
     if first is not None:
         return f"is another name for {first}, which is also given: remove one"
-    if name in _SAID_BY and requested is not None:
-        return f"{told}: use {_SAID_BY[name]}"
-    meant = _KNOWN_ELSEWHERE_AS.get(name, name)
+    if name in _FOREIGN_SWITCHES and requested is not None:
+        return f"{told}: use {_FOREIGN_SWITCHES[name]}"
+    meant = _FOREIGN_NAMES.get(name, name)
     beside = [each for each in there if each.rpartition(".")[0] == group]
     named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]
     near = named or get_close_matches(field, beside, n=1, cutoff=0.7)

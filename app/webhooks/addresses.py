@@ -11,7 +11,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """IPv4 behind a gateway (RFC 6052)."""
 
-_NOBODY_S_RECEIVERS = tuple(
+_RESERVED_NETWORKS = tuple(
     ipaddress.ip_network(network)
     for network in (
         "168.63.129.16/32",  # Azure's own service, for its virtual machines
@@ -97,7 +97,7 @@ def is_public(address: Address) -> bool:
         if address.is_site_local:  # fec0::/10, deprecated, and still private
             return False
     if any(
-        address in network for network in _NOBODY_S_RECEIVERS
+        address in network for network in _RESERVED_NETWORKS
     ):  # an address of the other IP version is in none of them
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved

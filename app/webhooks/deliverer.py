@@ -32,13 +32,13 @@ RETRY_AFTER_SECONDS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 43200.0)
 
 _LOOK_EVERY_SECONDS = 1.0
 _TAKEN_FOR_SECONDS = 60.0
-_PATIENCE_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 """The time limit of a delivery, from resolving the host to the status of the response."""
 
-_AT_ONCE = 6
+_THREADS = 6
 """The number of concurrent deliveries."""
 
-_OF_ONE_OWNER, _TO_ONE_HOST = 3, 2
+_MAX_PER_OWNER, _MAX_PER_HOST = 3, 2
 """Deliveries at a time for one owner, and to one host: a receiver that never answers delays only its own
 deliveries."""
 
@@ -81,8 +81,8 @@ class Deliverer:
         """The turn in which an owner's last delivery to a host began; the host None stands for any host."""
         self._turns = 0
         self._threads = [
-            threading.Thread(target=self._deliver_on, name=f"webhooks-{number}", daemon=True)
-            for number in range(_AT_ONCE)
+            threading.Thread(target=self._run, name=f"webhooks-{number}", daemon=True)
+            for number in range(_THREADS)
         ]
 
     def start(self) -> None:
@@ -92,12 +92,12 @@ class Deliverer:
 
     def close(self) -> None:
         self._ended.set()
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + _TIMEOUT_SECONDS
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def _deliver_on(self) -> None:
+    def _run(self) -> None:
         while not self._ended.is_set():
             try:
                 taken = self._take()
@@ -123,7 +123,9 @@ class Deliverer:
 
     def _taken(self) -> _ClaimedDelivery | None:
         """The first due delivery whose owner and host are below their limits."""
-        busy = [name for (kind, name), n in self._under_way.items() if kind == "owner" and n >= _OF_ONE_OWNER]
+        busy = [
+            name for (kind, name), n in self._under_way.items() if kind == "owner" and n >= _MAX_PER_OWNER
+        ]
         turn = func.row_number().over(
             partition_by=(Job.owner, Delivery.host), order_by=(Delivery.not_before, Delivery.id)
         )
@@ -144,7 +146,7 @@ class Deliverer:
         )
         due = (
             select(each.c.id, each.c.host, each.c.owner)
-            .where(each.c.turn <= _TO_ONE_HOST)  # the others must wait for these anyway
+            .where(each.c.turn <= _MAX_PER_HOST)  # the others must wait for these anyway
             .order_by(each.c.of_owner, each.c.not_before)  # the first of each owner before the second of any
             .limit(_LOOKED_AT)
         )
@@ -171,8 +173,8 @@ class Deliverer:
 
     def _has_place(self, owner: str | None, host: str | None) -> bool:
         """Deliveries without an owner, as in a service without keys, are limited only by host."""
-        own = owner is None or self._under_way["owner", owner] < _OF_ONE_OWNER
-        return own and self._under_way["host", host] < _TO_ONE_HOST
+        own = owner is None or self._under_way["owner", owner] < _MAX_PER_OWNER
+        return own and self._under_way["host", host] < _MAX_PER_HOST
 
     def _claimed(self, delivery_id: str, owner: str | None, host: str | None) -> _ClaimedDelivery | None:
         with self._database.writing() as session:
@@ -193,7 +195,7 @@ class Deliverer:
         import httpx2 as httpx  # not at module level, so that the service starts faster
 
         assert self._signing is not None
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + _TIMEOUT_SECONDS
         body = json.dumps(
             {
                 "id": taken.id,
@@ -219,7 +221,7 @@ class Deliverer:
             status = asyncio.run(_status_of(request, until - time.monotonic()))
             return None if 200 <= status < 300 else f"the receiver answered with status {status}"
         except TimeoutError:
-            return f"the receiver did not answer within {_PATIENCE_SECONDS:g} s"
+            return f"the receiver did not answer within {_TIMEOUT_SECONDS:g} s"
         except NotAllowed as error:
             return error.message
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

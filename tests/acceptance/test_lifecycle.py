@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.settings import Settings
-from app.storage.database import Changes, Database
+from app.storage.database import ChangeDetector, Database
 from tests.harness.runs import until
 from tests.harness.service import Accrue
 
@@ -70,7 +70,7 @@ def test_a_second_worker_waits_for_the_first_ones_trainer_and_says_so(accrue: Ac
 
 
 def test_whether_a_database_changed_is_known_without_a_query(database: Database, settings: Settings) -> None:
-    changes = Changes(database)
+    changes = ChangeDetector(database)
     assert changes.any()
     if database.is_sqlite:
         changes.any()

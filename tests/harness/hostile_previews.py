@@ -4,32 +4,32 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewSpec
 
 
 class Panic(BaseException):
     """As native code raises it."""
 
 
-def endless(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
+def endless(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     while True:
         pass
 
 
-def exits(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
+def exits(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     os._exit(1)
 
 
-def takes_memory(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
+def takes_memory(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     _ = bytearray(2**40)
     raise AssertionError
 
 
-def panics(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
+def panics(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     raise Panic("training text")
 
 
-def looks_around(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
+def looks_around(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     """Fails with what it could get at: open files, and secrets of the worker's environment."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():

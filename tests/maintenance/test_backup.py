@@ -12,7 +12,7 @@ from app.datasets import files
 from app.errors import BadSetting, InvalidRequest
 from app.jobs import lifecycle, queue
 from app.maintenance import backup, doctor
-from app.maintenance.data_folder import DataFolder, held_alone, held_by_worker
+from app.maintenance.data_folder import DataFolder, held_by_worker, held_exclusively
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
@@ -74,7 +74,7 @@ def test_equal_files_take_room_once_in_a_backup_and_after_it(
         path = settings.files_dir / f"file-{number}"
         path.write_text(json.dumps({"text": text}) + "\n")
         checked = files.check(path, settings, "file")
-        equal = files.equal_to(database, path, checked)
+        equal = files.find_duplicate(database, path, checked)
         with database.writing() as session:
             files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", equal=equal)
     taken = backup.take(settings, tmp_path / "backup", runs=False)
@@ -164,11 +164,11 @@ def test_nothing_is_restored_under_a_running_service_or_worker(
     with held_by_worker(settings):
         served.hold(database)  # both work in it at once
         served.release()
-        with pytest.raises(BadSetting, match="a worker is running"), held_alone(settings):
+        with pytest.raises(BadSetting, match="a worker is running"), held_exclusively(settings):
             pass
     served.hold(database)
-    with pytest.raises(BadSetting, match="a service is running"), held_alone(settings):
+    with pytest.raises(BadSetting, match="a service is running"), held_exclusively(settings):
         pass
     served.release()
-    with held_alone(settings):
+    with held_exclusively(settings):
         pass

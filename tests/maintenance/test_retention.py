@@ -52,10 +52,10 @@ def test_what_ended_long_ago_goes_with_all_that_is_its_own(database: Database, s
     waiting = aged(database, settings, 100, status="paused")
     uploaded(database, settings, "file-old", 8)
     uploaded(database, settings, "file-young", 6)
-    assert retention.forget(database, settings, 7) == 2
+    assert retention.delete_expired(database, settings, 7) == 2
     assert left(database, settings) == ({young, waiting}, {"file-1", "file-young"})
     assert old not in {path.name for path in settings.runs_dir.iterdir()}
-    assert retention.forget(database, settings, 7) == 0
+    assert retention.delete_expired(database, settings, 7) == 0
 
 
 def test_a_file_goes_after_the_last_job_that_needs_it(database: Database, settings: Settings) -> None:
@@ -63,9 +63,9 @@ def test_a_file_goes_after_the_last_job_that_needs_it(database: Database, settin
     job_id = aged(database, settings, 1)
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == job_id).values(file_id="file-needed"))
-    assert retention.forget(database, settings, 7) == 1  # file-1, on which nobody trains any more
+    assert retention.delete_expired(database, settings, 7) == 1  # file-1, on which nobody trains any more
     assert left(database, settings) == ({job_id}, {"file-needed"})
-    assert retention.forget(database, settings, 0.5) == 2
+    assert retention.delete_expired(database, settings, 0.5) == 2
     assert left(database, settings) == (set(), set())
 
 

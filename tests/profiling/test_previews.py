@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import select
 
 from app.contract.architecture import ModelReference
-from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.spec import DataSpec
 from app.datasets import files, previews
 from app.errors import Conflict, Unavailable, Unprocessable
@@ -27,7 +27,7 @@ from workers.profiling import previews as profiler
 
 
 @pytest.fixture
-def order(database: Database, settings: Settings) -> PreviewOrder:
+def order(database: Database, settings: Settings) -> PreviewSpec:
     settings.make_directories()
     path = settings.files_dir / "file-1"
     path.write_text(json.dumps({"text": "a secret"}) + "\n")
@@ -38,7 +38,7 @@ def order(database: Database, settings: Settings) -> PreviewOrder:
         file_id="file-1", sha256=checked.sha256, format="text", examples=1, max_length=64,
         overlength="truncate", packing=False, validation=None,
     )  # fmt: skip
-    return PreviewOrder(model=make_spec().model, data=data, shown=1)
+    return PreviewSpec(model=make_spec().model, data=data, shown=1)
 
 
 def worker(database: Database) -> None:
@@ -49,7 +49,7 @@ def worker(database: Database) -> None:
         )
 
 
-def requested(database: Database, settings: Settings, order: PreviewOrder) -> DatasetPreview:
+def requested(database: Database, settings: Settings, order: PreviewSpec) -> DatasetPreview:
     """What the service hears, which waits in a thread while this one is the profiler."""
     with ThreadPoolExecutor(1) as service:
         heard = service.submit(asyncio.run, previews.ask(database, order, 30.0))
@@ -58,7 +58,7 @@ def requested(database: Database, settings: Settings, order: PreviewOrder) -> Da
 
 
 def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
-    database: Database, settings: Settings, order: PreviewOrder
+    database: Database, settings: Settings, order: PreviewSpec
 ) -> None:
     worker(database)
     assert not profiler.answer_one(database, settings)
@@ -69,23 +69,23 @@ def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
         assert session.scalars(select(PreviewRequest)).all() == []
 
 
-def test_with_no_worker_nobody_waits(database: Database, order: PreviewOrder) -> None:
+def test_with_no_worker_nobody_waits(database: Database, order: PreviewSpec) -> None:
     with pytest.raises(Conflict, match="accrue worker"):
         asyncio.run(previews.ask(database, order, 30.0))
 
 
 def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
-    database: Database, order: PreviewOrder
+    database: Database, order: PreviewSpec
 ) -> None:
     worker(database)
     with pytest.raises(Unavailable, match="try again"):
         asyncio.run(previews.ask(database, order, 0.1))
     with database.reading() as session:
-        assert not previews.waiting(session)
+        assert not previews.has_unclaimed(session)
 
 
 def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
-    database: Database, settings: Settings, order: PreviewOrder
+    database: Database, settings: Settings, order: PreviewSpec
 ) -> None:
     worker(database)
     chat = order.model_copy(update={"data": order.data.model_copy(update={"format": "messages"})})
@@ -98,7 +98,7 @@ def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
 
 
 def test_a_template_without_an_end_is_ended(
-    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch
+    database: Database, settings: Settings, order: PreviewSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker(database)
     monkeypatch.setattr(profiler, "_make_preview", hostile_previews.endless)
@@ -108,17 +108,17 @@ def test_a_template_without_an_end_is_ended(
 
 
 def test_a_preview_ends_with_the_process_that_its_worker_started(
-    settings: Settings, order: PreviewOrder, tmp_path: Path
+    settings: Settings, order: PreviewSpec, tmp_path: Path
 ) -> None:
     """It holds nothing open that would keep the fork server alive, and ends with it."""
     script = f"""
 import multiprocessing, sys
 from pathlib import Path
-from app.contract.preview import PreviewOrder
+from app.contract.preview import PreviewSpec
 from tests.harness import hostile_previews
 from workers.profiling import previews
 if __name__ == "__main__":
-    order = PreviewOrder.model_validate_json(sys.stdin.read())
+    order = PreviewSpec.model_validate_json(sys.stdin.read())
     where = ("{settings.files_dir / "file-1"}", "{tmp_path}", "{settings.data_dir}")
     child = previews._children().Process(
         target=previews._look, args=(hostile_previews.endless, order, "model", *map(Path, where)), daemon=True
@@ -143,7 +143,7 @@ if __name__ == "__main__":
     until(lambda: not Path(f"/proc/{pid}").exists(), 30)
 
 
-def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: PreviewOrder) -> None:
+def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: PreviewSpec) -> None:
     worker(database)
     with database.writing() as session:
         session.add(
@@ -162,7 +162,7 @@ def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: 
     "how", [hostile_previews.exits, hostile_previews.takes_memory, hostile_previews.panics]
 )
 def test_a_tokenizer_that_ends_its_process_ends_no_profiler(
-    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch, how: Any
+    database: Database, settings: Settings, order: PreviewSpec, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
     worker(database)
     monkeypatch.setattr(profiler, "_make_preview", how)
@@ -174,7 +174,7 @@ def test_a_tokenizer_that_ends_its_process_ends_no_profiler(
 
 
 def test_a_tokenizer_gets_at_no_database_and_no_secret(
-    database: Database, settings: Settings, order: PreviewOrder, monkeypatch: pytest.MonkeyPatch
+    database: Database, settings: Settings, order: PreviewSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker(database)
     monkeypatch.setenv("ACCRUE_DATABASE_URL", "postgresql://somebody:secret@host/jobs")

@@ -19,7 +19,7 @@ from app.jobs import lifecycle
 from app.jobs.events import record_event_of
 from app.main import create_app
 from app.maintenance.data_folder import clean
-from app.maintenance.retention import forget
+from app.maintenance.retention import delete_expired
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
 from app.security.audit import MAX_UNAUTHENTICATED_PER_MINUTE, AuditLog, AuditRecord
@@ -28,7 +28,7 @@ from app.storage import pending
 from app.storage.database import Database
 from app.storage.ids import new_id
 from app.storage.tables import AuditEntry, File, Job, JobEvent, Key
-from app.storage.waits import MOST_OF_A_KEY, Waits
+from app.storage.waits import MAX_PER_KEY, WaitLimiter
 from app.web.event_stream import EventStream
 from tests.harness.requests import JOB, PATH, key_for, service, submit
 from tests.harness.runs import until
@@ -190,9 +190,9 @@ def test_only_so_many_wait_at_once() -> None:
 
     from app.errors import TooManyRequests
 
-    waits = Waits()
+    waits = WaitLimiter()
     with ExitStack() as stack:
-        for _ in range(MOST_OF_A_KEY):
+        for _ in range(MAX_PER_KEY):
             stack.enter_context(waits.place("key-1"))
         assert not waits.has_place("key-1")
         assert waits.has_place("key-2")
@@ -205,7 +205,7 @@ def test_only_so_many_streams_of_a_key(database: Database, monkeypatch: pytest.M
     from app.errors import TooManyRequests
     from app.web import event_stream
 
-    monkeypatch.setattr(event_stream, "MOST_OF_A_KEY", 3)
+    monkeypatch.setattr(event_stream, "MAX_STREAMS_PER_KEY", 3)
     stream = EventStream(database)
     for _ in range(3):
         stream.join("ftjob-1", key_id="key-1")
@@ -253,7 +253,7 @@ def test_equal_files_mend_a_damaged_one(database: Database, settings: Settings) 
     def store() -> Path:
         path = settings.files_dir / new_id("file")
         checked = files.store_lines("text", [{"text": "the same"}], path)
-        equal = files.equal_to(database, path, checked)
+        equal = files.find_duplicate(database, path, checked)
         with database.writing() as session:
             files.add(session, path, checked, filename="a.jsonl", purpose="fine-tune", equal=equal)
         return path
@@ -351,7 +351,7 @@ def test_old_files_that_are_needed_do_not_keep_others_from_being_deleted(
             spec = dict(job_row.spec)
             spec["data"] = {**spec["data"], "validation": {"file_id": "file-0001"}}
             job_row.spec = spec
-    assert forget(database, settings, 1.0) >= 100
+    assert delete_expired(database, settings, 1.0) >= 100
 
 
 @pytest.mark.parametrize("text", ["a\\u0000b", "a\\ud800b"])
@@ -468,7 +468,7 @@ def test_a_head_without_end_is_refused(settings: Settings) -> None:
 
     import uvicorn
 
-    from app.web.connections import MOST_HEAD_BYTES, protocol
+    from app.web.connections import MAX_HEAD_BYTES, protocol
 
     config = uvicorn.Config(create_app(settings), http=protocol(), log_config=None, port=0)
     server = uvicorn.Server(config)
@@ -480,7 +480,7 @@ def test_a_head_without_end_is_refused(settings: Settings) -> None:
             client.sendall(b"GET /healthz HTTP/1.1\r\nx: ")
             with contextlib.suppress(OSError):  # it may hang up while we are speaking
                 for _ in range(100):
-                    client.sendall(b"a" * MOST_HEAD_BYTES)
+                    client.sendall(b"a" * MAX_HEAD_BYTES)
             client.settimeout(20)
             with contextlib.suppress(ConnectionResetError):
                 while client.recv(65536):  # to its end, which comes: a time-out fails the test

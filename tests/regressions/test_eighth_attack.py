@@ -195,7 +195,7 @@ def test_more_than_two_billion_trained_tokens_are_counted(database: Database) ->
 
 
 def test_downloads_hold_only_so_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "MOST_FILES", 10)
+    monkeypatch.setattr(downloads, "MAX_OPEN_FILES", 10)
     streams, closed = Streams(), []
     first = streams.open("alice", iter(()), files=8)
     with pytest.raises(TooManyRequests, match="files open"):

@@ -20,7 +20,7 @@ from app.contract.reports import EventLine
 from app.jobs import queue, transitions
 from app.jobs.transitions import Fence
 from app.maintenance.backup import _copy_run
-from app.maintenance.retention import forget
+from app.maintenance.retention import delete_expired
 from app.results.run_files import tar_of, tar_size
 from app.settings import Settings
 from app.statistics import totals
@@ -132,16 +132,16 @@ def test_one_job_whose_totals_cannot_be_made_does_not_keep_others_from_being_res
 
 
 def test_a_statement_that_fails_is_not_taken_for_a_database_that_is_away() -> None:
-    from app.storage.database import is_away
+    from app.storage.database import is_unavailable
 
     def error(code: int) -> OperationalError:
         original = Exception("integer overflow")
         original.sqlite_errorcode = code  # type: ignore[attr-defined]
         return OperationalError("SELECT", None, original)
 
-    assert not is_away(error(1))  # SQLITE_ERROR
-    assert is_away(error(5))  # SQLITE_BUSY
-    assert is_away(error(6))  # SQLITE_LOCKED
+    assert not is_unavailable(error(1))  # SQLITE_ERROR
+    assert is_unavailable(error(5))  # SQLITE_BUSY
+    assert is_unavailable(error(6))  # SQLITE_LOCKED
 
 
 def test_empty_lines_are_passed_over_at_once(database: Database, run: RunDirectory, fence: Fence) -> None:
@@ -278,7 +278,7 @@ def test_one_job_that_cannot_be_deleted_leaves_the_others_to_retention(
         honest(database, settings, job_id)
 
     monkeypatch.setattr(retention, "delete_job", failing)
-    forget(database, settings, 1.0)
+    delete_expired(database, settings, 1.0)
     with database.reading() as session:
         assert [job.id for job in session.query(Job)] == [ids[1]]
 

@@ -30,7 +30,7 @@ from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
-from app.web.downloads import MOST_OF_A_KEY, ClosingStream, Streams
+from app.web.downloads import MAX_PER_KEY, ClosingStream, Streams
 from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submission, submitted
@@ -161,7 +161,7 @@ def test_a_validation_file_is_kept_once_a_job_names_it(settings: Settings, datab
         files.hold(session, "file-2", "validation_file_id")
     with database.writing() as session:
         files.remove(session, "file-2")
-    with database.writing() as session, pytest.raises(NotFound, match="deleted meanwhile"):
+    with database.writing() as session, pytest.raises(NotFound, match="has been deleted"):
         files.hold(session, "file-2", "validation_file_id")
 
 
@@ -328,7 +328,7 @@ def test_a_log_without_an_end_is_no_log(tmp_path: Path) -> None:
 
 def test_downloads_of_a_key_are_so_many_at_once() -> None:
     streams, closed = Streams(), []
-    for _ in range(MOST_OF_A_KEY):
+    for _ in range(MAX_PER_KEY):
         streams.open("alice", iter(["x"]))
     with pytest.raises(TooManyRequests, match="downloads"):
         streams.open("alice", iter(["x"]), lambda: closed.append("at once"))

@@ -54,5 +54,5 @@ def test_what_cannot_be_compared(database: Database) -> None:
     with database.reading() as session:
         with pytest.raises(Conflict, match="two steps"):
             compare(session, [long, none], 10)
-        with pytest.raises(Conflict, match="in common"):
+        with pytest.raises(Conflict, match="fewer samples"):
             compare(session, [long, late], 10)

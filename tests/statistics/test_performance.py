@@ -63,8 +63,8 @@ def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Databas
     running = finished(database, "cpu", steps=3)
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == running).values(status="running"))
-        totals.keep(session, ended)
-        totals.keep(session, running)
+        totals.store_totals(session, ended)
+        totals.store_totals(session, running)
         session.add(StepMetric(job_id=running, **line(4).model_dump()))
     with database.reading() as session:
         counted = totals.count(session.connection(), None)
@@ -76,7 +76,7 @@ def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Databas
     assert counted.by_day == {datetime.now(UTC).date().isoformat(): 2}
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == running).values(status="failed"))
-        totals.keep(session, running)
+        totals.store_totals(session, running)
         assert totals.count(session.connection(), None).steps == 9
 
 
@@ -118,7 +118,7 @@ def test_totals_of_the_jobs_that_filters_leave(database: Database) -> None:
                 )
             )
             session.flush()
-            totals.keep(session, job_id)
+            totals.store_totals(session, job_id)
     with database.reading() as session:
         connection = session.connection()
         own = totals.count(connection, None, [Job.model_name != "other"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.contract.architecture import BUILT_IN_MODEL, ModelReference
-from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewSpec
 from tests.harness.data import of, spec
 from tests.harness.specs import make_spec
 from workers.training.data import Samples, prepare
@@ -37,7 +37,7 @@ def seen(
     source = tmp_path / "data.jsonl"
     source.write_text("\n\n".join(json.dumps(line) for line in lines))
     data = of(source, spec(form, examples=len(lines), **changes))
-    return preview(PreviewOrder(model=model(), data=data, shown=shown), source, make_tokenizer())
+    return preview(PreviewSpec(model=model(), data=data, shown=shown), source, make_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,6 @@ def test_it_fails_as_the_trainer_would(tmp_path: Path) -> None:
     source.write_text(json.dumps(CHAT))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    order = PreviewOrder(model=model(), data=of(source, spec("messages")), shown=1)
+    order = PreviewSpec(model=model(), data=of(source, spec("messages")), shown=1)
     with pytest.raises(CannotTrain, match="no chat template"):
         preview(order, source, tokenizer)

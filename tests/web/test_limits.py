@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.errors import BadSetting
-from app.security.rates import Rates
+from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
 from app.web.middleware import _address
 from tests.harness.requests import JOB, PATH, key_for, service
@@ -48,7 +48,7 @@ def test_a_limit_that_makes_no_sense_stops_the_start(
 
 @pytest.mark.parametrize("limit", ["1/second", "6000/minute", "10/hour", "100000/day"])
 def test_every_limit_that_settings_allow_is_one(limit: str) -> None:
-    asyncio.run(Rates(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1"))
+    asyncio.run(RateLimiter(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1"))
 
 
 def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:

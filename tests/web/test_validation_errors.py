@@ -32,7 +32,7 @@ def of_method(method: Any) -> dict[str, Any]:
     [
         ({"target_batch": 3}, "target_batch", "did you mean target_effective_batch_size?"),
         ({"acumulation_steps": 3}, "acumulation_steps", "did you mean accumulation_steps?"),
-        ({"dataset_config": {"file_id": "nope"}}, "dataset_config.file_id", "GET /v1/files lists them"),
+        ({"dataset_config": {"file_id": "nope"}}, "dataset_config.file_id", "listed by GET /v1/files"),
         (
             {"model_name": "ft:accrue/tiny-gpt2:accrue::1"},
             "model_name",
@@ -42,7 +42,7 @@ def of_method(method: Any) -> dict[str, Any]:
         (
             {"accumulation_steps": 3, "gradient_accumulation_steps": 3},
             "gradient_accumulation_steps",
-            "is another name of accumulation_steps, which is given, too: leave one out",
+            "is another name for accumulation_steps, which is also given: remove one",
         ),
         ({"epochs": 3}, "epochs", "did you mean training_config.epochs?"),
         ({"num_train_epochs": 3}, "num_train_epochs", "did you mean training_config.epochs?"),

@@ -153,7 +153,7 @@ def test_a_delivery_stops_after_its_last_retry(
 ) -> None:
     receiver.statuses = [503] * 10
     cancelled(database, receiver.url)
-    until(lambda: outcomes(database) == [(3, None, "it was answered by 503")], 10)
+    until(lambda: outcomes(database) == [(3, None, "the receiver answered with status 503")], 10)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_receiver_that_drips_is_given_up_in_time(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte now and then renews every timeout but the whole delivery's."""
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 1.0)
     slow = Deliverer(database, signer(SECRET), private_addresses=True)
     with dripping() as url:
         began = time.monotonic()

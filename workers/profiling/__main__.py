@@ -14,7 +14,7 @@ from app.logs import configure
 from app.memory_profiles import profiles
 from app.planning.catalogue import TINY_GPT2
 from app.settings import get_settings
-from app.storage.database import Changes, Database
+from app.storage.database import ChangeDetector, Database
 from workers.profiling import previews
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
@@ -49,7 +49,7 @@ def main() -> None:
         previews.answer_one(database, settings)  # requested before the imports were done
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
-    changes = Changes(database)
+    changes = ChangeDetector(database)
     while not stopped:
         try:
             if not changes.any() or not (previews.answer_one(database, settings) or answer_one(database)):

@@ -17,11 +17,11 @@ from sqlalchemy.exc import DBAPIError
 
 from app import PREFIX
 from app.contract.plain_files import create_plain, read_plain
-from app.contract.preview import DatasetPreview, PreviewOrder
+from app.contract.preview import DatasetPreview, PreviewSpec
 from app.datasets import previews
 from app.models import base_models
 from app.settings import Settings
-from app.storage.database import Database, is_away
+from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
 from workers.trainer_process import is_passed_on
@@ -57,19 +57,19 @@ _served: dict[str | None, float] = {}
 def answer_one(database: Database, settings: Settings) -> bool:
     """Makes the preview that was requested first; false if there is none."""
     with database.reading() as session:
-        if not previews.waiting(session):
+        if not previews.has_unclaimed(session):
             return False
     with database.writing() as session:
         request = previews.claim(session, _served)
     if request is None:
         return False
-    order = PreviewOrder.model_validate(request.order)
+    order = PreviewSpec.model_validate(request.order)
     made, error = _looked_at(order, settings)
     try:
         with database.writing() as session:
             previews.store(session, request.id, made, error)
     except DBAPIError as failure:
-        if is_away(failure):
+        if is_unavailable(failure):
             raise
         log.exception("a preview cannot be stored", request=request.id)
         with database.writing() as session:
@@ -77,7 +77,7 @@ def answer_one(database: Database, settings: Settings) -> bool:
     return True
 
 
-def _looked_at(order: PreviewOrder, settings: Settings) -> tuple[DatasetPreview | None, str | None]:
+def _looked_at(order: PreviewSpec, settings: Settings) -> tuple[DatasetPreview | None, str | None]:
     """What there is to see, or why there is nothing: found out by a child with limits.
 
     A tokenizer's files may keep it busy for ever, fill the memory, or end the process, in native code that
@@ -157,8 +157,8 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _look(
-    make: Callable[[PreviewOrder, str, Path, Path], DatasetPreview],
-    order: PreviewOrder,
+    make: Callable[[PreviewSpec, str, Path, Path], DatasetPreview],
+    order: PreviewSpec,
     model: str,
     data: Path,
     folder: Path,
@@ -191,15 +191,15 @@ def _look(
     enclosed(look, apart=True)
 
 
-def _fetch(order: PreviewOrder, model: str) -> int:
+def _fetch(order: PreviewSpec, model: str) -> int:
     with suppress(OSError, ValueError, ImportError):
         fetch(order.model, model)
     return 0
 
 
 def _answer(
-    make: Callable[[PreviewOrder, str, Path, Path], DatasetPreview],
-    order: PreviewOrder,
+    make: Callable[[PreviewSpec, str, Path, Path], DatasetPreview],
+    order: PreviewSpec,
     model: str,
     data: Path,
     folder: Path,
@@ -222,7 +222,7 @@ def _answer(
         file.write(found.model_dump_json().encode())
 
 
-def _preview(order: PreviewOrder, model: str, data: Path, folder: Path) -> DatasetPreview:
+def _preview(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     tokenizer = load_tokenizer(prepare_files(order.model, model, folder / "base"))
     return preview(order, data, tokenizer)
 

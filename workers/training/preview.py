@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewOrder
+from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
 from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
 
@@ -19,7 +19,7 @@ _BINS = 20
 _CHUNK = 100
 
 
-def preview(order: PreviewOrder, source: Path, tokenizer: Any) -> DatasetPreview:
+def preview(order: PreviewSpec, source: Path, tokenizer: Any) -> DatasetPreview:
     """Reads some of a file as `workers.training.data.prepare` reads all of it.
 
     Raises:
@@ -29,7 +29,7 @@ def preview(order: PreviewOrder, source: Path, tokenizer: Any) -> DatasetPreview
         return _previewed(order, source, tokenizer, tokeniser)
 
 
-def _previewed(order: PreviewOrder, source: Path, tokenizer: Any, tokeniser: Tokeniser) -> DatasetPreview:
+def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Tokeniser) -> DatasetPreview:
     data = order.data
     samples: list[PreviewedSample] = []
     whole: list[int] = []
@@ -59,7 +59,7 @@ def _previewed(order: PreviewOrder, source: Path, tokenizer: Any, tokeniser: Tok
 
 
 def _rows(
-    order: PreviewOrder, source: Path, tokeniser: Tokeniser
+    order: PreviewSpec, source: Path, tokeniser: Tokeniser
 ) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
     """The place in the file of each example that is looked at; its line, its tokens, and which count."""
     every, places = _every(order.data.examples), range(order.data.examples)
