@@ -16,9 +16,9 @@ help: ## Show this list
 setup: $(STAMP) ## Make .venv, which holds the accrue command
 	@echo "Ready: $(BIN)/accrue --help"
 
-# torch goes first and by its exact version, so that pip takes the build that this machine is given.
+# Install the pinned torch first, so that pip uses the torch build that this machine's package index provides.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): torch and the rest, about 2 GB, some minutes"
+	@echo "Installing torch and the other packages into $(VENV): about 2 GB, takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happened
 	$(BIN)/accrue demo
 
-test: check ## Run every check, and the tests that are quick (a few minutes)
+test: check ## Run every check and the quick tests (a few minutes)
 	$(BIN)/python -m pytest -m "not alone and not thorough" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-all: test test-rest ## Run every check and every test, on PostgreSQL too (about 20 minutes)
@@ -41,45 +41,45 @@ test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
 	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
 
-test-fuzz: $(STAMP) ## Thousands of requests made of the OpenAPI document (about 5 minutes)
+test-fuzz: $(STAMP) ## Send thousands of requests generated from the OpenAPI document (about 5 minutes)
 	ACCRUE_FUZZ_CASES=60 $(BIN)/python -m pytest --timeout 900 tests/acceptance/test_fuzz.py
 
-test-browser: $(STAMP) ## Install Chromium where there is none; test the dashboard in it, and take its pictures
+test-browser: $(STAMP) ## Install Chromium if it is missing, test the dashboard in it, and update the screenshots
 	command -v chromium || { apt-get update && apt-get install --yes chromium; } || $(BIN)/playwright install chromium
 	ACCRUE_SCREENSHOTS=docs/screenshots $(BIN)/python -m pytest tests/browser
 
-test-images: $(STAMP) ## Carry out the Dockerfiles' steps in a plain Debian; needs root and debootstrap (about 10 minutes)
+test-images: $(STAMP) ## Run the Dockerfiles' steps in a plain Debian; needs root and debootstrap (about 10 minutes)
 	unshare --mount $(BIN)/python -m tests.images.steps
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	$(BIN)/python -m pytest --slow -m slow
 
-soak: $(STAMP) ## An hour of small jobs under random faults
+soak: $(STAMP) ## Run small jobs under random faults for an hour
 	$(BIN)/python -m tests.benchmarks.soak
 
-accuracy: $(STAMP) ## Predicted against true memory, with a table and a chart (about 10 minutes)
+accuracy: $(STAMP) ## Compare predicted with true memory, and write a table and a chart (about 10 minutes)
 	$(BIN)/python -m tests.benchmarks.accuracy
 	$(BIN)/python -m tests.benchmarks.recommended
 
-bench-trainer: $(STAMP) ## Time the trainer beside transformers' Trainer (about 20 minutes)
+bench-trainer: $(STAMP) ## Compare the trainer's speed with transformers' Trainer (about 20 minutes)
 	$(BIN)/python -m tests.benchmarks.trainer
 
-bench-queue: $(STAMP) ## Claims, and log lines stored, per second
+bench-queue: $(STAMP) ## Measure claims and stored log lines per second
 	$(BIN)/python -m tests.benchmarks.queue
 
-bench-api: $(STAMP) ## Requests per second over ten thousand jobs and ten million steps (about 5 minutes)
+bench-api: $(STAMP) ## Measure requests per second with 10,000 jobs and 10 million steps stored (about 5 minutes)
 	$(BIN)/python -m tests.benchmarks.api
 
-bench-dashboard: $(STAMP) ## First page and live page over the same database, in Chromium (about 3 minutes)
+bench-dashboard: $(STAMP) ## Measure the dashboard in Chromium with bench-api's database (about 3 minutes)
 	$(BIN)/python -m tests.benchmarks.dashboard
 
-bench-memory: $(STAMP) ## Peak memory by accumulation steps, measured and predicted, with a chart (about 5 minutes)
+bench-memory: $(STAMP) ## Measure and predict peak memory by accumulation steps, and draw a chart (about 5 minutes)
 	$(BIN)/python -m tests.benchmarks.memory
 
-bench-variance: $(STAMP) ## Loss variance by accumulation steps, with a chart
+bench-variance: $(STAMP) ## Measure the loss variance by accumulation steps, and draw a chart
 	$(BIN)/python -m tests.benchmarks.variance
 
-check: $(STAMP) ## Lint, formatting and types of Python and JavaScript; Dockerfiles
+check: $(STAMP) ## Check lint, formatting, types, Dockerfiles and the compose file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -87,7 +87,7 @@ check: $(STAMP) ## Lint, formatting and types of Python and JavaScript; Dockerfi
 	$(BIN)/hadolint docker/*.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 
-format: $(STAMP) ## Mend formatting and what ruff can mend
+format: $(STAMP) ## Format the code and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/biome check --write app/dashboard

@@ -9,7 +9,7 @@ from app.settings import get_settings
 from app.storage.tables import Base
 
 MIGRATING = 0x4163637275650001
-"""Key of the advisory lock that keeps two migrations of a PostgreSQL database apart."""
+"""Key of the advisory lock that stops two processes from migrating a PostgreSQL database at once."""
 
 
 def run() -> None:
@@ -37,7 +37,8 @@ def _leave_transactions_to_us(connection: Any, record: Any) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    """The driver begins none before CREATE or DROP: a migration that is killed would be half done."""
+    """Begins the transaction that the driver omits before CREATE or DROP; without it, a killed migration
+    would stay half done."""
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 

@@ -1,11 +1,11 @@
-"""Accrue's service: HTTP in, jobs in a database, everything people read."""
+"""The Accrue service: HTTP API, job database, command line and dashboard."""
 
 from pathlib import Path
 
 __version__ = "0.1.0"
 
 PREFIX = __name__.removesuffix("app")
-"""Before the names of packages: `accrue.` where they were installed from a wheel (setup.py), else nothing."""
+"""Prefix of the packages' names: `accrue.` if they were installed from a wheel (setup.py), else empty."""
 
 FOLDER = Path(__file__).resolve().parents[1 + PREFIX.count(".")]
-"""Where they are, for a child that is to find them."""
+"""The folder that contains the packages: the working directory of child processes that import them."""

@@ -4,22 +4,23 @@ AccrueError
 ├── BadSetting            the process cannot start
 ├── InvalidRequest  400   a value that no schema can check
 │   └── Unprocessable 422 the same, for a named field
-├── Unauthorized    401   no key, or one that opens nothing
+├── Unauthorized    401   no API key, or an invalid one
 ├── NotFound        404
-├── Conflict        409   the state of a job does not allow it; a retry cannot heal it
+├── Conflict        409   the job's state does not allow the operation, and retrying does not help
 ├── TooLarge        413
-├── TooManyRequests 429   a key asks too often, or has too much waiting
-├── Forbidden       403   a request from elsewhere than this machine, or beyond its key's scopes
-├── Unavailable     503   this service cannot do it now
-│   └── ReplacedDatabase  its database's file is another one by now
-└── DiskFull        507   there is no room for it
+├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
+├── QuotaExceeded   429   a key has too many waiting jobs
+├── Forbidden       403   another machine or web page while no key exists, or beyond a key's scopes
+├── Unavailable     503   the service cannot do it at the moment
+│   └── ReplacedDatabase  the database file was deleted or replaced
+└── DiskFull        507   the disk is full
 """
 
 from typing import ClassVar
 
 
 class AccrueError(Exception):
-    """Something a person can mend; the message says how."""
+    """An error that the user can fix; the message says how."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -109,11 +110,11 @@ class ReplacedDatabase(Unavailable):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"The database file {what} while the service was running: nothing is written any more. Stop "
-            "service and workers, put the database in place, and start them again."
+            "the service and the workers, restore the database file, and start them again."
         )
 
 
 class DiskFull(AccrueError):
     status = 507
     code = "disk_full"
-    title = "No room"
+    title = "Disk full"

@@ -1,4 +1,4 @@
-"""Structured logs on standard error: for people at a terminal, or one JSON object a line."""
+"""Structured logs on standard error: readable text for a terminal, or one JSON object per line."""
 
 import logging
 import sys
@@ -36,7 +36,7 @@ def configure(level: str, form: str) -> None:
 
 
 def _printable(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Keeps what a client wrote from steering the terminal that shows it."""
+    """Escapes non-printable characters, so that text from a client cannot control the terminal."""
     for name, value in event.items():
         if isinstance(value, str) and name != "exception" and not value.isprintable():
             event[name] = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in value)

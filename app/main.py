@@ -51,7 +51,7 @@ from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import signer
 
 _COMPRESSED_FROM = 2**14
-"""Bytes of an answer, for those who take it so."""
+"""The smallest response, in bytes, that is compressed if the client accepts gzip."""
 
 _AS_THEY_ARE = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
@@ -74,7 +74,7 @@ _NATIVE = (
     device_routes,
     audit_routes,
 )
-"""The routes that are called most come first: they are tried one after another."""
+"""The most frequently called routes come first, since Starlette tries routes in order."""
 _OPENAI = (file_routes, openai_routes, model_routes)
 
 
@@ -130,8 +130,10 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
 
 
 def _webhooks(settings: Settings, database: Database) -> Deliverer:
-    """Raises:
-    BadSetting: ACCRUE_WEBHOOK_URL is set without a secret, or is not an allowed address.
+    """Returns the deliverer of webhooks.
+
+    Raises:
+        BadSetting: ACCRUE_WEBHOOK_URL is set without a secret, or is not an allowed address.
     """
     secret = settings.webhook_secret
     if secret is None and settings.webhook_url is not None:
@@ -146,7 +148,7 @@ def _webhooks(settings: Settings, database: Database) -> Deliverer:
 
 
 def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | None) -> None:
-    """What the routes' dependencies give them."""
+    """Sets the application state that the routes' dependencies read."""
     state = app.state
     state.settings = settings
     state.database = Database(settings.url)
@@ -186,7 +188,7 @@ def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mou
 
 
 def _add_routes(app: FastAPI) -> None:
-    """Side by side, since a router within a router is searched again at each level."""
+    """Adds every router to the application itself, since a nested router is searched again at each level."""
     for surface in _NATIVE:
         app.include_router(surface.router, prefix=NATIVE, dependencies=[authorised])
     for surface in _OPENAI:

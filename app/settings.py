@@ -20,16 +20,18 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ACCRUE_", env_file=".env", extra="ignore")
 
-    host: str = Field("127.0.0.1", description="Address to bind to; beyond loopback only once a key was made")
+    host: str = Field(
+        "127.0.0.1", description="Address to bind to; any other than loopback requires an existing API key"
+    )
     port: int = Field(8000, ge=0, le=65535)
     root_path: str = Field(
-        "", pattern=r"^(/[A-Za-z0-9._~-]+)*$", description="Path under which a proxy shows the service"
+        "", pattern=r"^(/[A-Za-z0-9._~-]+)*$", description="Path under which a proxy exposes the service"
     )
     cors_origins: str = Field(
         "", description="Origins whose pages may call the service, separated by commas: https://example.org"
     )
     data_dir: Path = Field(
-        Path("accrue-data"), description="Files, run directories, models made, the SQLite database"
+        Path("accrue-data"), description="Files, run directories, created models, the SQLite database"
     )
     database_url: str | None = Field(
         None, description="SQLAlchemy URL; default: accrue.db in the data folder"
@@ -43,12 +45,12 @@ class Settings(BaseSettings):
     trusted_proxies: str = Field(
         "",
         pattern=r"^[0-9A-Fa-f.:/, *]*$",
-        description="Addresses of proxies whose X-Forwarded-For and -Proto are believed",
+        description="Addresses of proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted",
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Largest JSON body")
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
-    max_queued_jobs: int = Field(1000, ge=1, description="Jobs of one key that wait at once")
+    max_queued_jobs: int = Field(1000, ge=1, description="Limit on the waiting jobs of one key")
     rate_limit: str = Field(
         "6000/minute",
         pattern=r"^([1-9][0-9]{0,8}/(second|minute|hour|day))?$",
@@ -57,36 +59,40 @@ class Settings(BaseSettings):
     rate_limit_storage: str = Field(
         "memory://",
         pattern=r"^(memory|rediss?|redis\+[a-z]+)://",
-        description="Where they are counted: a Redis URL for several services together",
+        description="Where requests are counted: memory://, or a Redis URL that several services share",
     )
-    audit_reads: bool = Field(False, description="The audit log has requests that only read, too")
+    audit_reads: bool = Field(False, description="Record read-only requests in the audit log, too")
     audit_days: float = Field(365.0, gt=0, description="How long the audit log is kept")
     retention_days: float | None = Field(
         None,
         gt=0,
-        description="Ended jobs, models and unneeded files are deleted after so long",
+        description="Days until ended jobs, their models and unneeded files are deleted; default: never",
     )
     webhook_url: str | None = Field(
-        None, pattern="^https?://", description="Notified when a job ends or is paused, if the job has no URL"
+        None,
+        pattern="^https?://",
+        description="URL to notify when a job ends or is paused, unless the job has a URL of its own",
     )
     webhook_secret: SecretStr | None = Field(
-        None, description="What webhooks are signed with: whsec_ and the Base64 of 24 bytes or more"
+        None, description="Secret for signing webhooks: whsec_ followed by the Base64 of at least 24 bytes"
     )
     webhook_private_addresses: bool = Field(
-        False, description="Webhooks may go to loopback and to private networks, too"
+        False, description="Allow webhooks to loopback and to private networks"
     )
     lease_seconds: float = Field(
-        15.0, gt=0, le=300, description="A job whose worker is silent this long is taken over"
+        15.0, gt=0, le=300, description="Seconds without a heartbeat after which a worker loses its job"
     )
     heartbeat_seconds: float = Field(3.0, gt=0)
-    poll_seconds: float = Field(0.5, gt=0, description="How often a worker looks for work and for news")
+    poll_seconds: float = Field(
+        0.5, gt=0, description="Seconds between a worker's checks for new jobs and of its running ones"
+    )
     stop_grace_seconds: float = Field(
-        30.0, gt=0, description="A trainer's time to write a checkpoint and go, before it is killed"
+        30.0, gt=0, description="Seconds for a trainer to write a checkpoint and exit before it is killed"
     )
     no_progress_seconds: float = Field(
         3600.0,
         gt=0,
-        description="A trainer that writes nothing for so long is ended, and its job tried again",
+        description="Seconds without output after which a trainer is killed and its job is retried",
     )
     profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
     trainer_network: bool = Field(
@@ -95,8 +101,8 @@ class Settings(BaseSettings):
     )
     trainer_isolation: bool = Field(
         True,
-        description="Trainers see nothing of the data folder but their own run and data, where the machine "
-        "allows it",
+        description="Hide the data folder from trainers, except for their own run and data, if the machine "
+        "supports it",
     )
     gpu_hour_cost: float | None = Field(
         None,
@@ -125,7 +131,7 @@ class Settings(BaseSettings):
     @classmethod
     def _its_client_is_installed(cls, value: str) -> str:
         if not value.startswith("memory:") and find_spec("coredis") is None:
-            raise ValueError("needs a client of Redis: pip install 'accrue[redis]'")
+            raise ValueError("needs the Redis client: pip install 'accrue[redis]'")
         return value
 
     @field_validator("database_url")
@@ -142,7 +148,7 @@ class Settings(BaseSettings):
     def _leases_outlast_heartbeats(self) -> "Settings":
         if self.lease_seconds < 2 * self.heartbeat_seconds + 1:
             raise ValueError(
-                "ACCRUE_LEASE_SECONDS must be at least twice ACCRUE_HEARTBEAT_SECONDS and a second more"
+                "ACCRUE_LEASE_SECONDS must be at least twice ACCRUE_HEARTBEAT_SECONDS, plus one second"
             )
         return self
 
@@ -177,13 +183,14 @@ class Settings(BaseSettings):
         """Creates the data folder, readable by its owner only.
 
         Raises:
-            BadSetting: it cannot be made where the setting says.
+            BadSetting: the folder cannot be created.
         """
         try:
             for folder in (self.data_dir, self.files_dir, self.runs_dir, self.made_models_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise BadSetting(f"ACCRUE_DATA_DIR: {self.data_dir} cannot be made: {error.strerror}") from None
+            message = f"ACCRUE_DATA_DIR: {self.data_dir} cannot be created: {error.strerror}"
+            raise BadSetting(message) from None
 
 
 @lru_cache
@@ -191,7 +198,7 @@ def get_settings() -> Settings:
     """The process's settings, read once.
 
     Raises:
-        BadSetting: a variable has a value that makes no sense; the message names it.
+        BadSetting: a variable has an invalid value; the message names the variable.
     """
     try:
         return Settings()

@@ -3,7 +3,7 @@ FROM debian:bookworm-slim
 
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 ACCRUE_DATA_DIR=/data PATH=/opt/venv/bin:$PATH
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# Debian keeps no older versions to pin.
+# Debian's mirrors drop old package versions, so a pinned version would break later builds.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates python3-venv \
@@ -14,7 +14,7 @@ RUN apt-get update \
 
 WORKDIR /srv/accrue
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
-# Everything that pyproject.toml asks for but what only a trainer needs, all of which would bring torch along.
+# Installs the dependencies of pyproject.toml, except torch and the other packages that only the trainer needs.
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(d for d in p['dependencies'] + p['optional-dependencies']['postgresql'] if not d.startswith(('torch', 'transformers', 'safetensors', 'pyarrow', 'peft', 'pytorch_optimizer'))))" > /tmp/service.txt \
     && pip install -c constraints.txt -r /tmp/service.txt
 COPY app app

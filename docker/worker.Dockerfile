@@ -1,11 +1,12 @@
-# A worker for NVIDIA GPUs: torch's wheel brings CUDA's runtime, the host its driver (nvidia-container-toolkit).
+# A worker for NVIDIA GPUs. torch's wheel contains the CUDA runtime; the host provides the driver through
+# nvidia-container-toolkit.
 # docker build -f docker/worker.Dockerfile -t accrue-worker .
 FROM debian:bookworm-slim
 
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 ACCRUE_DATA_DIR=/data PATH=/opt/venv/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# Debian keeps no older versions to pin.
+# Debian's mirrors drop old package versions, so a pinned version would break later builds.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates python3-venv \
@@ -16,7 +17,7 @@ RUN apt-get update \
 
 WORKDIR /srv/accrue
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
-# torch by itself, since it is most of the image and changes least.
+# torch gets a layer of its own, because it is most of the image and changes least.
 RUN torch="$(grep '^torch==' constraints.txt)" \
     && pip install -c constraints.txt "$torch"
 COPY app app

@@ -1,4 +1,4 @@
-"""What every test may ask for: settings in a folder of its own, and a migrated database."""
+"""Fixtures for all tests: settings with a folder of their own, and a migrated database."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`python -m workers.alive`: whether this machine's worker was recently active, by the database."""
+"""`python -m workers.alive`: whether this machine's worker was recently active, according to the database."""
 
 import socket
 import sys

@@ -1,4 +1,4 @@
-"""Children of another process: whether they are gone, after that one was killed."""
+"""Checks whether the children of a killed process have ended."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Leases: renewed, and enforced, in threads of their own, so that nothing else's slowness reaches them.
+"""Renews and enforces leases in threads of their own, so that no slow operation delays them.
 
 A trainer must be gone before another worker may take its job up. So one thread only looks at the clock,
 and another only speaks to the database, over a connection of its own that loses patience early.

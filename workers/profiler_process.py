@@ -1,4 +1,4 @@
-"""The profiler as a process beside the supervisor: started with it, started again if it dies."""
+"""The profiler's process: the supervisor starts it, and restarts it if it dies."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""This machine's devices as slots for trainers, and those set aside for a while."""
+"""This machine's devices as slots for trainers, and the devices that are temporarily excluded."""
 
 import time
 

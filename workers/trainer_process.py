@@ -1,4 +1,4 @@
-"""A trainer as a process: started in an environment without our secrets, and ended for certain."""
+"""A trainer's process: started without the worker's secrets, and ended reliably."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a line of the log has on request, and a mixture's balance loss.
+"""Log lines: optional micro-batch losses and gradient norms, and a mixture's balance loss.
 
 Revision ID: 0002
 Revises: 0001

@@ -1,4 +1,4 @@
-"""Profiles, requests for them, and how far predictions were off.
+"""Memory profiles, requests for profiles, and prediction errors.
 
 Revision ID: 0003
 Revises: 0002

@@ -1,4 +1,4 @@
-"""What was measured of each micro-batch: memory beside its prediction, and throughput.
+"""Measurements per micro-batch size: predicted and measured memory, and throughput.
 
 Revision ID: 0004
 Revises: 0003

@@ -1,4 +1,4 @@
-"""Places in the queue: priorities that age.
+"""Queue order by priority and age.
 
 Revision ID: 0005
 Revises: 0004

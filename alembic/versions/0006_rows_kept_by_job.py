@@ -1,4 +1,4 @@
-"""Rows kept by job: on SQLite in one tree instead of a table and its index; fewer pages for each write.
+"""Clusters rows by job: on SQLite, one tree instead of a table and an index, so fewer pages per write.
 
 Revision ID: 0006
 Revises: 0005

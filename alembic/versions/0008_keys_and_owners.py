@@ -1,4 +1,4 @@
-"""API keys, and whose things are.
+"""API keys, and the owners of jobs, files and configurations.
 
 Revision ID: 0008
 Revises: 0007

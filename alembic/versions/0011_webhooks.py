@@ -1,4 +1,4 @@
-"""Webhooks: where to, and what is still to be delivered.
+"""Webhooks: each job's URL, and the pending deliveries.
 
 Revision ID: 0011
 Revises: 0010

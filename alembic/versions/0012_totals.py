@@ -1,4 +1,4 @@
-"""What a job's steps come to, and indexes that hold all that is counted.
+"""Totals of each job's steps, and covering indexes for counts.
 
 Revision ID: 0012
 Revises: 0011

@@ -1,4 +1,4 @@
-"""Looks at data sets that somebody waits for.
+"""Requests for data previews.
 
 Revision ID: 0013
 Revises: 0012

@@ -1,4 +1,4 @@
-"""Files by what they hold.
+"""An index of files by content hash.
 
 Revision ID: 0014
 Revises: 0013

@@ -1,4 +1,4 @@
-"""The GPU that a job asks for; how warm it was; how long windows waited for their sums; what totals tell.
+"""A job's GPU, GPU temperatures, synchronisation time, more totals, and counters.
 
 Revision ID: 0015
 Revises: 0014
@@ -32,7 +32,7 @@ def upgrade() -> None:
 
 
 def _count_what_is_there() -> None:
-    """In plain SQL, which both databases read alike."""
+    """Fills the new totals from existing rows, in SQL that SQLite and PostgreSQL both accept."""
     op.execute(
         """
         UPDATE job_totals SET

@@ -1,4 +1,4 @@
-"""The host that a webhook goes to, so that one that never answers delays no other's.
+"""The host of each webhook delivery, so that a silent host delays only its own deliveries.
 
 Revision ID: 0016
 Revises: 0015

@@ -46,7 +46,8 @@ def _show_version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit"),
     ] = False,
 ) -> None:
     """Fine-tuning at the effective batch you want, on the GPU you have."""
@@ -54,7 +55,7 @@ def options(
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where everything of the demo goes")] = Path("demo-data"),
+    folder: Annotated[Path, typer.Option(help="Folder for the demo's files")] = Path("demo-data"),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
 ) -> None:
     """Train a small model end to end, over HTTP, on the docstrings of Python's standard library."""

@@ -1,4 +1,4 @@
-"""`python -m app.cli`: the command where it is not on the path."""
+"""`python -m app.cli` runs the accrue command where it is not on the PATH."""
 
 from app.cli import main
 

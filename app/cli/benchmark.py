@@ -1,4 +1,4 @@
-"""`accrue benchmark`: what accumulating costs on the machine that trains."""
+"""`accrue benchmark`: measures what accumulation costs on the worker's device."""
 
 import json
 import random
@@ -96,7 +96,7 @@ def _measured(
     micro_batches: int,
     quiet: bool,
 ) -> dict[int, list[list[float]]]:
-    """Seconds of each window over its micro-batches, by accumulation steps and job."""
+    """Seconds per micro-batch of each window, by accumulation steps and job."""
     from app.cli.terminal import wait_for
 
     texts = [text for _, text in zip(range(micro_batch * max(kinds)), _texts(max_length), strict=False)]
@@ -130,7 +130,7 @@ def _seconds(line: dict[str, Any]) -> float:
 
 
 def _texts(length: int) -> Iterator[str]:
-    """Texts of at least so many tokens, whatever the tokenizer."""
+    """Random texts of at least `length` tokens with any tokenizer."""
     for seed in count():
         yield "".join(random.Random(seed).choices(_LETTERS, k=8 * length))
 

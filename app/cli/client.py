@@ -1,4 +1,4 @@
-"""The command's own way to the service: httpx, and errors as one sentence."""
+"""The command's HTTP client, whose errors are one-sentence messages."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 NO_CONTENT = 204
 _ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but for tab and line feed, and those that turn the direction of text around."""
+"""Control characters except tab and line feed, and characters that change the direction of text."""
 _EXAMPLE = "http://127.0.0.1:8000"
 _PATIENCE = 5
-"""Times in a row that a lost connection is made again, each a second later than the last."""
+"""Reconnection attempts in a row; each waits a second longer than the one before."""
 
 
 class ServiceError(Exception):
-    """The service refused, or was not there; the message says what to do."""
+    """The service returned an error or could not be reached; the message says what to do."""
 
 
 class LostConnection(ServiceError):
@@ -36,7 +36,7 @@ class Client:
     def __init__(self, url: str, timeout_seconds: float = 60.0) -> None:
         import httpx2 as httpx
 
-        url = url.rstrip("/").removesuffix("/v1")  # as the openai client is given it
+        url = url.rstrip("/").removesuffix("/v1")  # the openai client's base URL works, too
         if not url.startswith(("http://", "https://")):
             raise ServiceError(
                 f"{url!r} is not the address of a service (--url or ACCRUE_URL): use one like {_EXAMPLE}"
@@ -59,19 +59,19 @@ class Client:
     def post(self, path: str, body: Any) -> Any:
         try:
             return printable(self._ask("POST", path, json=body).json())
-        except ValueError as error:  # a number that JSON does not have
+        except ValueError as error:  # NaN or infinity, which JSON cannot represent
             raise ServiceError(str(error)) from None
 
     def delete(self, path: str) -> None:
         self._ask("DELETE", path)
 
     def content(self, path: str, **kw: Any) -> bytes:
-        """An answer as it is."""
+        """The raw body of an answer."""
         return self._ask("GET", path, **kw).content
 
     @contextmanager
     def stream(self, path: str, **kw: Any) -> Iterator["httpx.Response"]:
-        """An answer that is read while it arrives, for as long as that takes."""
+        """An answer whose body is streamed, without a timeout."""
         with _connection_errors(self._http), self._http.stream("GET", path, timeout=None, **kw) as answer:
             if answer.is_error:
                 answer.read()
@@ -84,7 +84,7 @@ class Client:
             yield from answer.iter_lines()
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
-        """Server-sent events to their end; after a lost connection they go on where they were."""
+        """Server-sent events until the stream ends; resumes with the next event after a lost connection."""
         last, failures = "", 0
         while True:
             headers = {"Accept": "text/event-stream", "Last-Event-ID": last}
@@ -102,7 +102,7 @@ class Client:
                 time.sleep(failures)
 
     def stored(self, file: Path) -> Any:
-        """The uploaded file with the same content, among the newest; None if there is none."""
+        """An uploaded file with the same name and content, of the newest 100; None if there is none."""
         with file.open("rb") as content:
             sha256 = hashlib.file_digest(content, "sha256").hexdigest()
         newest = self.get("/v1/files", params={"limit": 100, "purpose": "fine-tune"})["data"]
@@ -152,13 +152,13 @@ def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
         if line:
             event[name] = value.removeprefix(" ")
         else:
-            if "id" in event and "data" in event:  # else a comment, or how far a window is
+            if "id" in event and "data" in event:  # otherwise a comment, or a progress event, which has no id
                 yield event["id"], event["data"]
             event = {}
 
 
 def printable(answer: Any) -> Any:
-    """An answer without what a terminal would act on, such as escape sequences in a file's name."""
+    """An answer with its unsafe characters replaced, such as escape sequences in a file's name."""
     if isinstance(answer, str):
         return _ACTED_ON.sub("\N{REPLACEMENT CHARACTER}", answer)
     if isinstance(answer, dict):
@@ -172,4 +172,4 @@ def _detail(answer: "httpx.Response") -> str:
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
-        return f"the service answers {answer.status_code}"
+        return f"the service answered with status {answer.status_code}"

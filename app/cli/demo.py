@@ -1,4 +1,4 @@
-"""`accrue demo`: the whole way once, over HTTP, against a service and a worker of its own."""
+"""`accrue demo`: plans and trains a small model over HTTP, with a service and worker of its own."""
 
 import os
 import shutil
@@ -30,10 +30,10 @@ console = Console()
 
 
 def run(folder: Path, steps: int) -> int:
-    """Everything from an empty folder to a trained model; 0 if the model learned what it should.
+    """Runs the demo, from an empty folder to a trained model. Returns 0 if the model learned enough.
 
-    The bar: the final loss is at most half of the first, and below what knowing only the frequencies
-    of bytes would give.
+    Enough means that the final loss is at most half of the first, and below the loss of a model that knows
+    only how frequent each byte is.
     """
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
@@ -55,15 +55,15 @@ def run(folder: Path, steps: int) -> int:
         if status == 0:
             status = _report(client, job["id"], folder, entropy)
     console.print(
-        f"The demo took {time.monotonic() - began:.0f} s, and its service has ended. Its job with all of its "
-        f"curves: ACCRUE_DATA_DIR={folder / 'data'} make serve; for data of your own: make serve."
+        f"The demo took {time.monotonic() - began:.0f} s; its service has stopped. To see the job and its "
+        f"curves: ACCRUE_DATA_DIR={folder / 'data'} make serve. To use your own data: make serve."
     )
     return status
 
 
 @contextmanager
 def service(folder: Path) -> Iterator[Client]:
-    """A service and a worker on a free port, with their data under `folder`; ended at the end."""
+    """A service and a worker on a free port, with their data under `folder`; stopped on exit."""
     port = _free_port()
     env = {**os.environ, "ACCRUE_DATA_DIR": str((folder / "data").absolute()), "ACCRUE_PORT": str(port),
            "ACCRUE_HOST": "127.0.0.1"}  # fmt: skip
@@ -123,10 +123,10 @@ def _submit(client: Client, data: Path, steps: int) -> Any:
 
 
 def _report(client: Client, job_id: str, folder: Path, entropy: float) -> int:
-    """Shows what came out of it; 0 if the losses are where they should be."""
+    """Shows the results. Returns 0 if the losses meet the demo's criteria."""
     path = f"/gradient-accumulation/training/{job_id}"
     job, series = client.get(path), client.get(f"{path}/metrics")
-    console.rule("What came out")
+    console.rule("Result")
     table = Table("statistics (GET /gradient-accumulation/stats/…)", "", box=None)
     for name, value in client.get(f"/gradient-accumulation/stats/{job_id}")["stats"].items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
@@ -135,7 +135,7 @@ def _report(client: Client, job_id: str, folder: Path, entropy: float) -> int:
     chart = loss_curve(series, folder / "loss.png", title, entropy)
     first, final = job["result"]["first_loss"], job["result"]["final_loss"]
     console.print(
-        f"first loss {first:.3f}, final loss {final:.3f} ({final / first:.0%}); bytes alone {entropy:.3f}",
+        f"first loss {first:.3f}, final loss {final:.3f} ({final / first:.0%}); byte entropy {entropy:.3f}",
         f"model: {folder / 'data' / job['result']['model_path']}",
         f"loss curve: {chart}",
         sep="\n",

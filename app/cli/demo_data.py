@@ -1,4 +1,4 @@
-"""The demo's data: how the standard library of the running Python documents itself.
+"""The demo's data: signatures and docstrings of the running Python's standard library.
 
 Each function, method and class with a docstring is one sample: its signature is the prompt, its
 docstring the completion. Sources are read and parsed, never imported.
@@ -35,7 +35,7 @@ class Sample:
 
 
 def samples() -> Iterator[Sample]:
-    """The samples, in the order of the sources' names; doubles once."""
+    """The samples, ordered by source file and without duplicates."""
     library = Path(sysconfig.get_path("stdlib"))
     seen: set[Sample] = set()
     for source in sorted(library.rglob("*.py")):
@@ -59,7 +59,7 @@ def write(path: Path) -> int:
 
 
 def byte_entropy(path: Path) -> float:
-    """Entropy of single bytes of the completions, in nats: the loss of knowing only how often each occurs.
+    """Entropy of the completions' bytes, in nats: the loss of a model that knows only byte frequencies.
 
     The end of a completion counts as one more symbol, since the model has to predict it too.
     """

@@ -1,4 +1,4 @@
-"""A trained model on its way here: a tar that is unpacked while it arrives."""
+"""Downloads a trained model, and unpacks its tar while it arrives."""
 
 import shutil
 import tarfile
@@ -51,12 +51,12 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
 
 
 def _unpack(content: BufferedReader, folder: Path) -> list[str]:
-    """The files of a tar, all into one folder whatever their paths say."""
+    """Extracts the files of a tar into one folder, ignoring their paths. Returns their names."""
     names = []
     with tarfile.open(fileobj=content, mode="r|") as tar:
         for member in tar:
             source = tar.extractfile(member)
-            if source is None:  # no file
+            if source is None:  # not a regular file, such as a folder
                 continue
             names.append(Path(member.name).name)
             with (folder / names[-1]).open("wb") as target:
@@ -65,7 +65,7 @@ def _unpack(content: BufferedReader, folder: Path) -> list[str]:
 
 
 class _Arriving(RawIOBase):
-    """Chunks as a file that is read once."""
+    """Presents an iterator of chunks as a file that can be read once."""
 
     def __init__(self, chunks: Iterator[bytes], arrived: Callable[[int], None]) -> None:
         self._chunks, self._arrived, self._rest = chunks, arrived, b""

@@ -1,4 +1,4 @@
-"""Commands about jobs that are there: followed, stopped, compared, fetched."""
+"""Commands for existing jobs: follow, stop, compare, download."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ def stop(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 @commands.command()
 def retry(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Train again what failed or was cancelled, as a new job."""
+    """Train a failed or cancelled job again, as a new job."""
     _act(job_id, "retry", url, as_json)
 
 
@@ -152,7 +152,8 @@ def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = F
 def download(
     job_id: NewestModel = "",
     folder: Annotated[
-        Path | None, typer.Argument(help="Where to; default: a folder of the job's name", show_default=False)
+        Path | None,
+        typer.Argument(help="Target folder; default: a folder with the job's name", show_default=False),
     ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
@@ -173,12 +174,12 @@ def _act(job_id: str, what: str, url: str, as_json: bool) -> None:
         typer.echo(json.dumps(job, indent=2))
     else:
         soon = {"cancel": " and will be cancelled", "pause": " and will be paused",
-                "stop": " and will be stopped, with its model"}  # fmt: skip
+                "stop": " and will be stopped; its model is kept"}  # fmt: skip
         typer.echo(f"{job['id']} is {job['status']}{soon.get(job['requested'], '')}")
 
 
 def _events(client: Client, job_id: str) -> list[dict[str, Any]]:
-    """All of them, oldest first."""
+    """All events of a job, oldest first."""
     events: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True, "last_id": None}
     while page["has_more"]:
@@ -195,7 +196,7 @@ def _newest(client: Client) -> str:
 
 
 def _with_model(client: Client) -> str:
-    """The newest job that a model came of; some only measure."""
+    """The newest job that has a model; tuning jobs have none."""
     for job in client.get(ROOT, params={"limit": 100, "status": "succeeded"})["data"]:
         if job["links"]["model"] is not None:
             return str(job["id"])

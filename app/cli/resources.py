@@ -1,4 +1,4 @@
-"""Commands about what a service has: models, files, devices."""
+"""Commands for models, files and devices."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ FileToAdd = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JS
 
 @models.callback()
 def list_models(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Trained models, and those that can be planned for without the hub."""
+    """List trained models, and the base models that can be planned without the hub."""
     if context.invoked_subcommand is not None:
         return
     from app.cli.tables import show_models
@@ -47,7 +47,7 @@ def delete_model(
 
 @files.callback()
 def list_files(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Files for training: list them, add one, delete one."""
+    """List training files, or add or delete one."""
     if context.invoked_subcommand is not None:
         return
     from app.cli.tables import show_files
@@ -62,7 +62,7 @@ def list_files(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson =
 
 @files.command("add")
 def add_file(file: FileToAdd, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Upload a file. Returns its id."""
+    """Upload a file, and print its id."""
     with Client(url) as client:
         stored = client.upload(file)
     typer.echo(json.dumps(stored, indent=2) if as_json else stored["id"])
@@ -80,7 +80,7 @@ def delete_file(
 
 @commands.command()
 def gpus(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Devices of the service's machine, and workers with what they run."""
+    """Show the devices of the service's machine, and the workers with the jobs that they run."""
     from app.cli.tables import show_gpus
 
     with Client(url) as client:

@@ -12,7 +12,7 @@ from app import PREFIX
 
 commands = typer.Typer()
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the findings as JSON")]
 
 _STREAMS_END_SECONDS = 2
 """How long event streams may go on after SIGTERM; their clients reconnect by themselves."""
@@ -27,14 +27,14 @@ def up() -> None:
 
     settings = get_settings()
     check_port(settings.host, settings.port)
-    typer.echo(f"Accrue is at http://{settings.host}:{settings.port} in a moment; Ctrl-C ends it.", err=True)
+    typer.echo(f"Starting Accrue at http://{settings.host}:{settings.port}; Ctrl-C stops it.", err=True)
     sys.exit(run())
 
 
 @commands.command()
 def serve() -> None:
     """Run the service alone."""
-    gc.disable()  # while the modules are loaded: nothing of them is garbage
+    gc.disable()  # loading the modules creates no garbage to collect
     import uvicorn
 
     from app.logs import configure
@@ -72,9 +72,7 @@ def serve() -> None:
 
 @commands.command()
 def worker(
-    drain: Annotated[
-        bool, typer.Option("--drain", help="Exit as soon as no job waits and none runs")
-    ] = False,
+    drain: Annotated[bool, typer.Option("--drain", help="Exit once no job is queued or running")] = False,
 ) -> None:
     """Run a worker: it claims jobs and trains them.
 

@@ -1,4 +1,4 @@
-"""Commands that plan a job, and that ask for one."""
+"""Commands that plan and submit jobs."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ commands = typer.Typer()
 DataFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file, or a text file")]
 Model = Annotated[str, typer.Option(help="Base model")]
 Batch = Annotated[int | None, typer.Option(help="Effective batch: samples per optimizer step")]
-MaxLength = Annotated[int | None, typer.Option(help="Tokens of a sample")]
+MaxLength = Annotated[int | None, typer.Option(help="Maximum tokens per sample")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -36,7 +36,7 @@ def submit(
     batch: Batch = None,
     steps: Annotated[
         int | None,
-        typer.Option("--accumulation-steps", help="Micro-batches per step; left out, they are planned"),
+        typer.Option("--accumulation-steps", help="Micro-batches per step; planned if omitted"),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
@@ -52,7 +52,8 @@ def submit(
         bool | None, typer.Option("--checkpointing", help="Gradient checkpointing", show_default=False)
     ] = None,
     validation_split: Annotated[
-        float | None, typer.Option("--validation-split", help="Share of the samples to evaluate on, as 0.1")
+        float | None,
+        typer.Option("--validation-split", help="Share of the samples to evaluate on, such as 0.1"),
     ] = None,
     settings: Settings = None,
     tune: Annotated[
@@ -62,7 +63,7 @@ def submit(
             help="Measure micro-batch sizes first, and use the smallest that is about as fast as the fastest",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option(help="Check and plan, queue nothing")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check and plan the job without queueing it")] = False,
     watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
@@ -127,7 +128,7 @@ def preview(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show data as the trainer will see it: tokens, those that count for the loss, and lengths.
+    """Show data as the trainer will see it: tokens, those that count toward the loss, and lengths.
 
     A local file that the service does not have yet is uploaded for the preview and deleted afterwards.
     """
@@ -144,17 +145,17 @@ def preview(
 
 @contextmanager
 def _uploaded(client: Client, data: str) -> Iterator[str]:
-    """The id of an uploaded file; a local file is uploaded only for the block."""
+    """The id of an uploaded file; a local file is uploaded, and deleted when the block ends."""
     if not Path(data).is_file():
         if not data.startswith("file-"):
             raise typer.BadParameter(f"there is no file {data}", param_hint="DATA")
         yield data
         return
     if Path(data).suffix.lower() != ".jsonl":
-        _text(Path(data))  # whether it is any
+        _text(Path(data))  # raises if it is no text
         raise InvalidRequest(
-            f"{data} is not .jsonl: it is trained as one text, in samples of max_length tokens, which "
-            "all count"
+            f"{data} is not a .jsonl file, so it needs no preview: it is trained as one text, split into "
+            "samples of max_length tokens, and every token counts toward the loss"
         )
     stored = client.stored(Path(data))
     if stored is not None:
@@ -177,7 +178,7 @@ def plan(
     num_gpus: Annotated[
         int | None, typer.Option(min=1, help="How many of the service's devices to plan for; default: all")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a sample")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Maximum tokens per sample")] = None,
     method: Annotated[str, typer.Option(help="full, lora or qlora")] = "full",
     optimizer: Annotated[
         str, typer.Option(help="adamw, adamw_8bit, lion, lamb, lars, sgd, adafactor")
@@ -259,20 +260,22 @@ def _submit(
     return answer
 
 
-_BY_PANDAS = "pandas reads it, and writes to_json('data.jsonl', orient='records', lines=True)"
+_BY_PANDAS = "read it with pandas, and save it with to_json('data.jsonl', orient='records', lines=True)"
 _NO_TEXTS = {
-    ".json": "jq -c '.[]' FILE > data.jsonl makes such lines of an array",
+    ".json": "jq -c '.[]' FILE > data.jsonl converts a JSON array to JSON lines",
     ".csv": _BY_PANDAS,
     ".tsv": _BY_PANDAS,
     ".parquet": _BY_PANDAS,
     ".xlsx": _BY_PANDAS,
 }
-"""Files of samples that are not JSON lines, by suffix, and how they become such."""
+"""How to convert files of other formats to JSON lines, by suffix."""
 
 
 def _text(file: Path) -> str:
-    """Raises:
-    InvalidRequest: it is no text, or one that is meant to be read otherwise.
+    """The text of a file.
+
+    Raises:
+        InvalidRequest: the file is not plain text, or has a format that must be converted first.
     """
     remedy = _NO_TEXTS.get(file.suffix.lower())
     if remedy is not None:
@@ -295,7 +298,7 @@ def _set(body: dict[str, Any], assignment: str) -> None:
     if not equals or not name:
         raise typer.BadParameter(f"{assignment!r} is not FIELD=VALUE", param_hint="--set")
     for group in groups:
-        if not isinstance(body.get(group), dict):  # "lora" becomes {"lora": …} where more is said of it
+        if not isinstance(body.get(group), dict):  # "lora" becomes {"lora": …} if its options are set
             body[group] = {}
         body = body[group]
     try:

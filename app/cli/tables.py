@@ -1,4 +1,4 @@
-"""What the commands show of jobs, models, files and devices."""
+"""Tables of jobs, models, files and devices for the terminal."""
 
 import time
 from itertools import groupby
@@ -18,7 +18,7 @@ _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 
 
 def show_event(event: dict[str, Any]) -> None:
-    """One line."""
+    """Shows an event as one line."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["created_at"]))
     told = Text.assemble((when, "dim"), "  ", (event["message"], _LEVELS[event["level"]]))
     console.print(told, soft_wrap=True)
@@ -53,7 +53,7 @@ def show_comparison(compared: dict[str, Any]) -> None:
 
 
 def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
-    """Each prompt, its sample's own completion, and the model's before and after training."""
+    """Shows each held-out prompt, the expected completion, and the model's before and after training."""
     console.print(f"{job_id}: {len(completions)} held-out prompts", highlight=False)
     if not completions:
         console.print(
@@ -70,7 +70,7 @@ def show_preview(seen: dict[str, Any]) -> None:
     """The first samples, with the tokens that count in green; then the lengths of all samples."""
     for sample in seen["samples"]:
         tokens, targets = len(sample["tokens"]), sample["target_tokens"]
-        console.rule(f"line {sample['line']}: {tokens} tokens, {targets} count for the loss", style="dim")
+        console.rule(f"line {sample['line']}: {tokens} tokens, {targets} count toward the loss", style="dim")
         for counts, run in groupby(zip(sample["counts"], sample["tokens"], strict=True), itemgetter(0)):
             text = "".join(token for _, token in run)
             console.print(Text(text, "green" if counts else "dim"), end="", soft_wrap=True)
@@ -85,41 +85,41 @@ def show_preview(seen: dict[str, Any]) -> None:
     console.print(
         f"{lengths['examples']:,} of {seen['examples']:,} examples: {lengths['shortest']:,} to "
         f"{lengths['longest']:,} tokens, {lengths['mean']:,.0f} on average; "
-        f"{lengths['target_share']:.0%} of the tokens count for the loss.",
+        f"{lengths['target_share']:.0%} of the tokens count toward the loss.",
         highlight=False,
         soft_wrap=True,
     )
     for count, what in (
-        (lengths["over_max_length"], f"longer than max_length {seen['max_length']}"),
-        (lengths["without_targets"], "without a token that counts within it"),
+        (lengths["over_max_length"], f"examples are longer than max_length {seen['max_length']}"),
+        (lengths["without_targets"], "examples have no token that counts within max_length"),
     ):
         if count:
             console.print(f"{count:,} {what}.", style="yellow", highlight=False)
 
 
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:
-    """Models that can be planned for, then trained ones."""
-    others = Table(Column("base model", no_wrap=True), "parameters", "positions", "known from", box=None)
+    """Shows the base models that Accrue can plan, then the trained models."""
+    others = Table(Column("base model", no_wrap=True), "parameters", "positions", "source", box=None)
     for model in to_plan_for:
         positions = f"{model['positions']:,}"
         others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])
     console.print(others)
     console.print(
-        "Catalogue models can be planned for; to train one, it must be on this machine or on the hub."
+        "Accrue can plan all catalogue models; it trains those on this machine or on the Hugging Face Hub."
     )
     for model in trained:
         console.print(f"trained: {model['id']}, from {model['parent']} by {model['job']}", soft_wrap=True)
 
 
 def show_keys(keys: list[dict[str, Any]]) -> None:
-    """Times are UTC."""
-    table = Table(Column("key", no_wrap=True), "name", "scopes", "ends", "last used", box=None)
+    """Shows API keys; times are in UTC."""
+    table = Table(Column("key", no_wrap=True), "name", "scopes", "expires", "last used", box=None)
     for key in keys:
         ends = "revoked" if key["revoked_at"] else _minute(key["expires_at"]) or "never"
         table.add_row(
             key["id"], key["name"], ", ".join(key["scopes"]), ends, _minute(key["last_used_at"]) or "-"
         )
-    console.print(table if keys else "No key was made: the service is open to this machine alone.")
+    console.print(table if keys else "No keys yet: the service accepts requests from this machine only.")
 
 
 def _minute(time: str | None) -> str | None:
@@ -135,7 +135,7 @@ def show_files(files: list[dict[str, Any]]) -> None:
 
 
 def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
-    """The devices of the service's machine, and the workers with their devices."""
+    """Shows the devices of the service's machine, and the workers with their devices."""
     gpus = Table("GPU", "memory", "used", "load", "°C", Column("held by", no_wrap=True), box=None)
     for gpu in seen["gpu_info"]:
         gpus.add_row(
@@ -144,15 +144,15 @@ def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
             _or_dash(gpu["load"], "{:.0%}"), _or_dash(gpu["temperature_celsius"], "{:.0f}"),
             gpu["held_by"] or "-",
         )  # fmt: skip
-    console.print(gpus if seen["gpu_info"] else "No GPU is seen on the service's machine.")
+    console.print(gpus if seen["gpu_info"] else "No GPU was detected on the service's machine.")
     for gpu in seen["declared"]:
         console.print(f"declared: {gpu['gpu_id']} {gpu['name']}, {gb(gpu['memory_total_bytes'])}")
-    table = Table("worker", "state", "devices", "runs", box=None)
+    table = Table("worker", "state", "devices", "running", box=None)
     for worker in workers:
         devices = ", ".join(f"{each['name']} {gb(each['memory_bytes'])}" for each in worker["devices"])
         state = "alive" if worker["alive"] else "silent"
         table.add_row(worker["hostname"], state, devices, ", ".join(worker["running"]) or "-")
-    console.print(table if workers else "No worker was ever seen: accrue worker")
+    console.print(table if workers else "No worker has connected yet: start one with accrue worker")
 
 
 def _parameters(count: int) -> str:

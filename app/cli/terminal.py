@@ -1,4 +1,4 @@
-"""What the command shows on a terminal: plans, lists, a job's progress."""
+"""Terminal output of the commands: plans, lists, a job's progress."""
 
 import time
 from contextlib import nullcontext
@@ -15,12 +15,12 @@ from app.planning.devices import GIB, MIB
 if TYPE_CHECKING:
     from app.maintenance.doctor import Finding
 
-console = Console(markup=False)  # names and messages are other people's: [/bold] in one is text
+console = Console(markup=False)  # names and messages come from users: [/bold] in them is printed as it is
 
 _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by measurement"}
 
 WIDE = 120
-"""Columns of a terminal that has room for everything."""
+"""The width in characters from which a terminal shows all columns of a table."""
 
 _POLL_SECONDS = 0.5
 _POLLS_BETWEEN_WARNINGS = 4
@@ -35,7 +35,7 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
     """Shows a job's progress until it has ended. Returns the exit status, 0 if it succeeded.
 
     Args:
-        stays: the service will be there afterwards.
+        stays: whether the service keeps running afterwards.
     """
     path = f"/gradient-accumulation/training/{job_id}"
     columns = (
@@ -56,7 +56,8 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
                 _show_progress(bar, task, job)
                 if polls % _POLLS_BETWEEN_WARNINGS == 0:
                     warned.show()
-                if polls % _POLLS_BETWEEN_LINES == 0 and not console.is_terminal:  # there the bar moves
+                # Only without a terminal, which shows the moving bar instead.
+                if polls % _POLLS_BETWEEN_LINES == 0 and not console.is_terminal:
                     bar.print(_line(job), highlight=False)
             warned.show()
     except KeyboardInterrupt:
@@ -85,7 +86,7 @@ class _Warned:
 
 
 def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) -> dict[str, Any]:
-    """Waits until a job has ended, and shows why it waits. Returns the job."""
+    """Waits for a job to end, and shows why the job is queued. Returns the job."""
     with console.status(f"{job_id}: queued") if not quiet else nullcontext() as status:
         while True:
             job: dict[str, Any] = client.get(f"/gradient-accumulation/training/{job_id}")
@@ -98,7 +99,7 @@ def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) ->
 
 
 def show_tuning(job: dict[str, Any]) -> int:
-    """What a sweep over micro-batches found; 0 if it came to its end."""
+    """Shows what a sweep over micro-batch sizes found. Returns 0 if the job succeeded."""
     if job["status"] != "succeeded":
         return _show_end(job)
     tuning = job["result"]["tuning"]
@@ -115,8 +116,8 @@ def show_tuning(job: dict[str, Any]) -> int:
     )
     console.print(table)
     console.print(
-        "Chosen: the smallest of the fastest sizes. Later plans for this model, method and length on such a "
-        "device go by this."
+        "Chosen: the smallest size that is within 3% of the fastest. Later plans for this model, method and "
+        "length on such a device use it."
     )
     return 0
 
@@ -125,7 +126,8 @@ def show_plan(job: dict[str, Any]) -> None:
     """The plan of a job or of a dry run."""
     plan = job["plan"]
     total = plan["steps_total"]
-    steps = "as many steps as the text gives" if total is None else f"{total:,} step{'s' * (total != 1)}"
+    unknown = "number of steps known once the data is tokenised"
+    steps = unknown if total is None else f"{total:,} step{'s' * (total != 1)}"
     most, rule = plan["micro_batches"], plan["ranks"][0]["micro_batch_rule"]
     cut = {
         "token_budget": f"1 to {most} micro-batches of at most {{tokens:,}} tokens" if most > 1
@@ -143,7 +145,7 @@ def show_plan(job: dict[str, Any]) -> None:
 
 
 def show_findings(found: list["Finding"]) -> None:
-    """What `accrue doctor` found."""
+    """Shows what `accrue doctor` found."""
     styles = {"ok": "green", "warning": "yellow", "error": "red"}
     table = Table("", "", "", box=None, show_header=False)
     for finding in found:
@@ -153,14 +155,14 @@ def show_findings(found: list["Finding"]) -> None:
 
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:
-    """A table of jobs; what a narrow terminal has no room for is left out."""
+    """Shows a table of jobs; a narrow terminal omits some columns."""
     wide = console.width >= WIDE
     columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch", "method"]
-    table = Table(*columns, *(["held out", "model", "created"] if wide else []), box=None)
+    table = Table(*columns, *(["val loss", "model", "created"] if wide else []), box=None)
     for job in jobs:
         progress = job["progress"]
         state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
-        state += ", only measures" if job["tune"] == "only" else ""
+        state += ", tuning only" if job["tune"] == "only" else ""
         more = [
             _number(job["result"] and job["result"]["eval_loss"]), job["model_name"],
             time.strftime("%Y-%m-%d %H:%M", time.localtime(job["created_at"])),
@@ -171,7 +173,9 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
             *(more if wide else []),
         )  # fmt: skip
     console.print(
-        table if jobs else "No jobs yet: accrue submit FILE. With a key you see those made with it."
+        table
+        if jobs
+        else "No jobs yet: accrue submit FILE. With a key, you see only the jobs created with it."
     )
     for job in jobs:
         if job["error"]:
@@ -183,7 +187,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
     """The calculator's answer as tables."""
     verdict = "fits" if answer["fits"] else "does not fit"
     console.print(f"{answer['model_name']}: {verdict}. {answer['explanation']}", highlight=False)
-    devices = Table("device", "memory", "may be used", "largest", "micro-batches", box=None)
+    devices = Table("device", "memory", "limit", "largest micro-batch", "micro-batches", box=None)
     for device in answer["devices"]:
         devices.add_row(
             f"{device['gpu_id']} {device['name']}",
@@ -198,7 +202,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
         memory.add_row(name.removesuffix("_bytes").replace("_", " "), gb(size))
     console.print(memory)
     if answer["alternatives"]:
-        others = Table("instead", "fits", "micro-batch", "steps", "peak", "samples/s", box=None)
+        others = Table("alternative", "fits", "micro-batch", "steps", "peak", "samples/s", box=None)
         for other in answer["alternatives"]:
             others.add_row(
                 other["change"],
@@ -244,7 +248,7 @@ def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> in
         console.print(
             f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}"
             + (f", {_number(result['eval_loss'])} on held-out samples" if result["eval_loss"] else "")
-            + f"; {result['trained_tokens']:,} tokens learned from"
+            + f"; trained on {result['trained_tokens']:,} target tokens"
             + (f", {tokens_per_second:,.0f} input tokens/s on average" if tokens_per_second else ""),
             highlight=False,
         )
@@ -281,6 +285,6 @@ def _duration(seconds: float | None) -> str:
 
 
 def _method(job: dict[str, Any]) -> str:
-    """Its name, of one that was given with arguments too."""
+    """The name of a job's training method, also if it was given with options."""
     method = job["training_config"].get("method") or "full"
     return method if isinstance(method, str) else str(next(iter(method)))

@@ -44,7 +44,7 @@ class AccumulationConfig(Request):
         ge=1,
         le=MAX_MICRO_BATCH,
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
-        description="Samples per forward and device",
+        description="Samples per forward pass and device",
     )
     max_memory_usage: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that may be used")
     memory_safety_margin: float | None = Field(
@@ -72,7 +72,9 @@ class AccumulationConfig(Request):
     )
     gradient_clipping: float | None = Field(1.0, gt=0, description="By global norm; null: off")
     clip_mode: ClipMode = "after_accumulation"
-    clip_gradients_before_accumulation: Flag = Field(False, description="true means each_micro_batch")
+    clip_gradients_before_accumulation: Flag = Field(
+        False, description="true is the same as clip_mode each_micro_batch"
+    )
     loss_spike_zscore: float | None = Field(
         None,
         gt=0,
@@ -114,7 +116,7 @@ class AccumulationConfig(Request):
         10, ge=1, description="Measure the gradient noise scale once in this many windows; null: never"
     )
     log_accumulation: Flag = Field(
-        True, description="Report progress within a window, after its micro-batches, at most once a second"
+        True, description="Report progress within a window: after a micro-batch, at most once a second"
     )
     log_memory_usage: Flag = True
     log_micro_losses: Flag = Field(False, description="The loss of each micro-batch, in the log")
@@ -124,8 +126,8 @@ class AccumulationConfig(Request):
     def _gradients_are_synchronised(self) -> "AccumulationConfig":
         if not self.sync_gradients:
             raise ValueError(
-                "sync_gradients false would step each device on its own gradient, which is not the training "
-                "of the effective batch: leave it out. Gradients are reduced only once per window in any case"
+                "sync_gradients cannot be false: each device would then apply its own gradient instead of "
+                "the effective batch's. Leave it out: gradients are reduced only once per window anyway"
             )
         return self
 
@@ -141,13 +143,13 @@ class AccumulationConfig(Request):
             raise ValueError("accumulation_scheduler linear needs accumulation_warmup_steps")
         if self.accumulation_warmup_steps and self.accumulation_scheduler != "linear":
             raise ValueError(
-                "accumulation_warmup_steps (warmup_steps here) is the ramp of accumulation_scheduler linear; "
-                "the learning rate's warmup is training_config.warmup_steps"
+                "accumulation_warmup_steps (alias: warmup_steps) needs accumulation_scheduler linear; "
+                "to warm up the learning rate, set training_config.warmup_steps"
             )
         if self.accumulation_scheduler == "noise_scale" and self.noise_scale_every is None:
             raise ValueError("accumulation_scheduler noise_scale needs noise_scale_every")
         if self.accumulation_scheduler == "noise_scale" and self.clip_mode == "each_micro_batch":
-            raise ValueError("the noise scale is not measured under clip_mode each_micro_batch")
+            raise ValueError("accumulation_scheduler noise_scale excludes clip_mode each_micro_batch")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The shape of a causal language model, as far as memory and limits depend on it."""
+"""The sizes of a causal language model that its memory use and its limits depend on."""
 
 import re
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ BUILT_IN_MODEL = "accrue/tiny-gpt2"
 
 
 class Architecture(Frozen):
-    """Sizes read from a model's config.json; counts of things, no units."""
+    """Sizes from a model's config.json, as plain counts."""
 
     family: str
     """`model_type` of the config: gpt2, llama, opt, ..."""

@@ -9,7 +9,7 @@ from app.contract.spec import OptimizerName, ScheduleName
 
 
 def _as_ours(given: Any) -> Any:
-    """An optimizer's name however it is spelt. Adam is AdamW without weight decay (`TrainingConfig`)."""
+    """Normalises an optimizer's name. Adam becomes AdamW, which equals it without weight decay."""
     if not isinstance(given, str):
         return given
     name = given.lower().replace("-", "_")
@@ -20,7 +20,7 @@ OptimizerChoice = Annotated[OptimizerName, BeforeValidator(_as_ours)]
 
 
 class OptimizerArguments(Request):
-    """Arguments of the chosen optimizer; by default, those of its library."""
+    """Arguments of the chosen optimizer; the defaults are those of its library."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
     eps: float | None = Field(None, gt=0)
@@ -30,15 +30,17 @@ class OptimizerArguments(Request):
 
 
 class ScheduleArguments(Request):
-    """Arguments of the chosen schedule; by default, those of PyTorch."""
+    """Arguments of the chosen schedule; the defaults are those of PyTorch."""
 
     warmup_start: float | None = Field(
-        None, ge=0, le=1, description="Share of the peak rate at the first update; default 0, constant: 0.1"
+        None, ge=0, le=1, description="Share of the peak rate at the first update (0; constant warmup: 0.1)"
     )
-    final: float | None = Field(None, ge=0, le=1, description="linear, cosine: share of the peak at the end")
-    pct_start: float | None = Field(None, gt=0, lt=1, description="one_cycle: share of rising updates (0.3)")
-    div_factor: float | None = Field(None, ge=1, description="one_cycle: peak over the first rate (25)")
-    final_div_factor: float | None = Field(None, ge=1, description="one_cycle: first over last rate (1e4)")
+    final: float | None = Field(None, ge=0, le=1, description="linear, cosine: final share of the peak rate")
+    pct_start: float | None = Field(
+        None, gt=0, lt=1, description="one_cycle: share of the updates in which the rate rises (0.3)"
+    )
+    div_factor: float | None = Field(None, ge=1, description="one_cycle: peak rate / first rate (25)")
+    final_div_factor: float | None = Field(None, ge=1, description="one_cycle: first / last rate (1e4)")
 
 
 OPTIMIZER_ARGUMENTS: dict[OptimizerName, dict[str, Any]] = {
@@ -70,7 +72,7 @@ class LoraConfig(Request):
         fail_fast=True,
         min_length=1,
         max_length=100,
-        description="Ends of module names; null: every linear layer",
+        description="Suffixes of module names; null: every linear layer",
     )
     merge: Flag = Field(False, description="Save the model with the adapters merged into it")
 
@@ -87,8 +89,13 @@ Method = Literal["full", "lora", "qlora"] | LoraMethod | QloraMethod
 
 
 def refuse_surplus(field: str, arguments: Request, taken: set[str], name: str) -> None:
-    """Raises:
-    ValueError: an argument that the one chosen does not take.
+    """Rejects arguments that the chosen optimizer or schedule does not take.
+
+    Args:
+        taken: the names of the arguments that it takes.
+
+    Raises:
+        ValueError: there is such an argument; the message lists those that are taken.
     """
     surplus = arguments.model_fields_set - taken
     if surplus:

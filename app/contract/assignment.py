@@ -15,7 +15,7 @@ class Assignment(Frozen):
     data_file: str
     """Absolute path of the JSONL file."""
     validation_file: str | None = None
-    """Absolute path of the validation file, where it is one of its own."""
+    """Absolute path of the validation file; None if the job has none of its own."""
     model_path: str
     """Absolute path of a model's directory, or a hub id."""
 

@@ -8,10 +8,10 @@ from pydantic_core import PydanticCustomError
 from app.contract.text import oversized, unstorable
 
 Flag = Annotated[bool, Strict()]
-"""true or false: neither 1 nor "yes"."""
+"""A strict boolean: true or false, but not 1 or "yes"."""
 
 UNSTORABLE = "unstorable_text"
-"""The type of pydantic's error; its context names the field within the value."""
+"""The error type for text that cannot be stored; the error's context names the field."""
 
 Item = TypeVar("Item")
 
@@ -26,7 +26,7 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _can_be_stored(cls, given: Any) -> Any:
-        """Before anything else, so that no field has to think of it; the error names the field itself."""
+        """Runs before all validation, so that no field needs its own check; the error names the field."""
         if (why := oversized(given)) is not None:
             raise PydanticCustomError("too_large", "the request {why}", {"why": why})
         if (path := unstorable(given)) is not None:
@@ -43,7 +43,7 @@ class Answer(BaseModel):
 
 
 class Frozen(BaseModel):
-    """What is fixed at submission or at a claim and travels through files: immutable, no surplus fields."""
+    """Values frozen at submission or at a claim and passed on in files: immutable, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

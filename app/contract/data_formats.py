@@ -1,7 +1,7 @@
 """One line of training data: text, a prompt with its completion, or a chat.
 
-The service checks uploaded lines with these and the trainer reads them with the same, so what was
-accepted at the door is what is trained on.
+The service validates uploaded lines with these classes, and the trainer parses the lines with the same
+classes: every accepted line can be trained on.
 """
 
 import json
@@ -16,7 +16,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Line(BaseModel):
-    """Further keys on a line (ids, sources) are people's own business: they are not trained on, and named
+    """The fields of every format. Other keys of a line (ids, sources) are ignored, and an event names them
     once (`unused_keys`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -55,7 +55,7 @@ class Chat(Line):
     @model_validator(mode="after")
     def _has_something_to_learn(self) -> "Chat":
         if not any(message.role == "assistant" and message.weight for message in self.messages):
-            raise ValueError("no message has the role assistant, so there is nothing to learn")
+            raise ValueError("at least one message needs the role assistant and a weight of 1")
         return self
 
 
@@ -76,7 +76,7 @@ _KEYS: dict[DataFormat, set[str]] = {
 
 
 def unused_keys(example: Example) -> set[str]:
-    """The keys of a line, and of its messages, that the trainer makes nothing of."""
+    """The keys of a line, and of its messages, that the trainer ignores."""
     found = set(example.model_extra or ())
     if isinstance(example, Chat):
         found |= {f"messages.{key}" for message in example.messages for key in message.model_extra or ()}
@@ -95,7 +95,7 @@ def format_of(line: dict[str, Any]) -> DataFormat:
     """The format that the keys of the line belong to.
 
     Raises:
-        BadLine: the keys are those of no format.
+        BadLine: the keys match no format.
     """
     for name, keys in _KEYS.items():
         if keys <= line.keys():
@@ -107,7 +107,7 @@ def format_of(line: dict[str, Any]) -> DataFormat:
 
 
 def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:
-    """One JSON line as an example, in the expected format or in the one that its keys tell.
+    """Parses a JSON line as an example of the expected format, or of the format that its keys match.
 
     Raises:
         BadLine: not UTF-8, not JSON, not an object, of another format, or with a wrong value.
@@ -115,7 +115,7 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     values = sum(map(raw.count, ",[{") if isinstance(raw, str) else map(raw.count, (b",", b"[", b"{")))
     if values > _MOST_VALUES:
         raise BadLine(
-            f"holds more than {_MOST_VALUES:,} values, by its commas and brackets: a line is one sample"
+            f"has more than {_MOST_VALUES:,} values, counted by commas and brackets: give one sample per line"
         )
     try:
         value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8-sig"))

@@ -1,4 +1,4 @@
-"""Memory profiles: what a training step's memory depends on, and its predicted course."""
+"""Memory profiles: what a training step's memory depends on, and the memory predicted for a micro-batch."""
 
 from typing import Literal
 
@@ -9,13 +9,13 @@ from app.contract.spec import Attention, AuxScope, LoraSpec, OptimizerName, RunP
 
 
 class Recipe(Frozen):
-    """How a training step is made, as far as its memory depends on it; without the model and its samples."""
+    """The options of a training step that its memory depends on, apart from the model and the samples."""
 
     device: Literal["cpu", "cuda"]
     precision: RunPrecision
     optimizer: OptimizerName = "adamw"
     momentum: bool = False
-    """Whether sgd keeps one; lars always does, and the others have their own."""
+    """Whether sgd keeps a momentum buffer; lars always does, and other optimizers ignore this."""
     lora: LoraSpec | None = None
     quantised: bool = False
     """The weights that are not trained are kept in 4 bits."""
@@ -31,7 +31,7 @@ class Recipe(Frozen):
     optimizer_on_cpu: bool = False
     """Whether the optimizer and its states are on the CPU."""
     expandable_segments: bool = False
-    """The caching allocator's segments grow (PyTorch's allocator settings)."""
+    """Whether PyTorch's caching allocator uses expandable segments."""
 
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
@@ -41,55 +41,57 @@ Part = Literal["forward and backward", "optimizer"]
 
 
 class Line(Frozen):
-    """Bytes live at one point of the step, as a function of the micro-batch, by kind:
-    base + slope × rows + square × rows²."""
+    """Live bytes by kind at one point of the step, as a function of the micro-batch's rows.
+
+    Each kind takes base + slope × rows + square × rows².
+    """
 
     part: Part
     base: dict[Kind, float]
     slope: dict[Kind, float]
     square: dict[Kind, float] = Field(default_factory=dict)
-    """Bytes per squared row, such as a packed row's mask; a kind without such memory is left out."""
+    """Bytes per rows², for example of a packed row's mask; kinds without such memory are left out."""
 
     def parts(self, rows: float) -> dict[Kind, float]:
-        """Each kind's."""
+        """The bytes of each kind."""
         return {
             kind: base + rows * self.slope[kind] + rows**2 * self.square.get(kind, 0.0)
             for kind, base in self.base.items()
         }
 
     def bytes(self, rows: float) -> float:
-        """All kinds together."""
+        """The bytes of all kinds together."""
         return sum(self.parts(rows).values())
 
 
 class Stretch(Frozen):
-    """The highest of the step's points for micro-batches from `rows` on, up to the next stretch."""
+    """The points of the step that may be its peak, for micro-batches from `rows` up to the next stretch."""
 
     rows: float
     once: tuple[Line, ...]
-    """Where the window is one micro-batch."""
+    """The points if the window is a single micro-batch."""
     accumulating: tuple[Line, ...]
-    """Where it is several: gradients of the earlier ones are there while the later are worked on."""
+    """The points if the window has several micro-batches: earlier gradients are held while later ones run."""
 
 
 class Curve(Frozen):
-    """Peak memory of a step as a function of the micro-batch's rows; all of the same length, in tokens."""
+    """Peak memory of a step as a function of the micro-batch's rows, each of `sequence` tokens."""
 
     sequence: int
     stretches: tuple[Stretch, ...]
     reserved: tuple[tuple[int, float], ...]
-    """(rows, bytes that the caching allocator reserves over bytes allocated), from the fewest rows up."""
+    """(rows, the caching allocator's ratio of reserved to allocated bytes), by increasing rows."""
     parameters: int
     trainable: int
 
 
 class Profile(Frozen):
-    """What is known of a step's memory, from where, and how wrong that source was so far."""
+    """The memory curve of a step, its source, and its error where it was checked."""
 
     source: Literal["measured", "simulated"]
     curve: Curve
     checked_rows: int | None
     check_error: float | None
-    """None: not checked yet. The curve over a trace at `checked_rows`, which it was not made from, less 1."""
+    """The curve's relative error at `checked_rows`, which it was not fitted to; None: not checked yet."""
     seconds: float
-    """What it took to make."""
+    """How many seconds it took to make the profile."""

@@ -1,7 +1,7 @@
-"""What a base model's files are known by: a digest that changes when one of them does.
+"""The fingerprint of a base model's files: a digest that changes when one of the files changes.
 
 The service stores it with a job, and the trainer checks it, so that a job trains the model that it was
-submitted with. Needs the standard library.
+submitted with. Uses only the standard library.
 """
 
 import hashlib
@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 WHOLE_BYTES = 64 * 2**20
-"""A file up to this size is read as a whole; of a larger one, blocks spread evenly over it, with the first
-and the last among them: reading tens of gigabytes at each submission would take longer than planning."""
+"""Files up to this size are hashed whole. Of larger files, evenly spaced blocks are hashed, including the
+first and the last: reading tens of gigabytes at each submission would take longer than planning."""
 
 _BLOCKS, _BLOCK_BYTES = 256, 2**16
 
@@ -39,7 +39,7 @@ def fingerprint_of_files(folder: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest(path: str, size: int, modified_ns: int, inode: int) -> str:
-    """The digest of samples of a file; the last two arguments invalidate the cache when the file changes."""
+    """The digest of a file, or of blocks of a large one; the last two arguments only invalidate the cache."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         if size <= WHOLE_BYTES:

@@ -1,7 +1,7 @@
 """Reads and writes plain files in a folder whose content a trainer may have made; links are never followed.
 
 Code within a trainer could leave a symbolic link, a named pipe or a device where the service expects a file.
-Every part of a path below the folder is opened without following links. Needs the standard library.
+Every part of a path below the folder is opened without following links. Uses only the standard library.
 """
 
 import errno
@@ -20,7 +20,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class NotPlain(OSError):
-    """The path leads to a link, a pipe, or something else that is not a plain file of a usual size."""
+    """The path leads to a link, a pipe or another special file, or to a file that is too large."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.ELOOP, "not a plain file", str(path))
@@ -28,11 +28,11 @@ class NotPlain(OSError):
 
 @contextmanager
 def folder(root: Path, *parts: str) -> Iterator[int]:
-    """A descriptor of a folder below another.
+    """Opens a folder below `root`, and yields its descriptor.
 
     Raises:
-        NotPlain: a part of the way is a link.
-        OSError: it is not there, or is no folder.
+        NotPlain: a part of the path is a link.
+        OSError: the folder does not exist, or is not a folder.
     """
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -51,24 +51,24 @@ def folder(root: Path, *parts: str) -> Iterator[int]:
 
 
 def open_plain(root: Path, *parts: str) -> BinaryIO:
-    """A file below a folder, for reading.
+    """Opens a file below a folder for reading.
 
     Raises:
-        NotPlain: it, or a part of the way, is a link or no file.
-        OSError: it is not there, or cannot be read.
+        NotPlain: the file or a part of its path is a link, or it is not a plain file.
+        OSError: the file does not exist, or cannot be read.
     """
     with folder(root, *parts[:-1]) as within:
         return _opened(within, parts[-1], os.O_RDONLY, root.joinpath(*parts))
 
 
 def read_plain(root: Path, *parts: str, most: int = MOST_BYTES) -> bytes | None:
-    """The content of a file below a folder; None: it does not exist.
+    """Returns the content of a file below a folder; None if the file does not exist.
 
     Args:
         most: the largest size in bytes.
 
     Raises:
-        NotPlain: it, or a part of the way, is a link or not a file; or it is larger.
+        NotPlain: the file or a part of its path is a link; or it is not a plain file, or is larger.
     """
     with suppress(FileNotFoundError), open_plain(root, *parts) as file:
         content = file.read(most + 1)
@@ -79,7 +79,7 @@ def read_plain(root: Path, *parts: str, most: int = MOST_BYTES) -> bytes | None:
 
 
 def append_plain(path: Path) -> BinaryIO:
-    """A file to append to, made if it is not there.
+    """Opens a file for appending; creates the file if it does not exist.
 
     Raises:
         NotPlain: the path is a link or not a file.
@@ -89,10 +89,10 @@ def append_plain(path: Path) -> BinaryIO:
 
 
 def create_plain(path: Path) -> BinaryIO:
-    """A new file for writing; it replaces whatever the path named before.
+    """Creates a file for writing; an existing file or link at that path is replaced.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     with folder(path.parent) as within:
         with suppress(FileNotFoundError):
@@ -101,11 +101,11 @@ def create_plain(path: Path) -> BinaryIO:
 
 
 def plain_files(root: Path, *parts: str) -> list[str]:
-    """The names of the files in a folder, sorted; links and all else are left out.
+    """The sorted names of the plain files in a folder, without links, folders and special files.
 
     Raises:
-        NotPlain: a part of the way is a link.
-        OSError: the folder is not there.
+        NotPlain: a part of the path is a link.
+        OSError: the folder does not exist.
     """
     with folder(root, *parts) as within, os.scandir(within) as entries:
         return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))

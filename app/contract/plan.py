@@ -19,7 +19,7 @@ class TokenBudget(Frozen):
 
 
 class FixedCount(Frozen):
-    """Exactly this many micro-batches a window, of near-equal padded tokens."""
+    """Exactly this many micro-batches per window, with nearly equal numbers of padded tokens."""
 
     rule: Literal["count"] = "count"
     micro_batches: int
@@ -37,7 +37,7 @@ MicroBatchRule = Annotated[TokenBudget | FixedCount | FixedSize, Field(discrimin
 
 
 class Alternative(Frozen):
-    """An alternative: a change to the request that makes the same step, with its predicted memory."""
+    """A change to the request, with the split and the memory predicted for it."""
 
     change: str
     fits: bool
@@ -45,10 +45,10 @@ class Alternative(Frozen):
     accumulation_steps: int
     peak_process_bytes: int
     one_sample_bytes: int
-    """The peak with one sample of full length at a time: the least that this way takes."""
+    """The predicted peak with one full-length sample per micro-batch: the least that this change needs."""
     source: Source
     predicted_samples_per_second: float | None = Field(
-        None, description="Of full length, forward and backward; null: not measured on such a device"
+        None, description="Full-length samples, forward and backward; null: not measured on such a device"
     )
 
 
@@ -61,9 +61,9 @@ class RankPlan(Frozen):
     """The device's name; None in old plans."""
     micro_batch_rule: MicroBatchRule
     expected_micro_batches: int
-    """A step, with every sample at its full length."""
+    """Micro-batches per step, if every sample has full length."""
     micro_batch_size: int
-    """Samples of the largest of them."""
+    """Samples of the largest micro-batch."""
     predicted_peak_bytes: int
     memory_limit_bytes: int
     share_of_tokens: float = 1.0
@@ -71,7 +71,7 @@ class RankPlan(Frozen):
 
 
 class PlannedDevice(Frozen):
-    """A rank as its device has it."""
+    """A rank in the form in which answers list it, by device."""
 
     gpu_id: int | str
     name: str | None
@@ -103,9 +103,9 @@ class Plan(Frozen):
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
     most_tokens: int | None = None
-    """The largest micro-batch that memory is predicted to allow, where that is left to the plan."""
+    """Padded tokens of the largest micro-batch predicted to fit; None if the request fixed the split."""
     alternatives: tuple[Alternative, ...] = ()
-    """What would take less memory than this plan, for one sample of full length; the least first."""
+    """Alternatives that need less memory than this plan for one full-length sample, the leanest first."""
 
     @computed_field(repr=False)  # type: ignore[prop-decorator]
     @property

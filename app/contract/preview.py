@@ -1,4 +1,4 @@
-"""What a trainer will see of a data set."""
+"""Previews of a data set as the trainer will read it."""
 
 from typing import Annotated
 
@@ -11,30 +11,30 @@ from app.contract.spec import DataSpec, Overlength
 
 
 class PreviewSpec(Frozen):
-    """What is to be looked at, and with which model's tokenizer."""
+    """The data to preview, and the model whose tokenizer splits it."""
 
     model: ModelReference
     data: DataSpec
     shown: int
-    """Samples that are given with their tokens."""
+    """The number of samples to return with their tokens."""
 
 
 class PreviewedSample(Answer):
     """One training sample: `tokens`, `token_ids` and `counts` are of the same length."""
 
-    line: int = Field(description="Of the file, from 1")
+    line: int = Field(description="Line number in the file, from 1")
     tokens: Annotated[tuple[str, ...], Field(fail_fast=True)] = Field(
-        description="Their texts; a character's is with the last token of it"
+        description="Text of each token; a character of several tokens is shown with the last one"
     )
     token_ids: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31)], ...], Field(fail_fast=True)]
     counts: Annotated[tuple[bool, ...], Field(fail_fast=True)] = Field(
         description="Which tokens count for the loss"
     )
-    target_tokens: int = Field(description="Those that count; the first token is never predicted")
+    target_tokens: int = Field(description="Tokens that count for the loss; the first is never predicted")
 
 
 class LengthBin(Answer):
-    """Examples of `at_least` up to, and without, `below` tokens."""
+    """The number of examples with at least `at_least` and fewer than `below` tokens."""
 
     at_least: int
     below: int
@@ -42,16 +42,18 @@ class LengthBin(Answer):
 
 
 class Lengths(Answer):
-    """Tokens of examples, before any is cut."""
+    """Lengths of the examples in tokens, before truncation or splitting."""
 
     examples: int = Field(description="How many were measured: all, or a sample spread evenly over the file")
     shortest: int
     median: float = Field(ge=0, allow_inf_nan=False)
     mean: float = Field(ge=0, allow_inf_nan=False)
     longest: int
-    over_max_length: int = Field(description="Examples that max_length cuts, splits or refuses")
-    without_targets: int = Field(description="Examples of which nothing counts within max_length")
-    target_share: float = Field(ge=0, le=1, description="Of the tokens within max_length, those that count")
+    over_max_length: int = Field(description="Examples longer than max_length, to be cut, split or rejected")
+    without_targets: int = Field(description="Examples without a target token within max_length")
+    target_share: float = Field(
+        ge=0, le=1, description="Share of the tokens within max_length that count for the loss"
+    )
     histogram: Annotated[tuple[LengthBin, ...], Field(fail_fast=True, max_length=100)]
 
 

@@ -1,4 +1,4 @@
-"""What a trainer reports through its run directory: lines of its log, events, its end.
+"""What a trainer reports through its run directory: log lines, events, and the outcome.
 
 Code inside a trainer may write anything there, so every number is bounded: sums over rows stay finite, and
 fit into what a database and JSON can hold.
@@ -22,7 +22,7 @@ TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenTotal = Annotated[int, Field(ge=0, le=2**53)]
 Bytes = Annotated[int, Field(ge=0, le=2**50)]
 Number = Annotated[float, Field(ge=-1e40, le=1e40, allow_inf_nan=False)]
-"""Every finite number of fp32."""
+"""Covers every finite fp32 number."""
 Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
 
 _LONGEST_TEXT = 10_000
@@ -37,7 +37,7 @@ Name = Annotated[str, Field(max_length=255)]
 
 
 def _bounded(value: Any, depth: int = 0) -> Any:
-    """A JSON value without numbers that are not finite, and cut where it is too long or too deep."""
+    """A JSON value, cut where it is too long or too deep; too large or non-finite numbers become null."""
     if isinstance(value, str):
         return value[:_LONGEST_TEXT]
     if isinstance(value, float) and not isfinite(value):
@@ -96,12 +96,12 @@ class LogLine(Frozen):
     tokens: TokenCount
     """Target tokens: those that the loss is averaged over."""
     input_tokens: TokenCount
-    """Tokens of the samples, prompts included, padding not."""
+    """Tokens of the samples, including prompts but not padding."""
     padded_tokens: TokenCount
     """Rows × longest row, summed over the micro-batches: what the device worked on."""
     tokens_per_second: Number
     memory_gb: Number | None
-    """Memory in use at the end of the window, GiB: the process's on CPU, allocated on a GPU."""
+    """Memory at the end of the window in GiB: resident on a CPU, allocated on a GPU."""
     peak_gb: Number | None
     noise_scale: Number | None
     skipped: Count
@@ -129,7 +129,7 @@ class WindowProgress(Frozen):
 
     attempt: Count
     step: Count
-    """Weight updates made before it."""
+    """Weight updates before the current window."""
     micro_step: Count
     """Micro-batches so far, over the whole job."""
     accumulation_step: Count
@@ -146,7 +146,7 @@ class EventLine(Frozen):
 
 
 AS_FAST = 0.97
-"""A micro-batch this close to the fastest counts as fast as it: the leanest of those is taken."""
+"""The share of the best rate from which a micro-batch counts as equally fast; the smallest such is used."""
 
 
 def smallest_of_the_fastest(measured: Iterable[tuple[int, float]]) -> int:
@@ -169,22 +169,22 @@ class MeasuredSize(Frozen):
     tokens_per_second: Number
     """The samples' own tokens, padding not counted."""
     peak_bytes: Bytes
-    """Allocated on a GPU, the process's on a CPU; with the optimizer's states there."""
+    """Peak memory, including the optimizer's states: allocated on a GPU, of the process on a CPU."""
 
 
 class Tuning(Frozen):
-    """A sweep over micro-batches: the leanest of those that are as fast as the fastest is chosen."""
+    """A sweep over micro-batch sizes; it chooses the smallest size that is about as fast as the fastest."""
 
     token_budget: TokenCount
-    """The one chosen."""
+    """The chosen token budget."""
     samples: Count
-    """Samples that each was measured on."""
+    """The number of samples that each size was measured on."""
     tried: Annotated[tuple[MeasuredSize, ...], Field(fail_fast=True, max_length=100)]
     """Largest first."""
 
 
 class Completion(Frozen):
-    """How a model completes a held-out prompt, always with the likeliest token."""
+    """A model's completion of a held-out prompt, by greedy decoding."""
 
     prompt: str
     expected: str
@@ -202,7 +202,7 @@ class Completions(Frozen):
 
 
 class Operator(Frozen):
-    """One of PyTorch's operators in the window that was profiled. Seconds; `own` without what it calls."""
+    """A PyTorch operator in the profiled window; `own_seconds` excludes the operators that it calls."""
 
     name: Text
     calls: Count
@@ -239,7 +239,7 @@ class Outcome(Frozen):
 
 
 class Failure(Frozen):
-    """Why a run ended without success; a permanent one would end the same way again."""
+    """Why a run failed; a retry after a permanent failure would fail the same way."""
 
     code: Annotated[str, Field(max_length=100)]
     message: Text

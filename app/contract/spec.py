@@ -1,4 +1,4 @@
-"""What is frozen: the spec at submission, the plan at the claim, and the assignment that a trainer gets.
+"""The spec of a job: what is trained, frozen at submission.
 
 The spec says what is trained; the plan says how, and never changes the training (docs/idea.md).
 """
@@ -25,7 +25,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class ValidationSpec(Frozen):
-    """Samples that are only evaluated on: a file of its own, or a share of the training file's lines."""
+    """The validation data: a separate file, or a share of the training file's lines."""
 
     file_id: str | None
     sha256: str | None
@@ -44,18 +44,18 @@ class DataSpec(Frozen):
     """Longest sequence in tokens; `overlength` says what happens to longer samples."""
     overlength: Overlength
     packing: bool
-    """Samples of a micro-batch in one row, without padding."""
+    """Whether the samples of a micro-batch share one row, without padding."""
     validation: ValidationSpec | None
 
     def held_out(self) -> int:
-        """Lines of the training file that are kept for validation; never all of them."""
+        """The number of lines of the training file kept for validation; at least one remains for training."""
         if self.validation is None or self.validation.share is None:
             return 0
         return min(max(1, round(self.validation.share * self.examples)), self.examples - 1)
 
 
 class OptimizerSpec(Frozen):
-    """An optimizer; of the last five only its own are not null (`arguments.OPTIMIZER_ARGUMENTS`)."""
+    """An optimizer; of the last five fields, those that it does not take are None (`OPTIMIZER_ARGUMENTS`)."""
 
     name: OptimizerName
     learning_rate: float
@@ -83,9 +83,9 @@ class ScheduleSpec(Frozen):
     pct_start: float
     """one_cycle: share of the updates in which the rate rises."""
     div_factor: float
-    """one_cycle: the peak over the first rate."""
+    """one_cycle: the peak rate divided by the first rate."""
     final_div_factor: float
-    """one_cycle: the first rate over the last."""
+    """one_cycle: the first rate divided by the last one."""
 
 
 class LoraSpec(Frozen):
@@ -95,7 +95,7 @@ class LoraSpec(Frozen):
     alpha: int
     dropout: float
     target_modules: tuple[str, ...] | None
-    """Ends of module names; None: every linear layer but the output head."""
+    """Suffixes of module names; None: every linear layer but the output head."""
     merge: bool
     """The model is saved with the adapters merged into it, instead of the adapters alone."""
 
@@ -140,7 +140,7 @@ class MemoryLimits(Frozen):
 
 
 class Spec(Frozen):
-    """Everything that the trained weights depend on, with no default left open."""
+    """Everything that the trained weights depend on, with every default filled in."""
 
     model: ModelReference
     data: DataSpec
@@ -156,7 +156,7 @@ class Spec(Frozen):
     schedule: ScheduleSpec
     label_smoothing: float
     aux_scope: AuxScope
-    """Over what a mixture of experts' balance loss is taken."""
+    """The scope over which a mixture-of-experts model's balance loss is computed."""
     gradient_clipping: float | None
     clip_mode: ClipMode
     loss_spike_zscore: float | None
@@ -166,7 +166,7 @@ class Spec(Frozen):
     """Gradients of parameters in a lower precision are summed in fp32."""
     accumulate_gradients_on_cpu: bool
     use_cpu_offload: bool = False
-    """The optimizer's states and its step are in host memory."""
+    """Whether the optimizer's states are kept in host memory and its step runs on the CPU."""
     gradient_checkpointing: bool
     attention: Attention
     compile: bool
@@ -177,9 +177,9 @@ class Spec(Frozen):
     """Optimizer steps between checkpoints."""
     timeout_seconds: float | None
     certificate: bool
-    """Compare the first window's gradient with that of a smaller split before training."""
+    """Compare the first window's gradient with that of another split before training."""
     noise_scale_every: int | None
-    """Measure the gradient noise scale in every so many windows."""
+    """Measure the gradient noise scale once in this many windows; None: never."""
     split: RequestedSplit
     memory: MemoryLimits
     auto_adjust_batch_size: bool
@@ -191,14 +191,14 @@ class Spec(Frozen):
     report_to: tuple[Tracker, ...]
     profile: bool
     completions: int = 0
-    """Held-out samples whose prompts are completed before and after training."""
+    """The number of held-out prompts that are completed before and after training."""
     tune: Tune | None = None
-    """Measure micro-batches before the run has gone far, or do nothing else."""
+    """first: measure micro-batch sizes after the first steps; only: measure them, and make no model."""
 
     def batch_at(self, step: int) -> int:
         """The effective batch of an update (counted from 0), unless it depends on measurements.
 
-        A linear ramp goes from its first share to the whole in `warmup_steps` updates.
+        A linear ramp grows in equal steps, and reaches the full batch after `warmup_steps` updates.
         """
         if self.ramp.name != "linear" or step >= self.ramp.warmup_steps:
             return self.effective_batch_size

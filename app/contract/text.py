@@ -1,7 +1,7 @@
-"""Text that can be stored and shown wherever a request's text may go.
+"""Checks that text can be stored in every supported database and encoded as UTF-8.
 
-PostgreSQL stores no NUL character, and a lone surrogate cannot be encoded as UTF-8 at all: neither is ever
-meant, so both are refused where text comes in. Needs the standard library.
+PostgreSQL stores no NUL character, and a lone surrogate cannot be encoded as UTF-8. Neither is ever
+intended, so input with either of them is rejected. Uses only the standard library.
 """
 
 import re
@@ -15,7 +15,7 @@ MOST_FIELDS = 500
 DEEPEST = 32
 
 LONGEST_KEY = 100
-"""Characters of a key that are repeated in an answer."""
+"""The most characters of a key that an error message repeats."""
 
 
 def is_storable(text: str) -> bool:
@@ -28,7 +28,7 @@ def is_storable(text: str) -> bool:
 
 
 def storable(text: str) -> str:
-    """The text with the replacement character for what cannot be stored."""
+    """The text, with U+FFFD in place of characters that cannot be stored."""
     return text if is_storable(text) else _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -44,7 +44,7 @@ def storable_values(value: Any) -> Any:
 
 
 def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
-    """Where in lists and objects the first text is that cannot be stored; None: nowhere."""
+    """The path to the first text in a nested value that cannot be stored; None if there is none."""
     if isinstance(value, str):
         return None if is_storable(value) else path
     if isinstance(value, dict):
@@ -61,7 +61,7 @@ def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None
 
 
 def oversized(value: Any, most_fields: int = MOST_FIELDS, depth: int = 0) -> str | None:
-    """Why a value is not worth looking at field by field; None: it is."""
+    """Why a value is too large or too deep to be validated; None if it is not."""
     if depth > DEEPEST:
         return f"is nested deeper than {DEEPEST} levels"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""This machine's devices, through GPUtil; declared ones; and those that workers have recorded."""
+"""The devices to plan for: detected through GPUtil, declared, or recorded by workers."""
 
 import math
 import os
@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class SeenGpu:
-    """A GPU as nvidia-smi shows it now; bytes, a share of 1, degrees Celsius."""
+    """A GPU as nvidia-smi reports it now; memory in bytes, load from 0 to 1."""
 
     id: int
     uuid: str
@@ -42,7 +42,7 @@ class SeenGpu:
 
 
 class _Gauge:
-    """nvidia-smi takes a while: its answer is shared for a moment, and one that hangs delays no caller."""
+    """Caches nvidia-smi's output for a short time; while a call hangs, callers get the previous output."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ def cpu_threads() -> int:
 def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Device]:
     """The devices that plans are made for.
 
-    Declared ones, else those seen here, else those that workers elsewhere have, else this machine's CPU.
+    Declared ones, else those detected here, else those of workers elsewhere, else this machine's CPU.
     """
     return declared or [gpu.device for gpu in seen()] or of_workers or [this_cpu()]
 
@@ -121,7 +121,7 @@ def _ask() -> list[SeenGpu]:
 
 @lru_cache
 def _compute_capabilities() -> dict[str, float]:
-    """Compute capabilities by UUID, which GPUtil does not have; empty if nvidia-smi is too old."""
+    """Compute capabilities by UUID, which GPUtil does not report; empty if nvidia-smi is too old."""
     command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
     try:
         told = subprocess.run(
@@ -143,7 +143,7 @@ def _gputil():  # type: ignore[no-untyped-def]
 
 
 def _expandable_segments() -> bool:
-    """Whether trainers started from this environment have them; PyTorch reads either name."""
+    """Whether this environment turns on PyTorch's expandable segments; PyTorch reads either variable."""
     told = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     return "expandable_segments:true" in told.replace(" ", "").lower()
 
@@ -161,7 +161,7 @@ def select_devices(gpu_ids: list[int], there: list[Device]) -> list[Device]:
     """Devices by their ids.
 
     Raises:
-        Unprocessable: one is not there; the message lists those that are.
+        Unprocessable: an id is unknown; the message lists the available ones.
     """
     by_id = {device.id: device for device in there}
     unknown = [str(gpu_id) for gpu_id in gpu_ids if gpu_id not in by_id]

@@ -1,4 +1,4 @@
-"""Which workers there are, by their heartbeats."""
+"""The live workers, by their heartbeats."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from app.storage.session import Session
 from app.storage.tables import Worker
 
 SILENT_SECONDS = 30.0
-"""A worker that was not seen for so long is taken for gone."""
+"""A worker without a heartbeat for this long counts as gone."""
 
 
 def beat(session: Session, worker: Worker) -> None:
-    """Records that a worker lives, with its devices and jobs."""
+    """Records a worker's heartbeat, with its devices and jobs."""
     now = session.scalar(select(database_now())) or 0.0
     session.merge(
         Worker(
@@ -35,26 +35,26 @@ def any_alive(session: Session) -> bool:
 
 
 def devices(session: Session) -> list[Device]:
-    """The devices of workers that live, GPUs first: what a job will be given one of."""
+    """The devices of live workers, GPUs first: a job gets one of them."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS).order_by(Worker.id)
     found = [Device(**device) for worker in session.scalars(alive) for device in worker.devices]
     return sorted(found, key=lambda device: device.kind != "cuda")
 
 
 def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
-    """The GPUs of workers that live, numbered from 0 where they are of several machines."""
+    """The GPUs of live workers, renumbered from 0 if they are in several machines."""
     machines = _by_machine(session, silent_seconds)
     found = [device for own in machines for device in own]
     return found if len(machines) < 2 else [replace(device, id=n) for n, device in enumerate(found)]
 
 
 def machines_with_gpus(session: Session) -> int:
-    """How many machines have workers that live and GPUs."""
+    """The number of machines with a live worker and a GPU."""
     return len(_by_machine(session, SILENT_SECONDS))
 
 
 def _by_machine(session: Session, silent_seconds: float) -> list[list[Device]]:
-    """The GPUs of each machine; several workers of one see the same."""
+    """The GPUs of each machine; workers on the same machine report the same GPUs."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)
     machines: dict[str, dict[int | str, Device]] = {}
     for worker in session.scalars(alive):

@@ -22,7 +22,7 @@ router = APIRouter(tags=["devices"])
 
 @router.get("/gpus", summary="GPUs of this machine, and declared ones")
 def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
-    """What nvidia-smi shows through GPUtil, and which job holds which."""
+    """Lists the GPUs that nvidia-smi reports through GPUtil, and the job that holds each."""
     rows = session.execute(
         select(Job.device, Job.id, Job.owner)
         .join(Worker, Worker.id == Job.worker_id)
@@ -54,7 +54,7 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
     )
 
 
-@router.get("/workers", summary="Workers, what they have and what they run")
+@router.get("/workers", summary="Workers, with their devices and jobs")
 def list_workers(session: Reading) -> Page[WorkerAnswer]:
     now = session.scalar(select(database_now())) or 0.0
     rows = session.scalars(select(Worker).order_by(Worker.id.desc())).all()

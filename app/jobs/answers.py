@@ -1,4 +1,4 @@
-"""A job's row as people see it."""
+"""Turns a job's row into the API's answer."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
     """Everything about a job, in API.md's shape."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
-    progress.within_window &= job.status == "running"  # a window that was left is begun anew
+    progress.within_window &= job.status == "running"  # an interrupted window starts over
     steps, micro_batch = _split(job, spec, plan, progress)
     return JobAnswer(
         id=job.id,
@@ -65,10 +65,10 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
 def dry_run_answer(
     submission: Submission, speed: Speed | None, hour_cost: float | None = None
 ) -> DryRunAnswer:
-    """What a job would do, in the same words.
+    """What a job would do, in the fields of a job's answer.
 
     Args:
-        hour_cost: of one GPU.
+        hour_cost: the cost of one GPU for one hour; None: unknown.
     """
     spec, plan = submission.spec, submission.plan
     seconds = plan.predicted_duration_seconds
@@ -107,8 +107,8 @@ def _dataset(spec: Spec) -> DatasetAnswer:
 
 
 def _split(job: Job, spec: Spec, plan: Plan, progress: Progress) -> tuple[int, int]:
-    """Accumulation steps and samples per micro-batch: of a job that has ended as they were, on average, else
-    as planned for samples of full length."""
+    """Accumulation steps and samples per micro-batch: the averages of a job that has ended, otherwise those
+    planned for samples of full length."""
     if job.status not in ENDED or not progress.step:
         return plan.accumulation_steps, plan.actual_batch_size_per_gpu
     steps = max(1, round(progress.micro_step / (progress.step + progress.skipped)))

@@ -69,7 +69,7 @@ def list_configurations(
     return page(session, select(Configuration), Configuration.id, limit, after, answer)
 
 
-@router.get("/config/{config_id}", summary="A configuration, or a job's")
+@router.get("/config/{config_id}", summary="Get a stored configuration, or that of a job")
 def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
     if config_id.startswith("ftjob-"):
         return _of_job(transitions.get(session, config_id))
@@ -78,7 +78,7 @@ def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
 
 @router.put("/config/{config_id}", summary="Replace a configuration")
 def replace(session: Writing, config_id: ConfigId, requested: ConfigurationRequest) -> ConfigurationAnswer:
-    """Jobs made with it keep what they were made with."""
+    """Jobs created with the configuration keep its previous values."""
     return _change(session, config_id, requested)
 
 
@@ -104,7 +104,7 @@ _NAMES = {
     if isinstance(field.validation_alias, AliasChoices)
     for other in field.validation_alias.choices
 }
-"""A field's own name by each of its others."""
+"""Maps each alias of a field to the field's name."""
 
 
 def _change(session: Session, config_id: str, requested: ConfigurationRequest) -> ConfigurationAnswer:
@@ -117,7 +117,7 @@ def _change(session: Session, config_id: str, requested: ConfigurationRequest) -
 
 @router.delete("/config/{config_id}", status_code=204, summary="Delete a configuration")
 def delete(session: Writing, config_id: ConfigId) -> None:
-    """Jobs made with it keep what they were made with."""
+    """Jobs created with the configuration keep its values."""
     session.delete(configurations.find(session, config_id, lock=True))
 
 

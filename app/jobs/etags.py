@@ -1,4 +1,4 @@
-"""Answers about jobs as they go out: made once for each state of a job, and known again by their ETag."""
+"""Serialised answers about jobs: cached for ended jobs, and identified by an ETag."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from app.jobs.reads import Row
 from app.storage.tables import Job
 
 NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
-    304: {"description": "Nothing changed since the answer whose ETag If-None-Match shows"}
+    304: {"description": "The answer that If-None-Match names by its ETag is still current"}
 }
 _MOST_KEPT = 1000
 
 
 @dataclass(frozen=True)
 class Document:
-    """An answer's bytes, and the tag by which they are known again."""
+    """The body of an answer, and its ETag."""
 
     body: bytes
     tag: str
@@ -31,17 +31,17 @@ class Document:
 class AnswerCache:
     """Caches the serialised answers of ended jobs until their rows change.
 
-    Answers about other jobs depend on the time, or on the jobs that wait before them.
+    Other jobs are not cached: answers about them also depend on the time and on the jobs ahead of them.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], tuple[Row, Document]] = OrderedDict()
 
     def of(self, surface: str, row: Row, answer: Callable[[Job], BaseModel]) -> Document:
-        """The document of a job on one of the surfaces.
+        """The document of a job for the native or the OpenAI surface.
 
         Args:
-            answer: makes it, where it is not known.
+            answer: builds the answer if it is not cached.
         """
         key = (surface, row["id"])
         kept = self._kept.get(key)

@@ -1,4 +1,4 @@
-"""What happens to a job, as people read it later."""
+"""The events of a job."""
 
 import json
 from typing import Any
@@ -26,12 +26,12 @@ def _insert_event(dialect: str) -> Any:
 _INSERT_EVENT = Prepared(_insert_event)
 _LAST = Prepared(lambda dialect: select(func.max(JobEvent.id)).where(JobEvent.job_id == bindparam("job_id")))
 _TIME = slice(len("ftevent-"), len("ftevent-") + 14)
-"""Where the time is in an event's id."""
+"""The slice of an event's id that contains the time."""
 
 
 def next_id(session: Session, job_id: str) -> str:
-    """An id that sorts after those of all other events of the job, even if a host whose clock is ahead made
-    them: a client that follows a job asks for what comes after the last id that it knows."""
+    """An id that sorts after the ids of all other events of the job, even those from a host whose clock is
+    ahead, since clients that follow a job request the events after the last id they know."""
     made = new_id("ftevent")
     ((last,),) = _LAST.run(session, {"job_id": job_id})
     if last is None or made > last:
@@ -49,7 +49,7 @@ def record_event(
     level: Level = "info",
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Adds an event of the service's or the worker's own, and has the job's webhook told of it."""
+    """Records an event of the service or a worker, and queues its webhook (`WEBHOOK_EVENTS`)."""
     if kind in WEBHOOK_EVENTS and job.webhook_url is not None:
         announced = f"fine_tuning.job.{kind}"
         now = database_now()

@@ -1,4 +1,4 @@
-"""What lists and totals of jobs are filtered by."""
+"""Filters of the lists and totals of jobs."""
 
 import json
 from typing import Annotated, Any
@@ -25,10 +25,10 @@ def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
     """The jobs that carry every `metadata[key]=value` of the request's query.
 
     Raises:
-        Unprocessable: more of them than a job can have.
+        Unprocessable: more such filters than metadata entries that a job can have.
     """
     if sum(is_filter(name) for name in request.query_params) > MOST_LABELS:
-        raise Unprocessable(f"A job has at most {MOST_LABELS} metadata: filter by fewer.", field="metadata")
+        raise Unprocessable(f"A job has at most {MOST_LABELS} metadata keys: give fewer.", field="metadata")
     for name, value in request.query_params.items():
         if is_filter(name):
             query = query.where(_label(Job.labels, literal(name[9:-1])) == value)
@@ -48,7 +48,7 @@ def _filters(
     if status is not None:
         filters.append(Job.status == status)
     if user_id is not None:
-        own = cast(Job.user_id, String)  # as JSON: SQLite's with escapes, PostgreSQL's without
+        own = cast(Job.user_id, String)  # JSON text: escaped in SQLite, not in PostgreSQL
         written = {user_id, json.dumps(user_id), json.dumps(user_id, ensure_ascii=False)}
         filters.append(or_(*(own == each for each in sorted(written))))
     if model is not None:
@@ -65,7 +65,7 @@ Filters = Annotated[list[ColumnElement[bool]], Depends(_filters)]
 
 
 class _label(FunctionElement[str]):  # noqa: N801
-    """A member of a JSON object by its name, whatever characters that has: a JSON path knows no quotes."""
+    """A member of a JSON object by name; unlike in a JSON path, the name may contain quotes."""
 
     type = String()
     inherit_cache = True

@@ -1,4 +1,4 @@
-"""What people do to jobs: submit, cancel, pause, stop, resume, retry and delete them.
+"""User actions on jobs: submit, cancel, pause, stop, resume, retry and delete.
 
 The states and the edges between them are drawn in transitions.py. The caller owns the transaction.
 """
@@ -24,10 +24,10 @@ from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job, job_of
 
 AGEING_SECONDS = 600.0
-"""A job that waits so long has caught up with one of a priority higher by 1: none waits for ever."""
+"""Waiting for this long counts like one more point of priority, so that no job waits forever."""
 
 TIMEOUT = "timeout"
-"""The error's code of a job that ran longer than it may."""
+"""The error code of a job that exceeded its `timeout_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Submission:
     """A part of the trained model's name."""
     webhook_url: str | None = None
     gpu_id: int | None = None
-    """The only GPU that may have it."""
+    """The only GPU that may run the job; None: any device."""
 
 
 _COLUMNS = Job.__table__.columns
@@ -60,7 +60,7 @@ def submit(session: Session, submission: Submission) -> Job:
     """Stores a job, which exists once the caller's transaction is committed.
 
     Returns:
-        The job, of no session: changes to it are not stored.
+        The job as a detached object: changes to it are not stored.
     """
     now = _now(session)
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
@@ -100,12 +100,12 @@ def submit(session: Session, submission: Submission) -> Job:
 
 
 def cancel(session: Session, job_id: str) -> Job:
-    """Ends a waiting job at once; of a running one it is requested.
+    """Cancels a waiting job at once; requests the cancellation of a running one.
 
     Raises:
-        NotFound, Conflict: no such job, or it has ended otherwise. Cancelling twice is fine.
+        NotFound, Conflict: no such job, or it has succeeded or failed. Cancelling twice is allowed.
     """
-    reclaim_expired(session)  # where no worker is left to carry the request out
+    reclaim_expired(session)  # if its worker is gone, nobody would carry the request out
     job = get(session, job_id, lock=True)
     if job.status in ENDED and job.status != "cancelled":
         raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to cancel.")
@@ -118,7 +118,7 @@ def cancel(session: Session, job_id: str) -> Job:
 
 
 def pause(session: Session, job_id: str) -> Job:
-    """Holds a waiting job back; a running one writes a checkpoint first."""
+    """Pauses a waiting job at once; a running one writes a checkpoint first."""
     reclaim_expired(session)
     job = get(session, job_id, lock=True)
     if job.status in ENDED:
@@ -137,7 +137,7 @@ def stop(session: Session, job_id: str) -> Job:
     its last checkpoint.
 
     Raises:
-        NotFound, Conflict: no such job, or there is nothing of it to keep.
+        NotFound, Conflict: no such job, or it has ended, or it has no checkpoint to keep.
     """
     reclaim_expired(session)
     job = get(session, job_id, lock=True)
@@ -148,7 +148,7 @@ def stop(session: Session, job_id: str) -> Job:
     if job.spec["tune"] == "only":
         raise Conflict(f"Job {job_id} only measures, and makes no model: cancel it instead.")
     if job.status != "running" and not job.checkpoint_step:
-        raise Conflict(f"Job {job_id} has not learned anything yet that could be kept: cancel it instead.")
+        raise Conflict(f"Job {job_id} has no checkpoint yet whose model could be kept: cancel it instead.")
     if job.status == "paused":
         change(session, job, "queued")
     if job.status == "queued":
@@ -158,8 +158,7 @@ def stop(session: Session, job_id: str) -> Job:
 
 
 def resume(session: Session, job_id: str) -> Job:
-    """Puts a job that is paused or timed out back into the queue, or takes back a pause that was only
-    requested."""
+    """Returns a paused or timed-out job to the queue; withdraws a pause request that is still pending."""
     job = get(session, job_id, lock=True)
     if job.status == "paused":
         change(session, job, "queued", not_before=0.0)
@@ -180,7 +179,7 @@ def resume(session: Session, job_id: str) -> Job:
             worker_id=None,
             place=_now(session) - job.priority * AGEING_SECONDS,
         )
-        record_event(session, job, "queued", "Job resumed: with its full timeout_seconds again.")
+        record_event(session, job, "queued", "Job resumed; its timeout_seconds starts again.")
     elif job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
     else:
@@ -189,7 +188,7 @@ def resume(session: Session, job_id: str) -> Job:
 
 
 def timed_out(job: Job) -> bool:
-    """Whether a job has ended for its `timeout_seconds` alone."""
+    """Whether a job failed only because it exceeded its `timeout_seconds`."""
     return job.status == "failed" and (job.error or {}).get("code") == TIMEOUT
 
 
@@ -199,8 +198,10 @@ def _now(session: Session) -> float:
 
 
 def _check_not_ending(job: Job) -> None:
-    """Raises:
-    Conflict: the job is to end, which is not taken back.
+    """Rejects a job that is about to end.
+
+    Raises:
+        Conflict: its cancellation or stop was requested, and cannot be withdrawn.
     """
     if job.requested in ("cancel", "stop"):
         raise Conflict(f"Job {job.id} is being {'cancelled' if job.requested == 'cancel' else 'stopped'}.")
@@ -210,11 +211,11 @@ def retry(session: Session, job_id: str) -> Job:
     """A new job with the spec of one that failed or was cancelled.
 
     Raises:
-        NotFound, Conflict: no such job, or it ended otherwise, or not yet.
+        NotFound, Conflict: no such job, or it has neither failed nor been cancelled.
     """
     job = get(session, job_id)
     if job.status not in ("failed", "cancelled"):
-        raise Conflict(f"Job {job_id} is {job.status}: only what failed or was cancelled is tried again.")
+        raise Conflict(f"Job {job_id} is {job.status}: only failed or cancelled jobs can be retried.")
     again = Submission(
         spec=Spec.model_validate(job.spec),
         plan=Plan.model_validate(job.plan).model_copy(update={"predicted": True}),
@@ -233,7 +234,7 @@ def retry(session: Session, job_id: str) -> Job:
 
 
 def remove(session: Session, job_id: str) -> tuple[str, str | None]:
-    """Deletes an ended job. Returns its id and that of the file made of its inline texts, if any."""
+    """Deletes an ended job. Returns its id, and the id of its inline data's file if that was deleted, too."""
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
@@ -243,7 +244,7 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     session.delete(job)
     session.flush()
     of_the_file = select(func.count()).select_from(Job).where(Job.file_id == file.id)
-    others = session.scalar(of_the_file, execution_options=OF_EVERYONE)  # an admin may have tried one again
+    others = session.scalar(of_the_file, execution_options=OF_EVERYONE)  # an admin may have retried the job
     if not file.inline or others:
         return job_id, None
     session.delete(file)

@@ -54,7 +54,7 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 @router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
 async def create(request: Request, requested: FineTuningRequest, once: CurrentIdempotentRequest) -> Response:
-    """`extra_body={"accumulation": …, "training_config": …, "dataset_config": …}` reaches everything else."""
+    """All other options go in `extra_body={"accumulation": …, "training_config": …, "dataset_config": …}`."""
     inputs, settings = planning_inputs_of(request), request.app.state.settings
     return await submit(_Handler(requested, inputs, settings, once), request.app.state.group_commit)
 
@@ -123,7 +123,7 @@ def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobI
     return answer(admission.resume(session, fine_tuning_job_id, settings))
 
 
-@router.get("/{fine_tuning_job_id}/events", summary="What happened to a job, newest first")
+@router.get("/{fine_tuning_job_id}/events", summary="List a job's events, newest first")
 def list_events(
     session: Reading, fine_tuning_job_id: JobId, limit: Limit = 20, after: After = None
 ) -> Page[FineTuningEvent]:
@@ -200,7 +200,7 @@ def _event(row: JobEvent) -> FineTuningEvent:
 def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> list[FineTuningEvent]:
     """The newest steps as events, with one more than `limit` if there are more.
 
-    Their ids are made of the steps' times, as other events' are, so that they sort among them.
+    Their ids contain the steps' times, like the ids of all other events, so that all of them sort by time.
     """
     query = select(StepMetric.step, StepMetric.time, StepMetric.loss).where(StepMetric.job_id == job_id)
     if after is not None:

@@ -25,7 +25,7 @@ class Hyperparameters(Request):
         "auto", description="The effective batch: samples per optimizer step"
     )
     learning_rate_multiplier: Annotated[float, Field(gt=0, le=10_000)] | Auto = Field(
-        "auto", description="Of training_config.learning_rate, 5e-5 where that is not given"
+        "auto", description="Multiplies training_config.learning_rate, or 5e-5 if that is not given"
     )
 
 
@@ -39,7 +39,7 @@ class FineTuningMethod(Request):
 
 
 class FineTuningRequest(Request):
-    """A job as OpenAI's clients ask for it; `extra_body` reaches what they have no word for."""
+    """A request for a job as OpenAI's clients send it; all other options go through `extra_body`."""
 
     model: ModelName
     training_file: FileId
@@ -52,7 +52,7 @@ class FineTuningRequest(Request):
     suffix: Suffix | None = Field(None, description="Becomes part of the trained model's name")
     metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = Field(
-        None, description="None here: see training_config.report_to"
+        None, description="Not supported: use training_config.report_to"
     )
     accumulation: JobOptions = Field(default_factory=JobOptions)
     training_config: TrainingConfig = Field(default_factory=TrainingConfig)
@@ -83,7 +83,7 @@ class FineTuningError(Answer):
 
 
 class FineTuningJob(Answer):
-    """A job in OpenAI's shape; `GET /gradient-accumulation/training/{id}` tells the rest."""
+    """A job in OpenAI's shape; `GET /gradient-accumulation/training/{id}` returns all fields."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -123,7 +123,7 @@ class CheckpointMetrics(Answer):
 
 
 class FineTuningCheckpoint(Answer):
-    """A checkpoint that is kept, with which the job would go on."""
+    """A checkpoint that still exists and from which the job could continue."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
@@ -141,7 +141,7 @@ class ModelAnswer(Answer):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    parent: str | None = Field(None, description="Of a trained model: what it was trained from")
+    parent: str | None = Field(None, description="Of a trained model: its base model")
     job: str | None = Field(None, description="Of a trained model: the job that made it")
 
 

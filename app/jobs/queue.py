@@ -1,4 +1,4 @@
-"""What workers do to jobs: claim one, keep its lease, note its progress, and give it back or end it.
+"""Worker actions on jobs: claim, renew the lease, record progress, release and end.
 
 The states and the edges between them are drawn in transitions.py. The caller owns the transaction.
 """
@@ -40,7 +40,7 @@ RETRY_AFTER_SECONDS = (2.0, 10.0)
 """Wait before a crashed job is claimed again, by the number of failures so far."""
 
 LONGEST_LEASE_SECONDS = 600.0
-"""A lease that ends later was given before the clock was set back, and may no longer hold."""
+"""A lease that ends further ahead was granted before the clock was set back, and counts as expired."""
 
 
 def _claim(dialect: str) -> Any:
@@ -77,10 +77,10 @@ _CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
 
 
 def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | None = None) -> Fence | None:
-    """The next queued job, now running under this worker with a new attempt; null if there is none.
+    """Claims the next queued job for this worker, as a new attempt; returns None if no job may start.
 
     Args:
-        gpu_id: the GPU that it is for; None: a CPU.
+        gpu_id: the GPU that the job will run on; None: a CPU.
     """
     values = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
     claimed = _CLAIM.run(session, values)
@@ -95,7 +95,7 @@ def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | 
 
 
 def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
-    """The worker's own plan, with the attempt and on the job."""
+    """Stores the worker's own plan with the attempt and with the job."""
     content = plan.model_dump(mode="json")
     change(session, fence, plan=content, device=device)
     session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
@@ -123,17 +123,17 @@ def note_progress(session: Session, fence: Fence, progress: dict[str, Any], chec
 
 
 def succeed(session: Session, fence: Fence, result: dict[str, Any]) -> None:
-    """The model is on disk, and the job is done."""
+    """Ends a job as succeeded; its model is on disk."""
     _end(session, fence, "succeeded", "Training succeeded.", result=result)
 
 
 def fail(session: Session, fence: Fence, failure: Failure) -> None:
-    """The job cannot be trained, and would fail the same way again."""
+    """Ends a job as failed; a retry would fail the same way."""
     _end(session, fence, "failed", failure.message, level="error", error=_error(failure))
 
 
 def crash(session: Session, fence: Fence, failure: Failure) -> None:
-    """The trainer died. The job is queued again, and fails after `MAX_FAILURES` such ends in a row."""
+    """Requeues a job whose trainer crashed, or ends it as failed after `MAX_FAILURES` crashes in a row."""
     failures = session.scalar(select(Job.failures).where(held(fence)))
     if failures is None:
         raise LostJob(fence.job_id)
@@ -150,17 +150,17 @@ def crash(session: Session, fence: Fence, failure: Failure) -> None:
 
 
 def release(session: Session, fence: Fence, why: str) -> None:
-    """Gives a running job back: to the queue, or to the state that was requested of it."""
+    """Returns a running job to the queue, or moves it to the state that was requested."""
     _leave(session, fence, why, "info", 0.0, Job.failures)
 
 
 def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
-    """Gives back a running job that its machine could not continue; it is tried again after a while."""
+    """Returns a job to the queue that this machine could not continue; it is retried after `wait_seconds`."""
     _leave(session, fence, why, "warning", wait_seconds, Job.failures)
 
 
 def seconds_run(session: Session, fence: Fence) -> float:
-    """For how long earlier attempts at a job had it, since it was submitted or resumed after a timeout."""
+    """Seconds that earlier attempts ran since the job was submitted or resumed after a timeout."""
     timed_out = select(func.coalesce(func.max(Attempt.attempt), 0)).where(
         Attempt.job_id == fence.job_id, Attempt.outcome == "failed"
     )
@@ -173,12 +173,12 @@ def seconds_run(session: Session, fence: Fence) -> float:
 
 
 def waiting(session: Session) -> bool:
-    """Whether any job is queued, also for later."""
+    """Whether any job is queued, including jobs that may not start yet."""
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
 
 
 def count_waiting(session: Session, owner: str | None, most: int) -> int:
-    """How many of an owner's jobs are queued or paused, counted up to `most`; None: of everybody's."""
+    """The number of an owner's queued and paused jobs, counted up to `most`; owner None: of all owners."""
     ((waiting,),) = _COUNT_WAITING.run(session, {"owner": owner, "most": most})
     return int(waiting)
 
@@ -207,8 +207,8 @@ def hold(session: Session, fence: Fence) -> None:
 def reclaim_expired(session: Session) -> list[str]:
     """Takes back the jobs whose lease has expired; losing a worker does not count as a crash.
 
-    If a worker was not lost after all, everything that it writes about the job is refused; its trainer holds
-    the run directory until that trainer has ended.
+    If a worker was not lost after all, its writes about the job are rejected, and its trainer keeps the lock
+    on the run directory until it exits.
     """
     lost = session.scalars(
         select(Job)
@@ -257,8 +257,8 @@ def _end(
 def _leave(
     session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
 ) -> None:
-    """Running to queued, or to what was requested meanwhile. A requested stop stays: the worker that
-    claims the job next saves the model of its last checkpoint."""
+    """Moves a running job to queued, or to the state that was requested. A stop request is kept: the worker
+    that claims the job next saves the model of its last checkpoint."""
     requested = session.scalar(select(Job.requested).where(held(fence)))
     status: JobStatus = (
         "cancelled" if requested == "cancel" else "paused" if requested == "pause" else "queued"

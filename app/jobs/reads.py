@@ -1,7 +1,7 @@
-"""Reads that clients repeat constantly, such as a job by its id: by the driver, with no session or thread.
+"""Hot reads, such as a job by its id: through the DBAPI driver, bypassing the ORM and the thread pool.
 
-A session with its transaction and objects takes many times as long as the database takes to find a row, and
-so does a change of threads.
+An ORM session with its transaction and objects takes many times longer than the database needs to find a
+row, and so does a switch to another thread.
 """
 
 import json
@@ -36,21 +36,21 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A job's columns as the driver returns them: two are equal if the job has not changed in between."""
+    """A job's columns as the driver returns them; two rows are equal if the job did not change in between."""
 
     values: Sequence[Any]
     json_is_text: bool
     """Whether JSON columns are text, as with SQLite; other drivers decode them."""
 
     def __getitem__(self, column: str) -> Any:
-        """One of those that are not JSON."""
+        """The value of a column that is not JSON."""
         return self.values[_PLACES[column]]
 
     def job(self) -> Job:
-        """The job, of no session: changes to it are not stored."""
+        """The job as a detached object: changes to it are not stored."""
         values = list(self.values)
         for place in _IN_JSON:
-            if self.json_is_text and isinstance(values[place], str):  # a number is kept as one
+            if self.json_is_text and isinstance(values[place], str):  # JSON numbers arrive as numbers
                 values[place] = json.loads(values[place])
         return job_of(dict(zip(_PLACES, values, strict=True)))
 
@@ -67,7 +67,7 @@ class ImmediateReads:
         if self._database.is_sqlite:
             try:
                 return read(self._own())
-            except DBAPIError:  # somebody holds the whole database for once: not for the others to wait for
+            except DBAPIError:  # the database is locked: do not block the event loop
                 self.close()
         return await to_thread.run_sync(self._in_a_thread, read)
 
@@ -91,10 +91,10 @@ def row(connection: Connection, job_id: str, owner: str | None) -> Row:
     """A job's columns.
 
     Args:
-        owner: whose jobs are seen; None: everybody's.
+        owner: the key whose jobs are visible; None: all jobs are.
 
     Raises:
-        NotFound: no job has that id, or none that is seen.
+        NotFound: no job has that id, or the job is not visible.
     """
     rows = _JOB.run(connection, {"id": job_id, "owner": owner})
     if not rows:
@@ -105,12 +105,12 @@ def row(connection: Connection, job_id: str, owner: str | None) -> Row:
 def page(
     connection: Connection, query: Select[Any], owner: str | None, limit: int, after: str | None
 ) -> list[Row]:
-    """A page of jobs, newest first, and one more where there are more.
+    """The rows of a page of jobs, newest first, plus one row if more follow.
 
     Args:
-        query: `JOBS`, with what is filtered by.
+        query: `JOBS`, with the filters applied.
         owner: as in `row`.
-        after: the last id of the page before.
+        after: the last id of the previous page.
     """
     if owner is not None:
         query = query.where(Job.owner == owner)

@@ -1,4 +1,4 @@
-"""Jobs: submitted, looked at, stopped, deleted."""
+"""Routes that submit, read, stop and delete jobs."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -49,7 +49,7 @@ from app.web.pagination import page
 router = APIRouter(prefix="/training", tags=["training"])
 
 _DRY_RUN_WAITS = 1.5
-"""Seconds for a simulation; a submission does not wait, since the worker plans anew."""
+"""Seconds that a dry run waits for a simulation; a submission does not wait: the worker plans again."""
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
     200: {"model": DryRunAnswer, "description": "With dry_run: the plan"}
@@ -60,7 +60,7 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     "/with-accumulation",
     status_code=202,
     responses=_ACCEPTED,
-    summary="Train, with steps as given",
+    summary="Train with given accumulation steps",
     response_model=JobAnswer | DryRunAnswer,
 )
 async def with_accumulation(
@@ -74,7 +74,7 @@ async def with_accumulation(
     "/large-batch",
     status_code=202,
     responses=_ACCEPTED,
-    summary="Train a large batch, steps planned",
+    summary="Train a large batch with planned accumulation steps",
     response_model=JobAnswer | DryRunAnswer,
 )
 async def large_batch(
@@ -129,7 +129,7 @@ def pause(session: Writing, training_id: JobId) -> JobAnswer:
 
 @router.post("/{training_id}/stop", summary="End training early, and keep the model")
 def stop(session: Writing, training_id: JobId) -> JobAnswer:
-    """A running job finishes its step and saves its model; a waiting one saves its last checkpoint's."""
+    """A running job finishes its step and saves its model; a waiting one saves its last checkpoint."""
     return _answer(session, lifecycle.stop(session, training_id))
 
 
@@ -147,13 +147,13 @@ def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> Jo
 @router.post(
     "/{training_id}/retry",
     status_code=202,
-    summary="Train again what failed or was cancelled",
+    summary="Retry a failed or cancelled job",
     response_model=JobAnswer,
 )
 def retry(
     database: CurrentDatabase, settings: CurrentSettings, once: CurrentIdempotentRequest, training_id: JobId
 ) -> JobAnswer | Response:
-    """A new job with the same spec; the old one stays as it ended."""
+    """Creates a new job with the same spec; the old job is unchanged."""
 
     with database.writing() as session:
         replayed = once.replay(session)
@@ -172,7 +172,7 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: Jo
 
 @router.get(
     "/{training_id}/events",
-    summary="What happened to a job, newest first, or as it happens",
+    summary="List a job's events, newest first, or stream them",
     response_model=Page[EventAnswer],
     responses={
         200: {
@@ -193,13 +193,13 @@ def events(
 ) -> Page[EventAnswer] | Response:
     """With `Accept: text/event-stream`, the answer is a stream of server-sent events, oldest first, each with
     its id. It starts with the first event, or after `Last-Event-ID`, and ends with the job. While a window
-    takes longer than a second, events named `progress`, without an id, report once a second how far it is."""
+    takes longer than a second, events named `progress`, without an id, report its progress once a second."""
     job = transitions.get(session, training_id)
     query = select(JobEvent).where(JobEvent.job_id == training_id)
     if "text/event-stream" not in accept:
         return page(session, query, JobEvent.id, limit, after, _event)
     if job.status in ENDED and session.scalar(query.where(JobEvent.id > last_event_id).limit(1)) is None:
-        return Response(status_code=204)  # by which a browser knows not to ask again
+        return Response(status_code=204)  # tells a browser's EventSource not to reconnect
     stream: EventStream = request.app.state.events
     follower = stream.join(training_id, last_event_id, request.state.caller.key_id)
     return StreamingResponse(
@@ -213,7 +213,7 @@ def events(
 async def _as_sent_events(
     request: Request, events: AsyncIterator[JobEvent | WindowProgress | None]
 ) -> AsyncIterator[bytes]:
-    """Until the job ends, or the key that follows it is revoked."""
+    """Formats events for a stream, until the job ends or the client's key is revoked."""
     who: Authenticate = request.app.state.authenticate
     async for event in events:
         try:
@@ -222,7 +222,7 @@ async def _as_sent_events(
             return
         if event is None:
             yield format_sse_event(comment="still here")
-        elif isinstance(event, WindowProgress):  # of no id: nothing goes on from here
+        elif isinstance(event, WindowProgress):  # no id: clients must not resume from it
             yield format_sse_event(event="progress", data_str=event.model_dump_json())
         else:
             yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
@@ -240,7 +240,7 @@ async def _submitted(
 
 
 async def _dry_run(request: Request, handler: "_Handler") -> Checked:
-    """WaitLimiter a moment for a simulation, unless too many requests wait already."""
+    """Waits a moment for a simulation, unless too many requests are waiting already."""
     checked = await to_thread.run_sync(handler.check)
     waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id

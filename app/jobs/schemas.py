@@ -45,13 +45,13 @@ UserId = (
     Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)]
     | Annotated[str, StringConstraints(strict=True, max_length=200)]
 )
-"""A label of the client's: a number that JSON carries exactly, or a short string."""
+"""A label chosen by the client: an integer that JSON represents exactly, or a short string."""
 
 
 class DatasetOptions(Request):
-    """What becomes of the samples, wherever they come from."""
+    """How samples are processed, whatever their source."""
 
-    format: DataFormat | None = Field(None, description="null: what the file's lines are")
+    format: DataFormat | None = Field(None, description="null: detected from the file's lines")
     max_length: int | None = Field(
         None, ge=2, description="Tokens; null: the model's positions, at most 1024"
     )
@@ -114,11 +114,11 @@ class DatasetConfig(DatasetOptions):
             raise ValueError(f"{given[0]} are of format {form}, not {self.format}: leave format out")
         for number, chat in enumerate(self.messages or []):
             if not any(message.role == "assistant" and message.weight for message in chat):
-                raise ValueError(f"messages.{number} has no turn of the assistant: there is nothing to learn")
+                raise ValueError(f"messages.{number} needs a message of the role assistant with weight 1")
         return self
 
     def inline(self) -> tuple[DataFormat, list[dict[str, Any]]] | None:
-        """The samples that the request brings itself, as lines of a training file; None: it names a file."""
+        """The request's inline samples as lines of a training file; None if the request names a file."""
         if self.texts is not None:
             return "text", [{"text": text} for text in self.texts]
         if self.prompts is not None:
@@ -146,8 +146,8 @@ class TrainingConfig(Request):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     aux_scope: AuxScope = Field(
         "window",
-        description="A mixture of experts' balance loss: over the window (costs a forward without gradient), "
-        "over each sequence (another loss, at no cost), or not at all",
+        description="Scope of a mixture-of-experts model's balance loss: window (costs a forward pass "
+        "without gradient), sequence (a different loss, at no cost) or none",
     )
     freeze: list[str] = Field(
         default_factory=list,
@@ -167,8 +167,7 @@ class TrainingConfig(Request):
         3,
         ge=0,
         le=20,
-        description="Held-out samples whose prompts are completed before and after training, to look at; "
-        "none without validation data",
+        description="Number of held-out prompts to complete before and after training; needs validation data",
     )
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)
@@ -204,7 +203,7 @@ class TrainingConfig(Request):
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("give warmup_steps or warmup_ratio, not both")
         if self.lr_scheduler == "one_cycle" and (self.warmup_steps or self.warmup_ratio):
-            raise ValueError("one_cycle rises by itself: set lr_scheduler_args.pct_start instead of a warmup")
+            raise ValueError("one_cycle has its own warmup: set lr_scheduler_args.pct_start instead")
         if self.early_stopping is not None and self.eval_every is None:
             raise ValueError("early_stopping needs eval_every")
         refuse_surplus(
@@ -220,7 +219,7 @@ class TrainingConfig(Request):
 
 
 class JobOptions(AccumulationConfig):
-    """How a job is to run: the fields of a configuration, or its id, and options of this job."""
+    """A job's options, and its accumulation configuration: by fields, by config_id, or both."""
 
     config_id: str | None = Field(
         None, description="The id of a stored configuration; fields given here override its fields"
@@ -235,12 +234,12 @@ class JobOptions(AccumulationConfig):
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
-    auto_start: Flag = Field(True, description="false: queued paused, until it is resumed")
+    auto_start: Flag = Field(True, description="false: the job is created paused, until it is resumed")
     webhook_url: WebhookUrl | None = Field(
         None,
-        description="Notified, with a signature, when the job ends or is paused; null: the service's URL",
+        description="URL to notify, signed, when the job ends or is paused; null: ACCRUE_WEBHOOK_URL",
     )
-    profile: Flag = Field(False, description="torch.profiler over one settled window, as an artifact")
+    profile: Flag = Field(False, description="Profile one steady-state window with torch.profiler")
     tune: Tune | None = Field(
         None,
         description="Measure micro-batches of several sizes. first: then train with the smallest size that "
@@ -277,7 +276,7 @@ class TrainingRequest(JobOptions):
     dry_run: Flag = Field(False, description="Check and plan, queue nothing")
 
     def accumulation(self) -> AccumulationConfig:
-        """The part that a configuration holds, with only the fields that were given."""
+        """The accumulation configuration, with only those fields that the request sets."""
         given = self.model_fields_set & AccumulationConfig.model_fields.keys()
         return AccumulationConfig.model_validate({name: getattr(self, name) for name in given})
 
@@ -362,13 +361,13 @@ class Links(Answer):
 
 
 class JobAnswer(Answer):
-    """A job as it stands."""
+    """The current state of a job."""
 
     id: str
     training_id: str
     object: Literal["accumulation.training"] = "accumulation.training"
     status: JobStatus
-    requested: Requested | None = Field(description="What its worker has yet to do")
+    requested: Requested | None = Field(description="Requested action that the worker has not finished yet")
     created_at: int
     started_at: int | None
     finished_at: int | None
@@ -387,7 +386,7 @@ class JobAnswer(Answer):
     result: ResultAnswer | None
     error: ErrorAnswer | None
     waiting: Waiting | None
-    tune: Tune | None = Field(None, description="Micro-batches are measured first, or only")
+    tune: Tune | None = Field(None, description="first: measure micro-batches, then train; only: no training")
     links: Links
     learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
     effective_batch_size: int

@@ -6,10 +6,11 @@
       │ └─► paused ◄────┤ pause
       └──── resume ─────┘
 
-Ended is ended, with one exception: a person may resume a job that timed out. Pausing, cancelling and
-stopping a running job are requests that its worker carries out. Everything that a worker writes about a job
-carries its fence (job, attempt, worker): where the job has moved on, nothing is written and `LostJob` is
-raised. People's edges are in lifecycle.py, workers' in queue.py. The caller owns the transaction.
+A terminal state never changes, with one exception: a user may resume a job that timed out. Pausing,
+cancelling and stopping a running job are requests that its worker carries out. Every write by a worker
+carries the worker's fence (job, attempt, worker): if the fence no longer matches, nothing is written and
+`LostJob` is raised. Users' transitions are in lifecycle.py, workers' in queue.py. The caller owns the
+transaction.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ EDGES: Mapping[JobStatus, frozenset[JobStatus]] = {
     "failed": frozenset({"queued"}),  # a job that timed out, resumed by a person
     "cancelled": frozenset(),
 }
-"""The states that may follow each."""
+"""The states that may follow each state."""
 
 
 class LostJob(Exception):
@@ -40,7 +41,7 @@ class LostJob(Exception):
 
 @dataclass(frozen=True)
 class Fence:
-    """What a worker must show to write about a job."""
+    """The fencing token that a worker must present with every write about a job."""
 
     job_id: str
     attempt: int
@@ -48,8 +49,10 @@ class Fence:
 
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
-    """Raises:
-    NotFound: no job has that id.
+    """Returns a job.
+
+    Raises:
+        NotFound: no job has that id.
     """
     job = session.get(Job, job_id, with_for_update=lock or None)
     if job is None:
@@ -64,7 +67,7 @@ def change(
 ) -> Requested | None:
     """Writes a job's row, and moves the job along an edge.
 
-    Only the claim, which finds the row that it writes, has a statement of its own (queue.py).
+    Only a claim has its own statement (queue.py), since it also selects the row.
 
     Args:
         where: a worker's fence, or a job that this session has locked.
@@ -75,7 +78,7 @@ def change(
         What is requested of the job.
 
     Raises:
-        LostJob: the job is no longer this worker's, or no edge leads there from its state.
+        LostJob: the job is no longer this worker's, or its state does not allow the transition.
     """
     condition = held(where) if isinstance(where, Fence) else Job.id == where.id
     if to is not None:
@@ -97,7 +100,7 @@ def change(
 
 
 def held(fence: Fence) -> ColumnElement[bool]:
-    """The job of a fence, while it is this worker's."""
+    """The condition that a fence's job still runs under that attempt and worker."""
     return and_(
         Job.id == fence.job_id,
         Job.attempt == fence.attempt,

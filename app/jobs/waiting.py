@@ -22,7 +22,7 @@ class _Workers(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A place in the queue, from which others are counted."""
+    """A job's position in the queue, from which those of other jobs are counted."""
 
     place: float
     id: str
@@ -30,7 +30,7 @@ class _Mark(NamedTuple):
 
 
 class WaitingReasons:
-    """How waiting jobs stand at one moment; nothing is looked up where none waits."""
+    """Why jobs wait, and their queue positions, at one moment; needs no query if no job waits."""
 
     def __init__(self, where: Session | Connection) -> None:
         self._where = where
@@ -53,7 +53,7 @@ class WaitingReasons:
         return _Workers(float(now), alive, free or 0)
 
     def of(self, job: Job) -> Waiting | None:
-        """Null: it does not wait."""
+        """Why a job waits and its queue position; None if it does not wait."""
         if job.status != "queued":
             return None
         self._mark = self._counted(job)
@@ -65,7 +65,7 @@ class WaitingReasons:
         )
 
     def _counted(self, job: Job) -> _Mark:
-        """How many are ahead of a job: in a long queue those between it and the last one are far fewer."""
+        """A job's queue position, counted from the previous job's: that reads fewer rows of a long queue."""
         own = {"place": job.place, "id": job.id}
         if self._mark is None:
             ((ahead,),) = _AHEAD.run(self._where, own)
@@ -77,7 +77,7 @@ class WaitingReasons:
         return _Mark(*reached, self._mark.ahead + (jobs if reached > last else -jobs))
 
     def by_reason(self) -> dict[Reason, int]:
-        """How many jobs wait for what; reasons that none waits for are left out."""
+        """The number of waiting jobs by reason; reasons without jobs are left out."""
         counted: Counter[Reason] = Counter()
         for later, jobs in _BY_TIME.run(self._where, {}):
             counted[self._reason(later=bool(later))] += jobs
@@ -92,7 +92,7 @@ class WaitingReasons:
 
 
 def _ahead(dialect: str) -> object:
-    """Jobs of all owners, of which only the number is used."""
+    """Counts the queued jobs of all owners that are ahead of a position."""
     place: BindParameter[float] = bindparam("place")
     job_id: BindParameter[str] = bindparam("id")
     before = and_(Job.place <= place, or_(Job.place < place, Job.id < job_id))
@@ -100,7 +100,7 @@ def _ahead(dialect: str) -> object:
 
 
 def _between(dialect: str) -> object:
-    """Jobs from one place in the queue (included) to another (excluded)."""
+    """Counts the queued jobs from one position (inclusive) to another (exclusive)."""
     place: BindParameter[float] = bindparam("place")
     low_place: BindParameter[float] = bindparam("low_place")
     job_id: BindParameter[str] = bindparam("id")

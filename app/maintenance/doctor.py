@@ -1,4 +1,4 @@
-"""What is right and wrong with this installation, and what to do about it: `accrue doctor`."""
+"""`accrue doctor`: checks this installation, and says how to fix each problem."""
 
 import os
 import shutil

@@ -1,7 +1,7 @@
 """What jobs have measured: predicted and true memory of micro-batches, and throughput.
 
-From these come how wrong predictions have been, the margin that this deserves, estimates that start from
-what was measured, and the micro-batch beyond which throughput no longer grows.
+The measurements give the errors of predictions, the safety margin that follows from these, corrected
+estimates, and the micro-batch beyond which throughput no longer grows.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ _SETTLED_STEPS = 3
 
 _REMEMBERED = 200
 _ENOUGH = 5
-"""Measurements from which the margin is taken."""
+"""The number of measurements from which a margin is computed."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
 _MOST_OFF = 3.0
 """A measured peak that differs from its prediction by a larger factor is not used."""
 _OF_A_PROCESS = 2 * GIB
-"""What a small model's process may take besides."""
+"""Bytes that a process may take in addition, which matter for small models."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Subject:
 
 
 def note_run(session: Session, subject: Subject, plan: Plan) -> None:
-    """Keeps what an attempt measured at its largest micro-batch, once it is settled."""
+    """Stores what an attempt measured at its largest micro-batch, once it has reached its steady state."""
     own = (StepMetric.job_id == subject.job.id) & (StepMetric.attempt == subject.job.attempt)
     peak, tokens, steps = session.execute(
         select(func.max(StepMetric.peak_gb), func.max(StepMetric.largest_tokens), func.count()).where(own)
@@ -70,7 +70,7 @@ def note_run(session: Session, subject: Subject, plan: Plan) -> None:
 
 
 def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
-    """Keeps what a sweep measured of each size."""
+    """Stores what a sweep measured for each size."""
     for each in tuning.tried:
         _keep(
             session, subject, "sweep", each.largest_tokens, each.micro_batches, each.peak_bytes,
@@ -79,7 +79,7 @@ def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
 
 
 def points(session: Session, architecture: str, device_name: str | None) -> Mapping[str, list[Point]]:
-    """What was measured on such a device, by the profile's key; of equal sizes the newest."""
+    """The measured peaks on such a device, by profile key; of several for one size, the newest."""
     query = select(Measurement).where(
         Measurement.architecture == architecture, Measurement.device_name == device_name
     )
@@ -90,7 +90,7 @@ def points(session: Session, architecture: str, device_name: str | None) -> Mapp
 
 
 def throughput(session: Session, key: str, device_name: str | None) -> Throughput | None:
-    """The newest sweep of a recipe on such a device, else what the newest job did; None: neither."""
+    """Throughput from the newest sweep on such a device, else from the newest job; None without either."""
     own = select(Measurement).where(
         Measurement.key == key,
         Measurement.device_name == device_name,
@@ -111,7 +111,7 @@ def throughput(session: Session, key: str, device_name: str | None) -> Throughpu
 
 
 def mean_error(session: Session, source: str, device: DeviceKind) -> float | None:
-    """The mean size of a source's relative errors on a kind of device; None: none was measured."""
+    """A source's mean absolute relative error on a kind of device; None if nothing was measured."""
     errors = _errors(session, source, device)
     return fmean(map(abs, errors)) if errors else None
 
@@ -137,7 +137,7 @@ def _keep(
     measured_bytes: int,
     tokens_per_second: float,
 ) -> None:
-    """Only once: read again, it would be compared with a prediction that includes it."""
+    """Stores a measurement once: repeated, it would be compared with a prediction that includes it."""
     accumulating = micro_batches > 1
     predicted = subject.predicted_bytes(tokens, accumulating=accumulating) if tokens > 0 else 0
     if not _is_plausible(subject, tokens, measured_bytes, predicted):
@@ -162,14 +162,14 @@ def _keep(
 
 
 def _is_plausible(subject: Subject, tokens: int, measured: int, predicted: int) -> bool:
-    """Whether a trainer can have measured this: plans of other jobs start from it."""
+    """Whether a measurement is plausible, since the plans of other jobs rely on it."""
     longest = int(subject.job.spec["effective_batch_size"]) * subject.sequence
     most = min(predicted * _MOST_OFF + _OF_A_PROCESS, subject.device.memory_bytes)
     return 0 < tokens <= 2 * longest and predicted / _MOST_OFF <= measured <= most
 
 
 def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:
-    """Measured over predicted, less 1, of the newest measurements."""
+    """The relative errors of the newest measurements: measured / predicted - 1."""
     query = select(Measurement.measured_bytes, Measurement.predicted_bytes)
     query = query.where(Measurement.device == device, Measurement.predicted_bytes > 0)
     if source is not None:

@@ -1,4 +1,4 @@
-"""Memory profiles: found, requested, and stored."""
+"""Finds, requests and stores memory profiles."""
 
 import hashlib
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ from app.storage.tables import Job, ProfileRequest, StoredProfile
 from app.storage.waits import Gone, never, until_found
 
 _MADE_BY = 2
-"""The version of the profiler: what an earlier one made is not taken for what this one would make."""
+"""The version of the profiler; profiles made by other versions are not used."""
 
 _CLAIM_SECONDS = 60.0
 """Seconds after which a claimed request may be claimed again."""
 
 _FORGOTTEN_AFTER = 24 * 3600.0
-"""Seconds after which no client waits for a request any more, and one that failed may be tried again."""
+"""Seconds after which requests are deleted: no client waits any more, and failed ones may be retried."""
 
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """A profile by what it depends on."""
+    """Everything that a profile depends on."""
 
     model_name: str
     architecture: Architecture
@@ -54,11 +54,11 @@ class ProfileKey:
 
 
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
-    """What a profile is kept by: the architecture without its weights, the recipe, and the versions of torch
-    and of the profiler."""
+    """The key that a profile is stored under: a digest of the architecture, the recipe, the sequence length,
+    and the versions of torch and of the profiler."""
     own = recipe.model_dump_json(
         exclude=None if recipe.optimizer_on_cpu else {"optimizer_on_cpu"}
-    )  # as before
+    )  # keeps older keys
     told = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_MADE_BY}"
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
@@ -69,9 +69,9 @@ def exists(session: Session, key: str) -> bool:
 
 
 def estimates(session: Session, architecture: Architecture, device_name: str | None) -> Estimates:
-    """The best estimate there is for each recipe and length: by profile, else by formula.
+    """The best available estimate for each recipe and length: by profile, else by formula.
 
-    Either starts from what was measured with that recipe and length on such a device, where anything was.
+    Measurements with that recipe and length on such a device, if any, correct the estimate.
 
     Args:
         device_name: None: the devices are of several kinds.
@@ -101,7 +101,7 @@ def estimates(session: Session, architecture: Architecture, device_name: str | N
 
 
 def throughput(session: Session, architecture: Architecture, device_name: str | None) -> ThroughputOf:
-    """What throughput was measured with each recipe and length on such a device."""
+    """The throughput measured with each recipe and length on such a device."""
 
     def found(recipe: Recipe, sequence: int) -> Throughput | None:
         return measurements.throughput(session, key_of(architecture, recipe, sequence), device_name)
@@ -175,7 +175,7 @@ def request_warnings(database: Database, wanted: ProfileKey) -> list[str] | None
 
 
 async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone: Gone = never) -> list[str]:
-    """Requests a profile and waits until it exists, cannot be made, or the time is over; holds no thread.
+    """Requests a profile and waits, without a thread, until it exists, cannot be made, or time runs out.
 
     Returns at once if there is no worker to make it. Returns warnings for the user.
     """
@@ -183,12 +183,12 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
     if told is None:
         told = await until_found(lambda: request_warnings(database, wanted), seconds, gone)
     if told is None:
-        return ["the figures come from a formula while a simulation runs: ask again in a few seconds"]
+        return ["the figures come from a formula while a simulation runs: try again in a few seconds"]
     return told
 
 
 def claim(session: Session) -> ProfileRequest | None:
-    """The newest request that is not being worked on: older ones were answered by formula meanwhile."""
+    """Claims the newest request that is free; the clients of older ones already got answers by formula."""
     free = _free()
     newest = (
         select(ProfileRequest.key)
@@ -240,7 +240,7 @@ def remove(session: Session, profile_id: str) -> None:
     """Deletes a profile; the next request for it makes a new one.
 
     Raises:
-        NotFound: there is none of that id.
+        NotFound: no profile has that id.
     """
     stored = get(session, profile_id)
     session.execute(delete(ProfileRequest).where(ProfileRequest.key == stored.key))
@@ -249,8 +249,10 @@ def remove(session: Session, profile_id: str) -> None:
 
 
 def get(session: Session, profile_id: str) -> StoredProfile:
-    """Raises:
-    NotFound: no profile has that id.
+    """Returns a stored profile.
+
+    Raises:
+        NotFound: no profile has that id.
     """
     stored = session.get(StoredProfile, profile_id)
     if stored is None:
@@ -265,7 +267,7 @@ def _free() -> Any:
 
 @cache
 def _torch_version() -> str:
-    """Without importing it."""
+    """The installed version of torch, without importing torch."""
     try:
         return version("torch").split("+")[0]
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Profiles of memory: those that there are, to look at and to forget."""
+"""Routes to list, read and delete memory profiles."""
 
 from typing import Annotated, Any
 
@@ -35,31 +35,33 @@ class ProfileAnswer(Answer):
 def list_profiles(
     session: Reading, caller: CurrentCaller, limit: Limit = 20, after: After = None
 ) -> Page[ProfileAnswer]:
-    """Lists the profiles of all keys' models, for admins."""
+    """Lists the profiles of all keys' models. Requires the scope admin."""
     _check(caller)
     return page(session, select(StoredProfile), StoredProfile.id, limit, after, _answer)
 
 
 @router.get("/{profile_id}", summary="A profile")
 def get(session: Reading, caller: CurrentCaller, profile_id: ProfileId) -> ProfileAnswer:
-    """For admins."""
+    """Requires the scope admin."""
     _check(caller)
     return _answer(profiles.get(session, profile_id))
 
 
-@router.delete("/{profile_id}", status_code=204, summary="Forget a profile")
+@router.delete("/{profile_id}", status_code=204, summary="Delete a profile")
 def delete(session: Writing, caller: CurrentCaller, profile_id: ProfileId) -> None:
-    """Deletes a profile; the next request for it makes a new one. For admins."""
+    """Deletes a profile; the next request for it makes a new one. Requires the scope admin."""
     _check(caller)
     profiles.remove(session, profile_id)
 
 
 def _check(caller: Caller) -> None:
-    """Raises:
-    Forbidden: profiles are shared by all keys, and tell of each other's models.
+    """Checks that the caller is an admin, since profiles reveal the models of other keys.
+
+    Raises:
+        Forbidden: the caller's key does not have the scope admin.
     """
     if not caller.may("admin"):
-        raise Forbidden("Profiles are shared by everybody: they are for keys with the scope admin.")
+        raise Forbidden("Profiles are shared by all keys: reading them requires the scope admin.")
 
 
 def _answer(stored: StoredProfile) -> ProfileAnswer:

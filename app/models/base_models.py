@@ -23,12 +23,12 @@ Source = Literal["built_in", "local", "hub"]
 KnownFrom = Literal["built_in", "local", "catalogue"]
 
 _HUB_TIMEOUT_SECONDS = 5.0
-"""For the whole answer."""
+"""The time limit for the whole response."""
 _HUB_REDIRECTS = 5
 _HUB_BLOCK_BYTES = 2**14
 _LARGEST_CONFIG_BYTES = 2**20
 _MOST_CONFIG_FIELDS = 20_000
-"""Some list a class by its number, or a setting for each layer."""
+"""Large, since some configs have one entry per class or per layer."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, Ba
     """A model whose weights are available.
 
     Raises:
-        Unprocessable: unknown, not reachable, or of an architecture without a rule.
+        Unprocessable: the model is unknown or not reachable, or its architecture is not supported.
     """
     if name == BUILT_IN_MODEL:
         return _built_in()
@@ -78,7 +78,7 @@ def _built_in() -> tuple[ModelReference, BaseModel]:
 
 
 def find_for_planning(name: str, settings: Settings) -> BaseModel:
-    """A model's sizes; of a model in the catalogue they are known without its files.
+    """A model's sizes; a model in the catalogue needs no files.
 
     Raises:
         Unprocessable: as in `find_for_training`.
@@ -88,10 +88,10 @@ def find_for_planning(name: str, settings: Settings) -> BaseModel:
 
 
 def path_of(model: ModelReference, settings: Settings) -> str:
-    """Where a process of this machine finds a model's files: a folder, or its name on the hub.
+    """Where a process on this machine finds a model's files: a folder, or a name on the hub.
 
     Raises:
-        ValueError: it is a local one, and this process has no models folder.
+        ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process.
     """
     if model.source == "built_in":
         return str(settings.made_models_dir / model.name)
@@ -103,7 +103,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
 
 
 def is_at_hand(name: str, settings: Settings) -> bool:
-    """Whether a model is known without asking the hub, or looking into its cache."""
+    """Whether a model is found without the hub and its cache."""
     return name == BUILT_IN_MODEL or _local_folder(name, settings) is not None
 
 
@@ -123,7 +123,7 @@ def known(settings: Settings) -> list[str]:
 
 
 def to_plan_for(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]:
-    """Everything that is known without asking the hub, by name; a folder that cannot be read is left out."""
+    """The models that can be planned for without the hub, by name; unreadable folders are left out."""
     found = {name: _of_the_catalogue(name) for name in catalogue.CATALOGUE}
     for name in known(settings):
         with contextlib.suppress(Unprocessable, OSError):
@@ -159,7 +159,7 @@ def _local_folder(name: str, settings: Settings) -> Path | None:
         folder = (settings.models_dir / name).resolve()
         inside = folder.is_relative_to(settings.models_dir.resolve())
         return folder if inside and (folder / "config.json").is_file() else None
-    except (OSError, RuntimeError):  # links that lead in a circle
+    except (OSError, RuntimeError):  # circular links
         return None
 
 
@@ -175,7 +175,7 @@ def _cached_config(name: str) -> dict[str, Any] | None:
 
 
 def _beginning(name: str, path: Path) -> bytes:
-    """A file, and not more of it than a config.json may have.
+    """The content of a file, up to one byte more than a config.json may have.
 
     Raises:
         Unprocessable: it cannot be read.
@@ -190,11 +190,11 @@ def _beginning(name: str, path: Path) -> bytes:
 
 
 _looking_up = threading.BoundedSemaphore(8)
-"""Look-ups on the hub at a time: each waits for it in a thread, and there are forty for everything."""
+"""Limits concurrent look-ups on the hub: each blocks one of the service's forty threads."""
 
 
 def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
-    """Asks the hub once and briefly: a person is waiting."""
+    """Fetches a config.json from the hub, without retries and with a short timeout, since a user waits."""
     if settings.offline:
         raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids a request to the hub")
     import httpx2 as httpx
@@ -261,7 +261,7 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
 
 
 def _near(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant; the part behind the slash is enough."""
+    """The most similar name, compared as a whole or by the part after the slash."""
     whole = {each.lower(): each for each in names}
     parts = {each.rpartition("/")[2]: each for each in reversed(whole)}
     near = get_close_matches(name.lower(), [*whole, *parts], n=1)
@@ -278,7 +278,7 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise Unprocessable(f"The config.json of {name} is not JSON.", field="model_name") from None
     if not isinstance(config, dict):
-        raise Unprocessable(f"The config.json of {name} is no object.", field="model_name")
+        raise Unprocessable(f"The config.json of {name} is not a JSON object.", field="model_name")
     why = oversized(config, most_fields=_MOST_CONFIG_FIELDS) or (
         "has a text with a NUL character" if unstorable(config) else None
     )

@@ -16,7 +16,7 @@ ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/
 
 @router.get("", summary="Base and trained models")
 def list_models(session: Reading, settings: CurrentSettings) -> ModelList:
-    """Trained ones first, newest first; of base models those that need no download."""
+    """Lists trained models, newest first, then the base models that need no download."""
     trained = [_trained(job) for job in trained_models.there(session, settings)]
     return ModelList(data=trained + [_base(name) for name in base_models.known(settings)])
 
@@ -30,7 +30,7 @@ def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelA
 
 @router.delete("/{model:path}", summary="Delete a trained model's files")
 def delete(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelDeleted:
-    """The job that made it stays, with its figures."""
+    """The job that trained the model is kept, with its metrics."""
     trained_models.remove(session, settings, model)
     return ModelDeleted(id=model)
 

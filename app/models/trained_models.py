@@ -1,4 +1,4 @@
-"""Trained models by name: `ft:{base model}:accrue:{suffix}:{the job's own part of its id}`."""
+"""Trained models by name: `ft:{base model}:accrue:{suffix}:{job id without ftjob-}`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +17,17 @@ RESULT_FILE = "file-metrics-"
 
 
 def name_of(job: Job) -> str:
-    """What the model of a job is called, once it is there."""
+    """The name of a job's model, once the job has succeeded."""
     return f"ft:{job.model_name}:{_ORGANISATION}:{job.suffix or ''}:{job.id.removeprefix('ftjob-')}"
 
 
 def result_file_of(job: Job) -> str:
-    """The id under which a job's step metrics are a file."""
+    """The id of the file with a job's step metrics."""
     return f"{RESULT_FILE}{job.id.removeprefix('ftjob-')}"
 
 
 def job_of_result_file(file_id: str) -> str | None:
-    """The job's id; None: it is no result file's."""
+    """The id of the job of a result file; None if it is not a result file."""
     return f"ftjob-{file_id.removeprefix(RESULT_FILE)}" if file_id.startswith(RESULT_FILE) else None
 
 
@@ -43,11 +43,11 @@ def find(session: Session, settings: Settings, name: str) -> Job:
     """The job that made a model.
 
     Raises:
-        NotFound: no model has that name (any more).
+        NotFound: no model has that name, or the model was deleted.
     """
     job = session.get(Job, f"ftjob-{name.rpartition(':')[2]}") if name.startswith("ft:") else None
     if job is None or name_of(job) != name or not has_model(job, settings):
-        raise NotFound(f"No model has the name {name}: GET /v1/models lists those there are.", field="model")
+        raise NotFound(f"No model has the name {name}: GET /v1/models lists all models.", field="model")
     return job
 
 
@@ -60,7 +60,7 @@ def remove(session: Session, settings: Settings, name: str) -> None:
     """Deletes a trained model's files; its job stays.
 
     Raises:
-        NotFound, Conflict: no trained model has that name; a base model is not the service's to delete.
+        NotFound, Conflict: no trained model has that name; or it is the name of a base model.
     """
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")

@@ -1,4 +1,4 @@
-"""Whether the service is up, and whether it can do its work."""
+"""Health routes: whether the service is up, and whether it is ready."""
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse

@@ -1,4 +1,4 @@
-"""The service's own state."""
+"""Answers about health and the audit log."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What a job's own figures say of how it was run."""
+"""Advice on a job from its measurements."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -23,7 +23,7 @@ class Figures:
     micro_batches_per_step: float
     skipped: int
     size_is_planned: bool
-    """The micro-batches are cut by the plan, not as the request fixed them."""
+    """Whether the plan chose the size of the micro-batches, instead of the request."""
     on_gpu: bool
     peak_bytes: float | None
     limit_bytes: int
@@ -52,12 +52,12 @@ def advise(figures: Figures) -> list[str]:
 def _of_the_time(figures: Figures) -> list[str]:
     advice = []
     if figures.padding_share is not None and figures.padding_share > _WASTED:
-        remedy = "set packing" if figures.size_is_planned else "leave their size to the plan, or set packing"
+        remedy = "set packing" if figures.size_is_planned else "leave the split to the plan, or set packing"
         advice.append(f"{figures.padding_share:.0%} of the work went into padding: {remedy}.")
     if figures.data_share > _WASTED:
         advice.append(
-            f"The device waited for data {figures.data_share:.0%} of the time: look at the disk, or give the "
-            "worker more processor time."
+            f"The device waited for data {figures.data_share:.0%} of the time: check the disk, or give the "
+            "worker more CPU time."
         )
     if figures.load is not None and figures.load < _IDLE:
         advice.append(

@@ -23,7 +23,7 @@ _BY = {
 def answer(
     question: Question, known: Known, model_name: str, parameters: int, warnings: list[str]
 ) -> BatchSizeAnswer:
-    """The split that the planner finds, what it takes, and what else could be chosen."""
+    """The planner's split, its predicted memory, and the alternatives to it."""
     solution = solve(question, known)
     others = alternatives(solution, known)
     return _answer(
@@ -37,7 +37,7 @@ def answer(
 
 
 def advised(answered: BatchSizeAnswer, question: Question) -> Change | None:
-    """The least change that fits, where nothing fits as it is and that change is known by formula alone."""
+    """The smallest change that fits, if the step does not and that change was only estimated by formula."""
     if answered.fits:
         return None
     least = next((other for other in answered.alternatives if other.fits), None)
@@ -49,7 +49,7 @@ def advised(answered: BatchSizeAnswer, question: Question) -> Change | None:
 
 @dataclass(frozen=True)
 class ByFigures:
-    """Memory from raw figures instead of a model: fixed bytes, and so many for each sample."""
+    """Memory from raw figures instead of a model: fixed bytes, plus `sample_bytes` per sample."""
 
     weights_bytes: int
     optimizer_bytes: int
@@ -80,7 +80,7 @@ class RawQuestion:
     available_bytes: int
     limits: MemoryLimits
     optimizer_states: float
-    """Values kept for each weight, of its size."""
+    """Optimizer states per weight, in multiples of the weight's bytes."""
     devices: int
     target: int | None
 

@@ -25,7 +25,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     """Sizes and parameter count from the content of a config.json.
 
     Raises:
-        UnknownArchitecture: a family without a rule, or sizes that are missing or no numbers.
+        UnknownArchitecture: the family is not supported, or sizes are missing or not numbers.
     """
     family = config.get("model_type")
     reader = _READERS.get(str(family))
@@ -50,19 +50,21 @@ _MOST = {
     "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,
     "active_experts": 4_096, "parameters": 10**14,
 }  # fmt: skip
-"""Several times the largest known model: larger numbers are attacks."""
+"""Upper limits, several times those of the largest known model; larger numbers are rejected as malicious."""
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
-    """Raises:
-    UnknownArchitecture: a number that no size can be; it is not worked with.
+    """Rejects implausible numbers before anything is computed with them.
+
+    Raises:
+        UnknownArchitecture: a number is beyond any real size, or a list is too long.
     """
     for name, value in config.items():
         if isinstance(value, str) and len(value) > _LONGEST_NUMBER and value.strip("+- _").isdigit():
             raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
         if isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
             if name in ("model_max_length", "max_position_embeddings", "n_positions"):
-                continue  # some say so large a number for "any length"; checked as positions below
+                continue  # some use a huge number for "unlimited"; checked below
             raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
         if isinstance(value, list) and len(value) > _LONGEST_LIST:
             raise UnknownArchitecture(f"{name[:50]} of config.json has more than {_LONGEST_LIST} members")
@@ -128,14 +130,14 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
 
 
 def _experts(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, int, int, int]:
-    """Experts, those that a token takes, their width, and the layers that have them."""
+    """Counts of experts and active experts, an expert's width, and the number of layers with experts."""
     if family == "mixtral":
         experts, taken = int(config["num_local_experts"]), int(config["num_experts_per_tok"])
         return experts, taken, int(config["intermediate_size"]), layers
     if family == "qwen3_moe":
         experts, taken = int(config["num_experts"]), int(config["num_experts_per_tok"])
         step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
-        if not 1 <= layers <= _MOST["layers"]:  # they are gone through one by one
+        if not 1 <= layers <= _MOST["layers"]:  # the loop below visits each layer
             raise ValueError(f"num_hidden_layers must be from 1 to {_MOST['layers']:,}")
         alone = {layer for layer in dense if isinstance(layer, int)}
         routed = sum(layer not in alone and (layer + 1) % step == 0 for layer in range(layers))
@@ -181,7 +183,7 @@ def _gpt_neox(config: Mapping[str, Any]) -> Architecture:
 
 
 def _bloom(config: Mapping[str, Any]) -> Architecture:
-    """Positions are those of its training: ALiBi itself knows no limit."""
+    """Positions are those of pre-training: ALiBi itself has no limit."""
     layers, hidden = int(config["n_layer"]), int(config.get("hidden_size") or config["n_embed"])
     heads, vocabulary = int(config.get("n_head") or config["num_attention_heads"]), int(config["vocab_size"])
     block = 12 * hidden * hidden + 9 * hidden + 4 * hidden

@@ -1,4 +1,4 @@
-"""The batch-size calculator: what a request names is looked up, then answered by the planner."""
+"""The batch-size calculator: looks up what a request names, then runs the planner."""
 
 import time
 from contextlib import nullcontext
@@ -33,13 +33,13 @@ from app.storage.database import Database
 from app.storage.waits import WaitLimiter
 
 _ADVICE_CHECKED = 4
-"""Changes that would make a step fit, simulated one after the other while there is time."""
+"""How many changes that would make a step fit are simulated, in turn, within `wait_seconds`."""
 
 
 async def calculated(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeAnswer:
-    """Calculates in threads, and holds none while it waits."""
+    """Calculates in worker threads, and occupies none while it waits for a simulation."""
     if requested.model_name is None:
         return _from_figures(
             requested, memory_limits(requested.max_memory_usage, requested.memory_safety_margin)
@@ -59,7 +59,7 @@ async def calculated(
     with waits.place(key_id) if seconds else nullcontext():
         told = await profiled(looked_up.question.recipe, looked_up.question.sequence)
         found = await to_thread.run_sync(_answered, looked_up, told, database)
-        for _ in range(0 if told else _ADVICE_CHECKED):  # told: nobody simulates, or not in time
+        for _ in range(0 if told else _ADVICE_CHECKED):  # a warning: no simulation, or not in time
             change = advised(found, looked_up.question)
             if change is None or await profiled(change.recipe, change.sequence):
                 break
@@ -69,7 +69,7 @@ async def calculated(
 
 @dataclass(frozen=True)
 class _LookedUp:
-    """A request with what it names looked up."""
+    """A request, with the model and the devices that it names."""
 
     model_name: str
     base: base_models.BaseModel
@@ -151,8 +151,8 @@ def _from_figures(requested: BatchSizeRequest, limits: MemoryLimits) -> BatchSiz
 def devices_of(
     requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> tuple[list[Device], list[str]]:
-    """The devices that were named, or as many as were asked for of those there are, or all of them; with the
-    warning that this deserves."""
+    """The devices to plan for, and warnings: the named ones, else the requested number of the available
+    ones, else all available ones."""
     if requested.gpus is not None:
         try:
             return parse_declared(requested.gpus), []

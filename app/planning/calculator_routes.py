@@ -30,7 +30,7 @@ Steps = Annotated[int, Query(ge=1, le=MAX_ACCUMULATION_STEPS)]
 Gpus = Annotated[int, Query(ge=1, le=1024)]
 
 
-@router.post("/calculate-batch-size", summary="The micro-batch that fits, and the steps to a target")
+@router.post("/calculate-batch-size", summary="The micro-batch that fits, and the accumulation steps")
 async def calculate_batch_size(
     request: Request, requested: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
 ) -> BatchSizeAnswer:
@@ -104,7 +104,7 @@ def effective_batch_size(
     )
 
 
-@router.post("/calculate-accumulation-steps", summary="The steps to a target, met exactly")
+@router.post("/calculate-accumulation-steps", summary="The accumulation steps for a target batch")
 def accumulation_steps(
     target_batch_size: Count, actual_batch_size: Count, num_gpus: Gpus = 1
 ) -> AccumulationStepsAnswer:
@@ -128,7 +128,7 @@ def accumulation_steps(
         devices=devices,
         explanation=f"{target_batch_size} samples in {steps} step{'s' * (steps > 1)} of at most "
         f"{actual_batch_size} on {num_gpus} device{'s' * (num_gpus > 1)}"
-        + ("." if even else ", unevenly: the target is met exactly, and so is the gradient."),
+        + ("." if even else ", of different sizes: the target and the gradient are still exact."),
     )
 
 
@@ -141,7 +141,7 @@ def adjust_learning_rate(
     optimizer: Annotated[OptimizerName, Query()] = "adamw",
     actual_batch_size: Count = 8,
 ) -> LearningRateAnswer:
-    """`rule` defaults to sqrt, and to linear where the optimizer is sgd."""
+    """`rule` defaults to linear for sgd and lars, and to sqrt for other optimizers."""
     growth = accumulation_steps * num_gpus
     chosen = rule or learning_rate.default_rule(optimizer)
     scale = learning_rate.scale(chosen, growth)

@@ -1,7 +1,7 @@
 """Well-known models by hub id, with the fields of their published config.json that sizes depend on.
 
-So that planning works offline. Figures are those of the models' own config.json files; a test counts the
-parameters of each with transformers.
+The catalogue lets planning work offline. Its figures are those of the models' own config.json files; a test
+counts the parameters of each model with transformers.
 """
 
 from typing import Any
@@ -189,9 +189,9 @@ ALIASES = {
     for name in CATALOGUE
     if name != BUILT_IN_MODEL
 }  # fmt: skip
-"""The part of a hub id behind the slash, in lower case: gpt2, llama-3.1-8b."""
+"""Hub ids by the part after the slash, in lower case: gpt2, llama-3.1-8b."""
 
 
 def config_of(name: str) -> Config | None:
-    """The catalogue's config of that name, or of that last part of a name; null where it has none."""
+    """The catalogue's config for a hub id or an alias; None if there is none."""
     return CATALOGUE.get(ALIASES.get(name.lower(), name))

@@ -12,7 +12,7 @@ router = APIRouter(tags=["calculators"])
 
 @router.get("/models", summary="Models that can be planned for without asking the hub")
 def list_models(settings: CurrentSettings) -> Page[PlannedModel]:
-    """To train a model of the catalogue, its files are looked for among the local models, then on the hub."""
+    """Training a model of the catalogue needs its files: from the models folder, or from the hub."""
     data = [
         PlannedModel(
             id=name, source=source, parameters=architecture.parameters, positions=architecture.positions

@@ -1,4 +1,4 @@
-"""Other ways to make a step: what would fit where one does not, or what would be faster or leaner."""
+"""Alternatives to a training step: changes that might make it fit, or make it faster or leaner."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Change:
 
 
 def changes(recipe: Recipe, sequence: int) -> Iterator[Change]:
-    """What could be chosen otherwise, from what changes the training least to what changes it most."""
+    """The possible changes, ordered by how much they change the training, the least first."""
     for name, apply in _CHANGES:
         changed = apply(recipe)
         if changed != recipe:

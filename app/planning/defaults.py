@@ -22,7 +22,7 @@ DEFAULT_MAX_LENGTH = 1024
 def memory_limits(
     max_memory_usage: float, margin: float | None, measured: float | None = None
 ) -> MemoryLimits:
-    """The share of a device that may be used; without a margin the measured one, else the default."""
+    """The memory limits; without a requested margin, the measured or else the default margin applies."""
     own = next((each for each in (margin, measured) if each is not None), DEFAULT_SAFETY_MARGIN)
     return MemoryLimits(max_memory_usage=max_memory_usage, memory_safety_margin=own)
 
@@ -43,14 +43,14 @@ def method_spec(method: Method) -> MethodSpec:
         case QloraMethod(qlora=config):
             if config.merge:
                 raise Unprocessable(
-                    "qlora: merge is not for weights in 4 bits: save the adapters, or choose lora.",
+                    "qlora: adapters cannot be merged into 4-bit weights: leave merge out, or choose lora.",
                     field="training_config.method",
                 )
             return MethodSpec(name="qlora", lora=_lora(config))
 
 
 DEFAULT_SAFETY_MARGIN = 0.1
-"""Where no prediction was compared with a measurement yet."""
+"""Applies until predictions have been compared with measurements."""
 
 
 def _lora(config: LoraConfig) -> LoraSpec:

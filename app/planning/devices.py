@@ -1,4 +1,4 @@
-"""Devices to plan for: seen, declared by a phrase such as "24GB" or "A100-80GB", or this machine itself."""
+"""Devices to plan for: detected, declared as text such as "24GB" or "A100-80GB", or this machine's CPU."""
 
 import re
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ _MEMORY_GB = {
     "RTX2080TI": 11, "RTX3060": 12, "RTX3080": 10, "RTX3090": 24, "RTX4060TI": 16, "RTX4070": 12,
     "RTX4080": 16, "RTX4090": 24, "RTX5090": 32, "RTXA4000": 16, "RTXA5000": 24, "RTXA6000": 48,
 }  # fmt: skip
-"""Memory by name, from the makers' data sheets, in the GB that they print (taken as GiB)."""
+"""Memory in GiB by GPU name, from the vendors' data sheets, whose GB are taken as GiB."""
 
 LONGEST_PHRASE = 60
-"""Characters of a declared device: the time to read one grows with their square."""
+"""The most characters of a declared device: the time to parse them grows quadratically."""
 
 _LARGEST_GB = 10**6
 
@@ -27,29 +27,29 @@ _WITH_SIZE = re.compile(
 
 @dataclass(frozen=True)
 class Device:
-    """One device's whole memory, in bytes."""
+    """A device, with its whole memory in bytes."""
 
     id: int | str
     name: str
     memory_bytes: int
     kind: Literal["cpu", "cuda"]
     expandable_segments: bool = False
-    """Its trainers' allocator has segments that grow."""
+    """Whether trainers on this device use PyTorch's expandable segments."""
     compute_capability: float | None = None
     """The compute capability of a GPU, such as 8.6; None if unknown."""
 
 
 def common_name(devices: Sequence[Device]) -> str | None:
-    """The name of devices that are all alike; None: they are not."""
+    """The common name of devices; None if their names differ."""
     names = {device.name for device in devices}
     return names.pop() if len(names) == 1 else None
 
 
 def declared(phrase: str, device_id: int) -> Device:
-    """A device from a phrase.
+    """Parses a declared device, such as "24GB" or "A100-80GB".
 
     Raises:
-        ValueError: neither a size nor a known name.
+        ValueError: the text contains neither a size nor a known name.
     """
     phrase = phrase.strip()
     if len(phrase) > LONGEST_PHRASE:
@@ -70,6 +70,6 @@ def parse_declared(phrases: list[str]) -> list[Device]:
     """Declared devices, numbered from 0.
 
     Raises:
-        ValueError: one of the phrases is not understood.
+        ValueError: one of them cannot be parsed.
     """
     return [declared(phrase, number) for number, phrase in enumerate(phrases)]

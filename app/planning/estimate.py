@@ -1,4 +1,4 @@
-"""How much memory a step takes: by a profile where there is one, else by formula."""
+"""Estimates a step's memory: from a profile if there is one, otherwise by formula."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class Estimate(Protocol):
 
     @property
     def expected_error(self) -> float | None:
-        """The mean size of the errors that this source made on such devices; None: none was measured."""
+        """The mean absolute relative error of this source on such devices; None: not measured."""
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
-        """At the peak of a steady-state step; with several micro-batches, or with one.
+        """Memory at the peak of a steady-state step, in a window of several micro-batches or of one.
 
         Args:
-            rows: of the micro-batch, or its padded tokens in rows of full length.
+            rows: rows of the micro-batch, or its padded tokens divided by the sequence length.
         """
         ...
 
@@ -77,7 +77,7 @@ class ByProfile:
         return max(lines, key=lambda line: line.bytes(rows))
 
     def _over_allocated(self, rows: float) -> float:
-        """On a CPU nothing is reserved; on a GPU between two points the nearer one's."""
+        """The ratio of reserved to allocated bytes: 1 on a CPU, on a GPU that of the nearest point."""
         if self.recipe.device == "cpu":
             return 1.0
         return min(self.curve.reserved, key=lambda point: abs(point[0] - rows))[1]
@@ -85,7 +85,7 @@ class ByProfile:
 
 @dataclass(frozen=True)
 class Point:
-    """A peak that was measured, bytes: allocated on a GPU, of the whole process on a CPU."""
+    """A measured peak in bytes: allocated on a GPU, of the whole process on a CPU."""
 
     tokens: int
     accumulating: bool
@@ -115,7 +115,7 @@ class ByMeasurement:
         return predicted.model_copy(update={"workspace_bytes": max(0, predicted.workspace_bytes + beyond)})
 
     def _beyond(self, point: Point) -> int:
-        """Bytes measured over those predicted."""
+        """Measured minus predicted bytes."""
         memory = self.by.memory(point.tokens / self.sequence, accumulating=point.accumulating)
         return point.bytes - (
             memory.peak_process_bytes if self.device == "cpu" else memory.peak_allocated_bytes
@@ -124,9 +124,9 @@ class ByMeasurement:
 
 @dataclass(frozen=True)
 class ByComparison:
-    """An estimate by formula, plus the formula's known error for a similar step.
+    """An estimate by formula, scaled by the formula's known error for a similar step.
 
-    Thus two steps differ by what changes between them, and not by how they were estimated.
+    Two steps can then be compared even if only one of them has a profile or measurements.
     """
 
     formula: Estimate
@@ -151,12 +151,12 @@ Estimates = Callable[[Recipe, int], Estimate]
 
 
 def by_formula(architecture: Architecture) -> Estimates:
-    """Estimates where nothing is known but the architecture."""
+    """Estimates by formula, from the architecture alone."""
     return lambda recipe, sequence: ByFormula(architecture, recipe, sequence)
 
 
 def compared(estimates: Estimates, architecture: Architecture, recipe: Recipe, sequence: int) -> Estimates:
-    """Estimates of the step itself and of alternatives to it."""
+    """Estimates for a step and its alternatives that can be compared with each other."""
     known, by_formula = estimates(recipe, sequence), ByFormula(architecture, recipe, sequence)
 
     def beside(other: Recipe, length: int) -> Estimate:
@@ -169,9 +169,9 @@ def compared(estimates: Estimates, architecture: Architecture, recipe: Recipe, s
 
 
 def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: bool = True) -> int:
-    """The most rows whose predicted process memory is within the budget; 0 where not even one fits.
+    """The most rows whose predicted process memory is within the budget; 0 if not even one row fits.
 
-    Memory is a line, or several: the next row's cost says where the budget is reached on this one.
+    Memory is piecewise linear in the rows: the cost of the next row shows where a piece reaches the budget.
     """
 
     def peak(rows: int) -> int:
@@ -189,7 +189,7 @@ def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: 
         if (at_probe := peak(probe)) <= budget_bytes:
             low, peak_low = probe, at_probe
             continue
-        low, peak_low, high = low + 1, following, probe  # steeper from here on: halve what is left
+        low, peak_low, high = low + 1, following, probe  # a steeper piece follows: bisect
         middle = (low + high) // 2
         if (at_middle := peak(middle)) <= budget_bytes:
             low, peak_low = middle, at_middle

@@ -1,4 +1,4 @@
-"""What recommendations go by: choices that were made, and figures that jobs measured."""
+"""The evidence for recommendations: the user's choices, and what jobs measured."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -34,7 +34,7 @@ NEWEST = 20
 
 @dataclass(frozen=True)
 class Choices:
-    """What recommendations are to hold to; None: recommended, or by default."""
+    """Choices that recommendations must respect; None: recommended, or the default."""
 
     target: int | None
     optimizer: OptimizerName | None
@@ -79,7 +79,7 @@ def samples_known(spec: Spec) -> int | None:
 
 
 def noise_of(job: Job) -> MeasuredNoise | None:
-    """What a finished job measured."""
+    """The noise scale that a finished job measured; None if it measured none."""
     scale = (job.result or {}).get("noise_scale")
     if scale is None:
         return None
@@ -165,7 +165,7 @@ _UNITS = {"m": 10**6, "b": 10**9}
 
 
 def architecture_of_size(size: str) -> Architecture:
-    """The GPT-2 of the catalogue nearest to a size, with that many parameters."""
+    """The catalogue's architecture nearest to a size, with its parameter count set to that size."""
     try:
         number, unit = (size[:-1], size[-1].lower()) if size[-1:].lower() in _UNITS else (size, "")
         parameters = SIZES.get(size.lower()) or int(float(number) * _UNITS.get(unit, 1))
@@ -173,7 +173,7 @@ def architecture_of_size(size: str) -> Architecture:
         parameters = 0
     if not 0 < parameters <= 10**13:
         raise Unprocessable(
-            f"model_size {size} is none of {', '.join(SIZES)}, nor a parameter count.", field="model_size"
+            f"model_size {size} is not one of {', '.join(SIZES)} or a parameter count.", field="model_size"
         )
     nearest = min(
         (from_config(config) for config in CATALOGUE.values()), key=lambda a: abs(a.parameters - parameters)

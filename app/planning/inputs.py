@@ -1,6 +1,6 @@
-"""What is known beforehand of a job's memory and speed, looked up at most once a second.
+"""The inputs of planning: what is known of a job's memory and speed, read at most once a second.
 
-What a submission is told is a prediction, and the worker plans anew with what is known by then.
+The plan of a submission is a prediction; the worker plans again with what is known at that time.
 """
 
 import time
@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 
 class ShortCache:
-    """Values that hold for a moment; threads may share them."""
+    """A cache whose values expire after a short time; threads may share it."""
 
     def __init__(self, seconds: float = KEPT_SECONDS) -> None:
         self._seconds = seconds
@@ -48,11 +48,11 @@ class ShortCache:
 
 
 class PlanningInputs:
-    """What one caller may know of jobs to come.
+    """The inputs of planning that one caller may see.
 
     Args:
-        database: as the caller sees it.
-        kept: shared by all callers.
+        database: limited to the rows that the caller may see.
+        kept: the cache, shared by all callers.
     """
 
     def __init__(self, database: Database, kept: ShortCache) -> None:

@@ -1,14 +1,14 @@
-"""Between measured points."""
+"""Linear interpolation between measured points."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """On the line between the two points around a place; beyond them all, the nearest one's value.
+    """Interpolates linearly at a position; beyond all points, returns the value of the nearest one.
 
     Args:
-        points: (place, value) by rising place; at least one.
+        points: (position, value) by increasing position; at least one.
     """
     above = bisect_right([place for place, _ in points], at)
     if above == 0:

@@ -1,4 +1,4 @@
-"""Advice on a job from its own figures."""
+"""Collects a job's measurements, and passes them to advice.py."""
 
 from app.contract.plan import Plan, TokenBudget
 from app.contract.spec import Spec
@@ -12,10 +12,10 @@ from app.storage.tables import Job
 
 
 def advice_for(session: Session, job: Job) -> list[str]:
-    """Sentences from a job's own figures."""
+    """Advice on a job, as sentences."""
     measured = performance.of_job(session, job).stats
     if not measured.steps:
-        return [f"Job {job.id} has not made a step yet: try again later."]
+        return [f"Job {job.id} has not completed a step yet: try again later."]
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     share, device = performance.performance(session, job).share, plan.ranks[0]
     advice = advise(
@@ -42,7 +42,7 @@ def advice_for(session: Session, job: Job) -> list[str]:
 
 
 def _load(job: Job) -> float | None:
-    """How busy the GPU is that a job runs on, where it is this machine's."""
+    """The utilisation of the GPU that a job runs on; None if that GPU is not in this machine."""
     if job.status != "running":
         return None
     return next((gpu.load for gpu in gpus.seen() if job.device == f"cuda:{gpu.id}"), None)

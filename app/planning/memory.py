@@ -1,4 +1,4 @@
-"""Peak memory of one training step by formula: instant, from sizes alone, and called a formula.
+"""Peak memory of one training step by formula: instant, from sizes alone; answers name the source.
 
 Bytes throughout. The terms:
 
@@ -22,8 +22,8 @@ from app.contract.spec import OptimizerName, Spec
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
 }  # fmt: skip
-"""Values that an optimizer keeps for each parameter, of its size: Adafactor's are a row and a column of each
-matrix, next to nothing (Shazeer and Stern 2018); 8-bit states are quarter-size."""
+"""Optimizer states per parameter, in multiples of a parameter's bytes: Adafactor keeps one row and one column
+per matrix, almost nothing (Shazeer and Stern 2018); 8-bit states take a quarter each."""
 
 _CUDA_CONTEXT = 500 * 2**20
 """What a process holds on a GPU before its first tensor: about half a GiB on recent drivers."""
@@ -52,12 +52,12 @@ class Memory(Frozen):
     workspace_bytes: int
     context_bytes: int
     reserved_over_allocated: float = Field(1.05, exclude=True)
-    """The caching allocator's rounding and fragmentation; by formula, room for them."""
+    """The ratio of reserved to allocated bytes; the default leaves room for rounding and fragmentation."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def peak_allocated_bytes(self) -> int:
-        """Live tensors; the workspace is the allocator's too."""
+        """Live tensors and the workspace, which also comes from the allocator."""
         tensors = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes, self.activations_bytes)
         return sum(tensors) + self.logits_bytes + self.workspace_bytes
 
@@ -72,7 +72,7 @@ class Memory(Frozen):
         return self.peak_reserved_bytes + self.context_bytes
 
     def scaled(self, factor: float) -> "Memory":
-        """Each part so many times as large."""
+        """Every part multiplied by `factor`."""
         parts = {name: round(factor * size) for name, size in self if name.endswith("_bytes")}
         return self.model_copy(update=parts)
 
@@ -138,8 +138,8 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
 
 
 def _beside_adapters(architecture: Architecture, recipe: Recipe, stored: int) -> float:
-    """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits, embeddings as they are
-    with a copy for the output head that may share them (training/model.py)."""
+    """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits; embeddings in their
+    own precision, with a cast copy for an output head that may share them (training/model.py)."""
     embedding = architecture.vocabulary * architecture.hidden_size
     linear = architecture.parameters - embedding
     casts = recipe.precision in ("bf16", "fp16")
@@ -162,7 +162,7 @@ def lora_parameters(architecture: Architecture, rank: int) -> int:
 
 
 def bytes_on_disk(spec: Spec) -> int:
-    """What a job writes at most: two checkpoints and a third that is being written, and the model."""
+    """The most that a job writes to disk: two checkpoints, a third one in progress, and the model."""
     architecture, lora = spec.model.architecture, spec.method.lora
     trained = architecture.parameters if lora is None else lora_parameters(architecture, lora.r)
     saved = architecture.parameters if lora is None or lora.merge else trained
@@ -170,7 +170,7 @@ def bytes_on_disk(spec: Spec) -> int:
 
 
 def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:
-    """What libraries keep for themselves of the allocator's memory."""
+    """Memory that libraries such as cuBLAS take from the allocator as workspace."""
     return _CUDA_WORKSPACE if device == "cuda" else 0
 
 

@@ -37,9 +37,9 @@ def make_plan(
 
     Args:
         devices: at least one; all CPUs or all GPUs.
-        known: of the spec's architecture on such devices.
+        known: what is known of the spec's architecture on such devices.
         predicted: false for a worker's own plan, for the device that it has.
-        samples_per_second: measured before with this model on such a device, for the duration.
+        samples_per_second: measured earlier with this model on such a device; gives the duration.
     """
     question = question_of(spec, devices)
     solution = solve(question, known)
@@ -84,14 +84,14 @@ def _ranks(solution: Solution) -> tuple[RankPlan, ...]:
 
 
 def _leaner(solution: Solution, known: Known) -> tuple[Alternative, ...]:
-    """What would take less memory for one sample, the least first."""
+    """Alternatives that need less memory for one sample, the leanest first."""
     least = solution.estimate.memory(1).peak_process_bytes
     leaner = [other for other in alternatives(solution, known) if other.one_sample_bytes < least]
     return tuple(sorted(leaner, key=lambda other: other.one_sample_bytes))
 
 
 def samples_of(spec: Spec, steps_total: int | None) -> int | None:
-    """Samples that a whole run goes through; null where only the tokenizer can tell."""
+    """The number of samples in a whole run; None if it depends on the tokenizer."""
     if steps_total is None:
         return None
     if spec.epochs is not None:
@@ -128,7 +128,7 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
 
 
 def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
-    """Warnings about options that have side effects, or none at all, under this plan."""
+    """Warnings about options that have side effects, or no effect, under this plan."""
     kind: Literal["cpu", "cuda"] = solution.ranks[0].device.kind
     warnings = []
     if spec.clip_mode == "each_micro_batch":
@@ -138,15 +138,15 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if spec.ramp.name in ("noise_scale", "loss_variance"):
         warnings.append(
-            f"accumulation_scheduler {spec.ramp.name} follows measurements: the number of steps of a run by "
-            "epochs is an upper bound, and with another plan the batch may grow differently"
+            f"accumulation_scheduler {spec.ramp.name} depends on measurements: if epochs limit the run, "
+            "its number of steps is an upper bound; another plan may change how the batch grows"
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
     if spec.split.devices > len(solution.ranks):
         warnings.append(
-            f"the trainer uses one device: the effective batch computed for {spec.split.devices} is kept by "
-            "accumulating more"
+            f"the trainer uses one device: it keeps the effective batch for {spec.split.devices} devices by "
+            "accumulating more micro-batches"
         )
     return warnings

@@ -22,14 +22,14 @@ from app.planning.split import even, shares, split_over
 from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
 
 DEFAULT_EFFECTIVE_BATCH = 32
-"""Samples, at most, where a question names no effective batch."""
+"""The largest effective batch, in samples, if a question gives none."""
 
 _BUDGET_STEP = 64
-"""Token budgets are multiples of it: the largest micro-batch that a sweep measured is a little smaller than
-the budget that limited it."""
+"""Token budgets are rounded up to multiples of this: a sweep reports the tokens of its largest micro-batch,
+which are slightly fewer than the budget that limited it."""
 
 _FARTHEST = 2
-"""The rate of a micro-batch more than so many times the largest one measured is not predicted."""
+"""No rate is predicted for micro-batches more than this many times as large as the largest measured one."""
 
 PLANNED = RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices=1)
 """Nothing is fixed: the planner chooses the micro-batch."""
@@ -46,13 +46,13 @@ class Known:
 
 
 def by_formula(architecture: Architecture) -> Known:
-    """Where nothing is known but the architecture."""
+    """What is known from the architecture alone: estimates by formula."""
     return Known(estimates_by_formula(architecture), architecture=architecture)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A way to make a step, the devices for it, and the effective batch."""
+    """The planner's input: the recipe of a step, the devices, and the effective batch."""
 
     recipe: Recipe
     sequence: int
@@ -61,7 +61,7 @@ class Question:
     """At least one; all CPUs or all GPUs."""
     limits: MemoryLimits
     effective_batch: int | None
-    """Samples of one optimizer step over all devices; None: those that fit at once, at most 32."""
+    """Samples of one optimizer step over all devices; None: as many as fit at once, at most 32."""
     split: RequestedSplit = PLANNED
     constant_batch: bool = True
     """Whether every window has that many samples; false: the effective batch grows during training."""
@@ -88,14 +88,14 @@ class Capacity:
     largest_alone: int
     """The largest micro-batch if it is the whole window."""
     useful: int
-    """No more than `largest`, and no more than raises throughput; at least 1."""
+    """The largest micro-batch that still raises throughput, at most `largest`, at least 1."""
     useful_alone: int
     """The useful micro-batch if it is the whole window."""
     useful_tokens: int
     """The useful micro-batch in padded tokens."""
 
     def largest_in(self, steps: int) -> int:
-        """The largest micro-batch that fits in a window of so many."""
+        """The largest micro-batch that fits if a window has this many micro-batches."""
         return self.largest_alone if steps == 1 else self.largest
 
 
@@ -106,9 +106,9 @@ class Rank:
     capacity: Capacity
     rule: MicroBatchRule
     micro_batches: list[int]
-    """Samples of each, with every sample at full length; empty: the others take the whole batch."""
+    """Samples of each micro-batch, if all have full length; empty: other ranks process the whole batch."""
     memory: Memory
-    """At the peak of a step, with the largest of them."""
+    """Memory at the peak of a step, with the largest micro-batch."""
 
     @property
     def device(self) -> Device:
@@ -126,14 +126,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Solution:
-    """The split that a question leads to, and what it takes."""
+    """The answer to a question: the split, and the memory that it needs."""
 
     question: Question
     ranks: list[Rank]
     estimate: Estimate
     throughput: Throughput | None
     adjusted: str | None = None
-    """What of the requested split was changed, and why."""
+    """How the requested split was changed, and why; None if it was not."""
 
     @property
     def fits(self) -> bool:
@@ -162,8 +162,8 @@ class Solution:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Forward and backward of samples of full length on all devices, from what one of them measured;
-        None: nothing near this size was measured."""
+        """Full-length samples per second, forward and backward, on all devices, measured on one of them;
+        None if no similar size was measured."""
         tokens = self.micro_batch * self.question.sequence
         if self.throughput is None or tokens > _FARTHEST * self.throughput.points[-1][0]:
             return None
@@ -189,7 +189,7 @@ def solve(question: Question, known: Known) -> Solution:
 def capacity_of(
     device: Device, question: Question, estimate: Estimate, throughput: Throughput | None
 ) -> Capacity:
-    """What one device takes."""
+    """The capacity of one device."""
     limit, sequence = question.limits.budget(device.memory_bytes), question.sequence
     largest = largest_micro_batch(estimate, limit)
     alone = largest_micro_batch(estimate, limit, accumulating=False)
@@ -206,7 +206,7 @@ def capacity_of(
 
 
 def _useful_tokens(largest: int, question: Question, device: Device, throughput: Throughput | None) -> int:
-    """Tokens of the smallest micro-batch, up to `largest` samples, that no larger one is faster than."""
+    """Tokens of the smallest micro-batch, up to `largest` samples, that is as fast as any larger one."""
     samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
     tokens = samples * question.sequence
     useful = useful_tokens(throughput, device.kind, tokens)
@@ -239,7 +239,7 @@ def _split(
 
 
 def _planned(question: Question, capacities: list[Capacity]) -> tuple[list[MicroBatchRule], list[list[int]]]:
-    """One micro-batch per device if only that fits; otherwise by each device's token budget."""
+    """One micro-batch per device if the batch fits only without accumulation; otherwise token budgets."""
     useful = [capacity.useful for capacity in capacities]
     alone = [capacity.useful_alone for capacity in capacities]
     batch = question.effective_batch or _default_batch(sum(useful), 1)
@@ -255,8 +255,8 @@ def _default_batch(micro_batch: int, devices: int) -> int:
 
 
 def alternatives(solution: Solution, known: Known) -> list[Alternative]:
-    """What else could be chosen, as changes to a request: those that fit first, then by how little they
-    change the training."""
+    """The alternatives, as changes to a request: those that fit come first, and those that change the
+    training least come before the others."""
     question, beside = solution.question, known
     if known.architecture is not None:
         estimates = compared(known.estimates, known.architecture, question.recipe, question.sequence)

@@ -1,4 +1,4 @@
-"""How a training step is made: the precision that a device can do, and the one builder of recipes."""
+"""Builds the recipe of a training step, and chooses a precision that the device supports."""
 
 import re
 from typing import Any, Literal
@@ -14,7 +14,7 @@ _WITHOUT_BF16 = re.compile(
     r"|\bRTX [345678]000\b(?!.*\bADA\b)"
 )
 """Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Pascal, Volta and Turing in
-CUDA's list of GPUs by compute capability. A GPU that was seen on a machine reports its capability."""
+CUDA's list of GPUs by compute capability. Used for declared GPUs: a detected one reports its capability."""
 
 _FIRST_WITH_BF16 = 8.0
 
@@ -42,7 +42,7 @@ def make_recipe(
     """The recipe of a step on a device.
 
     Args:
-        options: other fields of `Recipe`; those left out have its defaults, which are a request's.
+        options: other fields of `Recipe`; the rest keep its defaults, which are those of a request.
     """
     return Recipe(
         device=device.kind,

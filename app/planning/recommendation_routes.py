@@ -28,7 +28,7 @@ from app.web.dependencies import CurrentSettings, Reading
 router = APIRouter(tags=["performance"])
 
 
-@router.get("/performance/recommendations", summary="What to choose, each with its evidence")
+@router.get("/performance/recommendations", summary="Recommended values, each with its evidence")
 def recommendations(
     session: Reading,
     settings: CurrentSettings,
@@ -53,12 +53,12 @@ def recommendations(
         Query(alias="gpus", max_length=1024, description="As in 24GB or A100-80GB"),
     ] = None,
     num_gpus: Annotated[
-        int | None, Query(ge=1, le=1024, description="Of a job; null: 1, or all gpus")
+        int | None, Query(ge=1, le=1024, description="GPUs per job; null: 1, or all of `gpus`")
     ] = None,
-    clip_mode: Annotated[ClipMode | None, Query(description="null: the job's, else the whole window")] = None,
-    kind: Annotated[ModelKind, Query(description="What the rule for clipping is for")] = "transformer",
+    clip_mode: Annotated[ClipMode | None, Query(description="null: the job's or after_accumulation")] = None,
+    kind: Annotated[ModelKind, Query(description="For clipping and the optimizer")] = "transformer",
 ) -> Recommendations:
-    """For a model, for a size of model, or for a job from its own figures."""
+    """Recommends values for a model, for a model size, or for a job from its own measurements."""
     if target_batch_size is not None and target_effective_batch_size is not None:
         raise Unprocessable(
             "target_batch_size and target_effective_batch_size are the same: leave one out.",

@@ -14,7 +14,7 @@ from app.planning.schemas import Recommendation
 from app.planning.throughput import CPU_TOKENS
 
 SIZES = {"small": 125_000_000, "medium": 350_000_000, "large": 760_000_000, "xl": 1_300_000_000}
-"""Parameters that people mean by a size, after the GPT-3 paper's table (Brown et al. 2020, table 2.1)."""
+"""Parameter counts by size name, from the GPT-3 paper (Brown et al. 2020, table 2.1)."""
 
 ModelKind = Literal["transformer", "vision", "recurrent"]
 Confidence = Literal["low", "medium", "high"]
@@ -24,7 +24,7 @@ _LARGE_BATCH = 8192
 _LARGE_VISION_BATCH = 4096
 """Above this batch, convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
 _NARROW, _WIDE = 2.0, 6.0
-"""Upper end of a noise scale's interval divided by the lower: up to here, confidence is high or medium."""
+"""Ratios of a noise interval's ends up to which confidence is high and medium, respectively."""
 
 _LEAST_SHARE_OF_DATA, _SHARE_OF_DATA = 0.001, 0.01
 _MOST_BY_SHARE = 512
@@ -32,15 +32,16 @@ _MOST_BY_SHARE = 512
 _BASE_RATES = ((200e6, 5e-5), (1e9, 3e-5), (5e9, 2e-5))
 _BASE_RATE_BEYOND = 1e-5
 _OF_ADAMW: dict[str, float] = {"lion": 0.2, "lamb": 3.0}
-"""Rates of optimizers over AdamW's: Lion's is three to ten times lower (Chen et al. 2023), and LAMB's trust
-ratio takes more (You et al. 2020)."""
+"""Learning rates relative to AdamW's: Lion needs three to ten times less (Chen et al. 2023), and LAMB's trust
+ratio allows more (You et al. 2020)."""
 _OF_ITS_OWN: dict[str, float] = {"sgd": 1e-2, "lars": 0.025, "adafactor": 1e-3}
-"""Rates that do not go by AdamW's: Adafactor's are relative (Raffel et al. 2020); the others are custom."""
+"""Learning rates independent of AdamW's: Adafactor's is relative (Raffel et al. 2020), SGD's and LARS's are
+customary."""
 
 
 @dataclass(frozen=True)
 class MeasuredNoise:
-    """A gradient noise scale, and the job that measured it on so many samples."""
+    """A gradient noise scale, the job that measured it, and the number of that job's samples."""
 
     job_id: str
     scale: NoiseScale
@@ -82,16 +83,16 @@ class Situation:
     learned: MeasuredRate | None = None
     noise: MeasuredNoise | None = None
     useful: int | None = None
-    """The micro-batch beyond which throughput does not grow; None: nothing is known of that."""
+    """The micro-batch beyond which throughput does not grow; None: unknown."""
     swept: bool = False
-    """`useful` was measured with this model on such a device; else it is what such devices have in common."""
+    """Whether `useful` was measured with this model on such a device; otherwise it is a rule of thumb."""
     kind: ModelKind = "transformer"
     steps_total: int | None = None
     """Optimizer steps of the run; None: not known."""
 
 
 def recommended_batch(samples: int | None) -> int:
-    """An effective batch by rule: 32, up to 1 % of the data, never more than there is."""
+    """An effective batch by rule: 1 % of the samples, at least 32, at most 512, and never more than all."""
     if samples is None:
         return _FINE_TUNING_BATCH
     by_share = int(samples * _SHARE_OF_DATA)
@@ -140,19 +141,19 @@ def _that_can_be_made(situation: Situation, batch: int) -> tuple[int, int]:
     devices = situation.devices
     most = min(situation.micro_batch, situation.useful or situation.micro_batch)
     if most * devices * MAX_ACCUMULATION_STEPS < batch:
-        most = situation.micro_batch  # more at once than is of use: it is that, or a smaller batch
+        most = situation.micro_batch  # otherwise the batch would have to be smaller
     micro = max(1, min(most, -(-batch // devices)))
     return min(batch, micro * devices * MAX_ACCUMULATION_STEPS), micro
 
 
 def _tells(noise: MeasuredNoise | None) -> bool:
-    """Whether a batch can be chosen by it. A scale below one sample is an estimate whose error is larger than
-    itself: no batch is smaller than a sample."""
+    """Whether a batch can be chosen by a noise scale. A scale below one sample is not usable: its error is
+    larger than its value, and no batch is smaller than one sample."""
     return noise is not None and noise.scale.value >= 1.0
 
 
 def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
-    """The noise scale itself: at this batch, training needs twice the minimum of samples, and of steps."""
+    """The noise scale as the batch: training then needs twice the minimum of both samples and steps."""
     if not _tells(noise):
         return None
     assert noise is not None
@@ -164,8 +165,8 @@ def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
         return _predicted(
             situation,
             batch,
-            f"the most that {MAX_ACCUMULATION_STEPS} accumulation steps of the largest fitting micro-batch "
-            f"can make; {wanted} would be better",
+            f"the largest batch that {MAX_ACCUMULATION_STEPS} accumulation steps of the largest fitting "
+            f"micro-batch can reach; {wanted} would be better",
             "medium",
         )
     if situation.target is not None:
@@ -196,9 +197,9 @@ def _measured_batch(noise: MeasuredNoise, batch: int) -> Recommendation:
     confidence: Confidence = "high" if spread <= _NARROW else "medium" if spread <= _WIDE else "low"
     return Recommendation(
         value=batch,
-        why=f"job {noise.job_id} measured a gradient noise scale of {scale.value:.0f} samples (90 % band: "
-        f"{band}, from {scale.measurements} windows): about that many samples per step waste neither samples "
-        "nor steps (McCandlish et al. 2018, section 2.3)",
+        why=f"job {noise.job_id} measured a gradient noise scale of {scale.value:.0f} samples (90 % "
+        f"interval: {band}, from {scale.measurements} windows): about that many samples per step waste "
+        "neither samples nor steps (McCandlish et al. 2018, section 2.3)",
         evidence="measured",
         confidence=confidence,
         range=[scale.low, high if high is not None else float(noise.samples or scale.value)],
@@ -209,9 +210,8 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch and not situation.swept:
         return _literature(
             micro,
-            f"small models on a CPU are hardly faster with more than {CPU_TOKENS} tokens at once; "
-            "accrue tune "
-            "measures this model",
+            f"small models on a CPU are hardly faster with more than {CPU_TOKENS} tokens at once; run "
+            "accrue tune to measure this model",
             "medium",
         )
     if micro == situation.useful and micro < situation.micro_batch:
@@ -288,12 +288,12 @@ def _rate(situation: Situation, optimizer: OptimizerName, batch: int) -> Recomme
 def recommended_rate(
     parameters: int, optimizer: OptimizerName, batch: int, *, adapters: bool = False
 ) -> Recommendation:
-    """A peak learning rate by rule: by the model's size, scaled for the batch as the optimizer asks."""
+    """A peak learning rate by rule: from the model's size, scaled for the batch by the optimizer's rule."""
     by_size = next((rate for size, rate in _BASE_RATES if parameters <= size), _BASE_RATE_BEYOND)
     base = (LORA_LEARNING_RATE if adapters else by_size) * _OF_ADAMW.get(optimizer, 1.0)
     base = _OF_ITS_OWN.get(optimizer, base)
     rule = learning_rate.default_rule(optimizer)
-    grown = min(batch, _LARGE_BATCH) if rule == "linear" else batch  # the rule was found to hold so far
+    grown = min(batch, _LARGE_BATCH) if rule == "linear" else batch  # tested up to here
     scale = learning_rate.scale(rule, grown / _FINE_TUNING_BATCH)
     what = "adapters" if adapters else "a model of this size"
     return _literature(
@@ -310,14 +310,13 @@ def _optimizer(situation: Situation, batch: int) -> Recommendation:
     if situation.kind == "vision" and batch >= _LARGE_VISION_BATCH:
         return _literature(
             "lars",
-            f"from {_LARGE_VISION_BATCH} images a step on, layer-wise rates keep the accuracy of image "
-            "models "
-            "(You et al. 2017)",
+            f"with {_LARGE_VISION_BATCH} or more images per step, layer-wise rates keep the accuracy of "
+            "image models (You et al. 2017)",
             "medium",
         )
     if batch > _LARGE_BATCH:
         return _literature(
-            "lamb", "beyond 8k samples a step layer-wise rates hold up (You et al. 2020)", "low"
+            "lamb", "beyond 8k samples per step, layer-wise rates still work (You et al. 2020)", "low"
         )
     return _literature("adamw", "the usual choice for transformers (Loshchilov and Hutter 2019)", "high")
 
@@ -326,7 +325,7 @@ def _precision(situation: Situation) -> Recommendation:
     if situation.device_kind == "cpu":
         return _literature("no", "fp32 on a CPU", "high")
     if situation.precision == "fp16":
-        return _literature("fp16", "this GPU is from before bf16: fp16 with a loss scale", "high")
+        return _literature("fp16", "this GPU does not support bf16: fp16 with loss scaling", "high")
     return _literature(
         "bf16", "half the activation memory at the range of fp32 (Kalamkar et al. 2019)", "high"
     )

@@ -1,4 +1,4 @@
-"""What the calculators take and give."""
+"""Requests and answers of the calculators."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from app.planning.memory import Memory
 
 
 class BatchSizeRequest(Request):
-    """The largest micro-batch that fits, and the split of the target; from a model or raw figures."""
+    """Requests the largest micro-batch and the split of a target, for a model or from raw figures."""
 
     model_name: ModelName | None = None
     model_size_gb: float | None = Field(None, gt=0, le=1e6, description="Weights, GiB")
@@ -32,7 +32,7 @@ class BatchSizeRequest(Request):
         ge=1,
         le=MAX_MICRO_BATCH,
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
-        description="Predict for this many samples at a time; null: the most that fit and are of use",
+        description="Predict for this many samples at a time; null: the most that fit and raise speed",
     )
     num_gpus: int | None = Field(
         None, ge=1, le=1024, description="How many of the existing or declared GPUs to use; null: all"
@@ -45,7 +45,7 @@ class BatchSizeRequest(Request):
         max_length=1024,
         description='Declared devices: "24GB", "A100-80GB"',
     )
-    max_length: int | None = Field(None, ge=2, description="Tokens; null: the positions, at most 1024")
+    max_length: int | None = Field(None, ge=2, description="Tokens; null: the model's limit, at most 1024")
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     optimizer: OptimizerChoice = "adamw"
     mixed_precision: Flag | Precision = True
@@ -72,7 +72,7 @@ class BatchSizeRequest(Request):
         if named is not None and self.num_gpus not in (None, len(named)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but {len(named)} are named")
         if self.model_name is None and self.micro_batch_size is not None:
-            raise ValueError("micro_batch_size needs model_name: from raw figures it is what fits")
+            raise ValueError("micro_batch_size needs model_name: from raw figures it is calculated")
         return self
 
     @property
@@ -113,10 +113,10 @@ class BatchSizeAnswer(Answer):
     memory: Memory
     source: Source
     expected_error: float | None = Field(
-        description="Mean size of this source's relative errors so far; null: none was measured"
+        description="Mean absolute relative error of this source so far; null: not measured"
     )
     predicted_samples_per_second: float | None = Field(
-        None, description="Of full length, forward and backward; null: not measured on such a device"
+        None, description="Full-length samples, forward and backward; null: not measured on such a device"
     )
     alternatives: list[Alternative]
     explanation: str
@@ -146,7 +146,7 @@ class AccumulationStepsAnswer(Answer):
     accumulation_steps: int
     effective_batch_size: int
     exact: bool
-    micro_batch_sizes: list[int] = Field(description="Of one device; with several, of the first")
+    micro_batch_sizes: list[int] = Field(description="Micro-batches of the first device")
     devices: list[list[int]]
     explanation: str
 

@@ -11,7 +11,7 @@ DEFAULT_MICRO_BATCH = 8
 
 
 class ConflictingBatch(ValueError):
-    """The given numbers exclude each other; `field` is the one to change."""
+    """The given numbers contradict each other; `field` names the one to change."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class ConflictingBatch(ValueError):
 
 @dataclass(frozen=True)
 class RequestedBatch:
-    """What a person gave of the three numbers, and on how many devices."""
+    """The numbers in a request (None: not given), and the number of devices."""
 
     target: int | None
     steps: int | None
@@ -38,13 +38,13 @@ class ResolvedBatch:
 
 
 def resolve(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
-    """The table of API.md: which effective batch, and which split, three optional numbers mean.
+    """Resolves three optional numbers into an effective batch and a split, by the table in API.md.
 
     Args:
         recommended: the effective batch where no number was given.
 
     Raises:
-        ConflictingBatch: all three were given and do not agree, or make more than anybody means.
+        ConflictingBatch: all three are given and do not agree, or the effective batch is too large.
     """
     target, steps, micro = requested.target, requested.steps, requested.micro_batch
     if target and steps and micro:
@@ -73,21 +73,21 @@ def without_accumulation(requested: RequestedBatch, recommended: int) -> Resolve
     """The effective batch if accumulation is turned off: one micro-batch per device is the whole step.
 
     Raises:
-        ConflictingBatch: more than one accumulation step is asked for, or follows from the others.
+        ConflictingBatch: more than one accumulation step is requested, or follows from the other numbers.
     """
     resolved = resolve(requested, requested.micro_batch or recommended)
     per_device = ceil(resolved.effective_batch_size / requested.devices)
     if (requested.steps or 1) > 1 or (requested.micro_batch or per_device) < per_device:
         raise ConflictingBatch(
             "use_gradient_accumulation",
-            "use_gradient_accumulation is false, but the numbers given need several micro-batches a step: "
-            f"set it to true, or let one micro-batch have {per_device} samples",
+            "use_gradient_accumulation is false, but the given numbers need several micro-batches per step: "
+            f"set it to true, or set only micro_batch_size, to {per_device}",
         )
     return ResolvedBatch(resolved.effective_batch_size, 1, per_device)
 
 
 def even(samples: int, parts: int) -> list[int]:
-    """Samples over parts whose sizes differ by at most one, larger ones first; no part is empty.
+    """Divides samples into parts whose sizes differ by at most one, larger parts first; no part is empty.
 
     >>> even(30, 4)
     [8, 8, 7, 7]
@@ -115,7 +115,7 @@ def split_over(target: int, capacities: Sequence[int]) -> list[list[int]]:
 
 
 def shares(target: int, limits: Sequence[int]) -> list[int]:
-    """Integers in proportion to the limits, none above its own, that sum to the target."""
+    """Divides the target into integers in proportion to the limits, none above its limit."""
     total = sum(limits)
     found = [target * limit // total for limit in limits]
     by_remainder = sorted(range(len(limits)), key=lambda i: -(target * limits[i] % total))
@@ -125,8 +125,10 @@ def shares(target: int, limits: Sequence[int]) -> list[int]:
 
 
 def check_steps(steps: int, micro_batch: int) -> None:
-    """Raises:
-    ConflictingBatch: an unreasonable number of steps.
+    """Checks the number of accumulation steps.
+
+    Raises:
+        ConflictingBatch: there are more than `MAX_ACCUMULATION_STEPS`.
     """
     if steps > MAX_ACCUMULATION_STEPS:
         raise ConflictingBatch(

@@ -1,4 +1,4 @@
-"""Which micro-batch is fast enough: throughput as it was measured."""
+"""Measured throughput, and the micro-batch beyond which it no longer grows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from app.contract.reports import smallest_of_the_fastest
 from app.planning.interpolation import interpolated
 
 CPU_TOKENS = 512
-"""A CPU's throughput no longer grows with the micro-batch beyond about five hundred tokens (CONTRIBUTING):
-this goes for a model of which no two sizes were measured on it."""
+"""Beyond about this many tokens, a CPU's throughput no longer grows with the micro-batch (CONTRIBUTING.md).
+Used for a model unless two or more sizes were measured on the CPU."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second, padding not counted, by the tokens of a micro-batch: of one sweep on one device."""
+    """Tokens per second without padding, by the tokens of a micro-batch, from one sweep on one device."""
 
     points: tuple[tuple[int, float], ...]
     """Pairs of tokens and speed by increasing tokens; at least one."""
@@ -26,12 +26,12 @@ class Throughput:
         return len(self.points) > 1 and smallest_of_the_fastest(self.points) < self.points[-1][0]
 
     def at(self, tokens: int) -> float:
-        """The rate at a size: between two that were measured, on the line; beyond them, the nearer one's."""
+        """The rate at a size, interpolated linearly; beyond the measured sizes, that of the nearest one."""
         return interpolated(self.points, tokens)
 
     def useful(self, most: int) -> int:
-        """The size beyond which throughput does not grow, of those measured; `most`, which is what memory
-        allows, where none is so small."""
+        """The measured size beyond which throughput does not grow, up to `most`, which memory allows; `most`
+        itself if every measured size is larger."""
         allowed = [point for point in self.points if point[0] <= most]
         return smallest_of_the_fastest(allowed) if allowed else most
 
@@ -39,7 +39,7 @@ class Throughput:
 def useful_tokens(measured: Throughput | None, device: Literal["cpu", "cuda"], most: int) -> int:
     """Tokens of a micro-batch beyond which throughput does not grow.
 
-    A single size says nothing of others; nor does a sweep that was fastest at its largest say where it ends.
+    One size shows no trend, and a sweep whose largest size was fastest does not show where growth ends.
 
     Args:
         most: what memory allows.
@@ -57,4 +57,4 @@ ThroughputOf = Callable[[Recipe, int], Throughput | None]
 
 
 def unmeasured(recipe: Recipe, sequence: int) -> None:
-    """Where nothing was measured."""
+    """The `ThroughputOf` if nothing was measured."""

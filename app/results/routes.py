@@ -1,4 +1,4 @@
-"""What a job's trainer measured: its series, its log, its model."""
+"""Routes for a job's results: series, log, completions, profile and model."""
 
 import os
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Whether a request can be trained: checked, frozen, planned, and within its owner's quota."""
+"""Admission: checks, freezes and plans a request, and enforces its owner's quota."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,13 @@ class Checked:
     """Samples that become a file together with the job: a data set's path, or inline lines; None where the
     request names a file."""
     speed: Speed | None
-    """What the plan's duration is from."""
+    """The measured speed that the plan's duration is based on."""
     wanted: ProfileKey
     """The memory profile that the plan needs; until it has been made, the plan is by formula."""
 
 
 def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
-    """Whether a request waits for more than the database: for data that it brings, or for the hub."""
+    """Whether checking a request may take long: it has its own data, or its model may be on the hub."""
     brings = dataset is not None and dataset.file_id is None
     return brings or not base_models.is_at_hand(model_name, settings)
 
@@ -62,11 +62,11 @@ def check(
     """Checks, freezes and plans.
 
     Args:
-        planned: the accumulation steps are ours to plan.
-        suffix: of the trained model's name.
+        planned: whether Accrue plans the accumulation steps.
+        suffix: a part of the trained model's name.
 
     Raises:
-        Unprocessable, NotFound: what is asked for cannot be trained; the message names the field.
+        Unprocessable, NotFound: the request cannot be trained; the message names the field.
     """
     model, base = base_models.find_for_training(requested.model_name, settings)
     if requested.dry_run:
@@ -115,7 +115,7 @@ def check(
 def _brought(
     requested: TrainingRequest, settings: Settings
 ) -> tuple[Path | list[dict[str, Any]] | None, Data]:
-    """The samples that a request brings itself, and what they are."""
+    """The samples that a request contains or names as a data set, with their description."""
     inline, name = requested.dataset_config.inline(), requested.dataset_config.dataset
     if inline is not None:
         form, lines = inline
@@ -148,11 +148,11 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
 
 
 _NEARLY = 200
-"""So near to the quota, requests on PostgreSQL are counted one after the other; more do not come at once."""
+"""From this far below the quota, requests on PostgreSQL take turns: fewer than this arrive at once."""
 
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:
-    """`lifecycle.resume`, within the quota of the job's owner: a job that timed out is queued again."""
+    """Resumes a job as `lifecycle.resume` does; a timed-out job counts against its owner's quota again."""
     job, most = transitions.get(session, job_id), settings.max_queued_jobs
     if lifecycle.timed_out(job):
         lock_until_commit(session, f"quota of {job.owner}")
@@ -162,8 +162,10 @@ def resume(session: Session, job_id: str, settings: Settings) -> Job:
 
 
 def check_quota(session: Session, settings: Settings) -> None:
-    """Raises:
-    QuotaExceeded: as many jobs wait as this key may have.
+    """Checks that the key may have another waiting job.
+
+    Raises:
+        QuotaExceeded: the key has reached its limit of waiting jobs.
     """
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
@@ -182,7 +184,7 @@ def _too_many(most: int) -> QuotaExceeded:
 
 
 def _count_waiting(session: Session, most: int) -> int:
-    """The maker's jobs that wait; or, where it is certain that `most` do not wait yet, an upper bound."""
+    """The number of the key's waiting jobs, or an upper bound of it that is below `most`."""
     maker, transaction = session.viewer.creator, session.shared_transaction
     if transaction is None:
         return queue.count_waiting(session, maker, most)
@@ -200,9 +202,9 @@ def _wanted(spec: Spec, base: BaseModel, device: Device) -> ProfileKey:
 def _plan(
     spec: Spec, wanted: ProfileKey, device: Device, inputs: PlanningInputs
 ) -> tuple[Plan, Speed | None]:
-    """The plan by the best estimate there is, and what its duration is from.
+    """The plan by the best available estimate, and the speed that its duration is based on.
 
-    Where there is no simulation one is wanted for the next time.
+    If the memory was not simulated yet, a simulation is requested for the next time.
     """
     but_for_its_seed = spec.model_copy(update={"seed": 0})
     return inputs.plan(but_for_its_seed, device, lambda: _new_plan(spec, wanted, device, inputs))
@@ -264,7 +266,7 @@ def _devices(
     Declared devices are used for planning as long as there is no worker.
 
     Raises:
-        Unprocessable: a GPU was named that no worker has, or that is not one alone.
+        Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
     """
     of_workers = inputs.devices()
     if gpu_ids is None and of_workers:
@@ -284,8 +286,10 @@ def _devices(
 
 
 def _check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
-    """Raises:
-    Unprocessable: there are workers, and what was asked for is for devices that none of them has.
+    """Checks that a worker's devices can train the spec; without any worker, nothing is checked.
+
+    Raises:
+        Unprocessable: no worker has a device that the method or the optimizer needs.
     """
     of_workers = inputs.devices()
     kinds = {device.kind for device in of_workers}

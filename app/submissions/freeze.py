@@ -36,7 +36,7 @@ from app.planning.split import (
 
 DEFAULT_SAVE_EVERY = 50
 DEFAULT_RAMP = 8
-"""A ramp that follows what is measured goes up to so many times the effective batch."""
+"""The default limit of a ramp that follows measurements, as a multiple of the effective batch."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) ->
     """The effective batch that a configuration means.
 
     Raises:
-        Unprocessable: its numbers exclude each other.
+        Unprocessable: its numbers contradict each other.
     """
     requested = RequestedBatch(
         config.target_effective_batch_size, config.accumulation_steps, config.micro_batch_size, devices
@@ -108,16 +108,16 @@ def freeze(
     """The spec of a job.
 
     Args:
-        measured_margin: what predictions so far say should be kept free of a device's memory.
+        measured_margin: the share of memory to keep free, from the errors of predictions so far.
 
     Raises:
-        Unprocessable: values that exclude each other, or that the model or the data do not allow.
+        Unprocessable: values contradict each other, or the model or the data do not allow them.
     """
     own = _data(data, validation, dataset, model)
     _check_options(training, own)
     if config.use_cpu_offload and training.optimizer == "adamw_8bit":
         raise Unprocessable(
-            "use_cpu_offload: adamw_8bit works on a GPU alone: choose adamw, whose states then take no GPU "
+            "use_cpu_offload: adamw_8bit runs only on a GPU: choose adamw, whose states then take no GPU "
             "memory at all.",
             field="use_cpu_offload",
         )
@@ -175,13 +175,13 @@ def _check_options(training: TrainingConfig, data: DataSpec) -> None:
     for field in ("early_stopping", "eval_every"):
         if getattr(training, field) is not None and data.validation is None:
             raise Unprocessable(
-                f"{field} needs something to evaluate on: set validation_split or validation_file_id in "
+                f"{field} needs validation data: set validation_split or validation_file_id in "
                 "dataset_config.",
                 field=f"training_config.{field}",
             )
     if training.compile and data.packing:
         raise Unprocessable(
-            "compile and packing exclude each other: packed rows have a shape of their own each time.",
+            "compile and packing cannot be combined: each packed row has a different shape.",
             field="training_config.compile",
         )
 
@@ -193,8 +193,8 @@ def _check_tunable(batch: ResolvedBatch, training: TrainingConfig) -> None:
         )
     if training.compile:
         raise Unprocessable(
-            "tune and compile exclude each other: every size measured would be compiled first. Tune without "
-            "compile: what is found serves both.",
+            "tune and compile cannot be combined: every measured size would have to be compiled. Tune "
+            "without compile: the result is valid for both.",
             field="tune",
         )
 
@@ -203,7 +203,7 @@ def _data(data: Data, validation: Data | None, dataset: DatasetConfig, model: Mo
     if dataset.format not in (None, data.format):
         raise Unprocessable(
             f"The file's lines are of format {data.format}, not {dataset.format}: leave format out, or "
-            "upload the file as you mean it.",
+            "upload a file in that format.",
             field="dataset_config.format",
         )
     if dataset.validation_split is not None and data.examples < 2:
@@ -251,7 +251,7 @@ def _schedule(training: TrainingConfig) -> ScheduleSpec:
     given = training.lr_scheduler_args.model_dump(exclude_none=True)
     own = {**SCHEDULE_ARGUMENTS[training.lr_scheduler], **given}
     if training.warmup_shape == "constant" and "warmup_start" not in given:
-        own["warmup_start"] = 0.1  # a constant warmup at a rate of nothing would be a delay
+        own["warmup_start"] = 0.1  # with 0, a constant warmup would only be a delay
     unused = {"warmup_start": 0.0, "final": 0.0, "pct_start": 0.0, "div_factor": 1.0, "final_div_factor": 1.0}
     return ScheduleSpec(
         name=training.lr_scheduler,

@@ -1,8 +1,8 @@
-"""The way of a request for a job: checked, then stored in one transaction, then answered.
+"""How a request for a job is handled: checked, then stored in one transaction, then answered.
 
-A surface (native or OpenAI's) has a `SubmissionHandler` of its own, which says what it makes of a request and
-what it answers. `submit` runs it: together with other submissions, or in a thread of its own where its
-check takes a while.
+Each surface (native and OpenAI's) has its own `SubmissionHandler`, which checks a request and builds the
+answer. `submit` runs a handler in a group commit with other submissions, or in a thread of its own if its
+check may take long.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +46,7 @@ class SubmissionHandler(ABC):
 
     @abstractmethod
     def takes_a_while(self) -> bool:
-        """Whether its check waits for more than the database: for a data set to be read, or for the hub."""
+        """Whether `check` may take long, since it reads a data set or queries the hub."""
 
     @abstractmethod
     def check(self) -> Checked:
@@ -61,11 +61,10 @@ class SubmissionHandler(ABC):
         """What the client receives, in the transaction that stores the job."""
 
     def store(self, checked: Checked, database: Database) -> Response:
-        """Stores the job with the data that came with the request; or repeats the answer that this request
-        received before.
+        """Stores the job and the request's data; a repeated request gets the answer that it received before.
 
         Args:
-            database: `inputs.database`, or the same within a transaction that others write in.
+            database: `inputs.database`, or the same database within a transaction shared with others.
         """
         with files.incoming(self.settings) as path:
             stored = _store_data(checked, path, self.settings)
@@ -73,7 +72,7 @@ class SubmissionHandler(ABC):
             with database.writing() as session:
                 replayed = self._once.replay(session)
                 if replayed is not None:
-                    path.unlink(missing_ok=True)  # the job that was stored first has its own
+                    path.unlink(missing_ok=True)  # the job stored first has its own file
                     return replayed
                 submission = checked.submission
                 if stored is not None:
@@ -131,7 +130,7 @@ def _add_file(
 
 
 def _hold_validation_file(session: Session, submission: Submission) -> None:
-    """Keeps the validation file from being deleted meanwhile; no foreign key does."""
+    """Locks the validation file until the transaction ends; no foreign key prevents its deletion."""
     validation = submission.spec.data.validation
     if validation is not None and validation.file_id is not None:
         files.hold(session, validation.file_id, "dataset_config.validation_file_id")

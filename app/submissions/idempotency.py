@@ -27,7 +27,7 @@ class IdempotentRequest:
     owner: str
     """The id of the API key that sent it."""
     said: bytes
-    """A digest of everything by which it differs from another request."""
+    """A digest of the request, which distinguishes it from another request with the same key."""
 
     def with_content(self, digest: str) -> "IdempotentRequest":
         """This request, with the digest of a body that is read elsewhere."""
@@ -36,10 +36,10 @@ class IdempotentRequest:
     def replay(self, session: Session) -> Response | None:
         """The answer that this request received before; None if it is new.
 
-        Where the same request is being carried out right now, this waits until that is committed.
+        If the same request is being processed, this call waits until it is committed.
 
         Raises:
-            Unprocessable: the key came with another request.
+            Unprocessable: the key was used for a different request.
         """
         if self.key is None:
             return None
@@ -49,7 +49,7 @@ class IdempotentRequest:
             return None
         if row.said != self.said.hex():
             raise Unprocessable(
-                "This Idempotency-Key came with another request: use a new key for each.",
+                "This Idempotency-Key was used for a different request: use a new key for each request.",
                 field="Idempotency-Key",
             )
         headers = {"Idempotency-Replayed": "true"}

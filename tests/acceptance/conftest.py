@@ -1,4 +1,4 @@
-"""Real processes: a service, workers, their trainers, spoken to over HTTP."""
+"""Fixtures with real processes: a service, its workers and their trainers, called over HTTP."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What README and guides say is true: their commands run, their links lead somewhere, nothing is left out.
+"""README and guides are correct: their commands run, their links resolve, nothing is left out.
 
 docs/api.md has a test of its own, and so has docs/security.md.
 """

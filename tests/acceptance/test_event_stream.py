@@ -1,4 +1,4 @@
-"""Server-sent events: every one once, in order, over a lost connection and to many at once."""
+"""Server-sent events: each arrives once and in order, after lost connections and for many clients."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Killed trainers and workers: nothing is lost, nothing is done twice, and the end is the same."""
+"""Killed trainers and workers: nothing is lost or done twice, and the result is the same."""
 
 import os
 import random

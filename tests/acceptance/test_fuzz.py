@@ -1,4 +1,4 @@
-"""Everything that the OpenAPI document allows, and what it does not: no 5xx, nothing undocumented.
+"""Requests that the OpenAPI document allows or forbids: no answer is a 5xx or undocumented.
 
 Where an operation asks for a key, it is also called without one, and with a wrong one (`ignored_auth`).
 """

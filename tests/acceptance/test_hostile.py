@@ -1,4 +1,4 @@
-"""What somebody sends who means no good: refused with a reason, or done harmlessly; never a 500."""
+"""Malicious requests: refused with a reason, or harmless; never a 500."""
 
 import contextlib
 import json

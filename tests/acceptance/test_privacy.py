@@ -1,4 +1,4 @@
-"""What is trained on, and the key that is used, are told to nobody: no log, no answer, no metric has them."""
+"""Training data and keys appear in no log, no answer and no metric."""
 
 import json
 import secrets

@@ -1,4 +1,4 @@
-"""A worker with its profiler: predictions by simulation, over HTTP, and what comes of them in a job."""
+"""A worker with its profiler: simulated predictions over HTTP, and the plans of jobs based on them."""
 
 import json
 import signal

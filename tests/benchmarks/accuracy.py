@@ -1,4 +1,4 @@
-"""`make accuracy`: the peak that a simulation predicts beside the true one, over families and options.
+"""`make accuracy`: compares simulated with true peak memory, over model families and options.
 
 On a machine without a GPU the truth is the peak of live tensor bytes while the real trainer works through
 its second window on the CPU: what its weights and states hold, and what the allocator reports to PyTorch's

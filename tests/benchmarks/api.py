@@ -1,4 +1,4 @@
-"""`make bench-api`: a real service beside a load generator on the same cores, over a large database.
+"""`make bench-api`: a real service and a load generator on the same cores, with a large database.
 
 Ten thousand jobs with ten million steps are laid into SQLite, and then: one job asked for again and again;
 jobs submitted, each durable before it is acknowledged; series, statistics and lists of jobs drawn at random;

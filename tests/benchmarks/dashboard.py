@@ -1,4 +1,4 @@
-"""`make bench-dashboard`: how soon a page is of use, and how smooth a live one stays, over a large database.
+"""`make bench-dashboard`: load time of the first page and frame rate of a live one, with a large database.
 
 Ten thousand jobs with ten million steps, as in `make bench-api`; the first pages are opened by a browser that
 has nothing kept, and then a job of a hundred thousand steps is looked at while it makes twenty more a second.

@@ -1,4 +1,4 @@
-"""Combinations drawn at random, for the accuracy's benchmark: shapes and options that nobody chose.
+"""Random combinations of model shapes and options for the accuracy benchmark.
 
 A seed fixes the draw. Shapes are odd on purpose (sizes that are no multiples of 64, biases, one key-value
 head, vocabularies that do not divide anything), and small, so that a case takes seconds.

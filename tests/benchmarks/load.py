@@ -1,4 +1,4 @@
-"""A client that costs little: keep-alive connections that ask again as soon as they are answered."""
+"""A cheap load generator: keep-alive connections that send the next request after each answer."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Trained under the recommended plan, with memory capped: does it ever take more?
+"""Trains under recommended plans with capped memory: no run may need more than its plan allows.
 
 Ten combinations, each on a device declared so small that memory decides the micro-batch, with data of
 unequal lengths. The cap is the peak that was predicted for the plan, plus the margin that the plan keeps

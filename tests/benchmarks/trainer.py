@@ -1,4 +1,4 @@
-"""`make bench-trainer`: this trainer beside transformers' Trainer, on the standard library's docstrings.
+"""`make bench-trainer`: compares the trainer with transformers' Trainer, on the library's docstrings.
 
 The same model, data, order of samples, effective batch of 64, AdamW and fp32 for all; each contestant in a
 process of its own, one after another, in several rounds; medians. Length-grouped Trainer has the same data,

@@ -1,4 +1,4 @@
-"""A browser of the tests' own, and a page that notes whatever a user would not want to see."""
+"""Fixtures: a browser, and a page that collects errors and requests to other hosts."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command's way to the service, and what it says where there is none."""
+"""The command's HTTP client, and its messages if no service answers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whatever others have named their files: a terminal shows it, and does nothing of it."""
+"""File names with control characters are shown on a terminal without taking effect."""
 
 import pytest
 from rich.console import Console

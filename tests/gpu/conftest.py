@@ -1,4 +1,4 @@
-"""What needs an NVIDIA GPU. Imports torch, transformers and what the trainer needs, and nothing else."""
+"""Tests that need an NVIDIA GPU. They import torch, transformers and what the trainer needs, no more."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Predicted memory beside what the allocator of a real GPU counts."""
+"""Predicted memory compared with what the allocator of a real GPU counts."""
 
 from typing import Any
 

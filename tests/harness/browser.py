@@ -1,4 +1,4 @@
-"""Chromium, and what a page complains of."""
+"""Finds Chromium, and records a page's errors."""
 
 import os
 import re

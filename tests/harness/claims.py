@@ -1,4 +1,4 @@
-"""Jobs claimed and lost, as workers do it."""
+"""Claims jobs and loses them, as workers do."""
 
 from typing import Any
 

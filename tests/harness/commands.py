@@ -1,4 +1,4 @@
-"""The commands that there are."""
+"""Lists the accrue commands."""
 
 from collections.abc import Iterator
 

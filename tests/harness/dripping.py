@@ -1,4 +1,4 @@
-"""A server that answers a byte at a time: each renews a timeout of its own, and all of them take minutes."""
+"""A server that sends one byte at a time: each byte renews a read timeout, and the answer takes minutes."""
 
 import contextlib
 import socket

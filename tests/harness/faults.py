@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed, and how they ended."""
+"""Kills the processes of jobs, and compares how the jobs ended."""
 
 import hashlib
 import json

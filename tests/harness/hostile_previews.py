@@ -1,4 +1,4 @@
-"""What a tokenizer's files might make of the process that reads data with them, which finds these by name."""
+"""Hostile preview functions, as a malicious tokenizer could run them in the preview's process."""
 
 import os
 from contextlib import suppress

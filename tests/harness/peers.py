@@ -1,4 +1,4 @@
-"""Hugging Face Trainer on a few samples, with its gradients, losses and norms on record."""
+"""Runs Hugging Face Trainer on a few samples, and records gradients, losses and norms."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

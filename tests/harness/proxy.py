@@ -1,4 +1,4 @@
-"""A proxy before PostgreSQL, which can cut connections around a commit."""
+"""A proxy in front of PostgreSQL, which can cut connections around a commit."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""`make test-images`: the Dockerfiles' own steps, carried out in a plain Debian where no engine is at hand.
+"""`make test-images`: runs the Dockerfiles' steps in a plain Debian, without a container engine.
 
 Needs root, debootstrap, and a network for Debian's packages and for Python's. For each image: a fresh root;
 its RUN, COPY, ENV, WORKDIR and USER lines as they stand; then its command is started as its user. It must

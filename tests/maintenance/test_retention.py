@@ -1,4 +1,4 @@
-"""What is deleted by age: ended jobs with all that is theirs, and files that nobody needs."""
+"""Deletion by age: ended jobs with everything that belongs to them, and files that no job needs."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What jobs measured, in the database: errors, margins, estimates and rates that come of it."""
+"""What jobs measured, in the database, and the errors, margins, estimates and rates derived from it."""
 
 from statistics import fmean
 

@@ -1,4 +1,4 @@
-"""Profiles in the database: wanted, made, found, and held against what was measured."""
+"""Profiles in the database: requested, stored, found, and compared with measurements."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is said of a job's figures, and only where they say it."""
+"""Advice on a job, given only if the job's measurements support it."""
 
 from dataclasses import replace
 from typing import Any

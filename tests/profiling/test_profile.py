@@ -1,4 +1,4 @@
-"""Profiles: held against the real trainer, and against themselves."""
+"""Profiles, compared with the real trainer and with other traces."""
 
 from pathlib import Path
 

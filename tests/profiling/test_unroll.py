@@ -1,4 +1,4 @@
-"""From a few layers to all: the tape of the deep model, allocation for allocation."""
+"""Unrolling a few layers to all of them gives the deep model's tape, allocation for allocation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an attack found once: each stays found."""
+"""Regression tests for what the first attack found."""
 
 import asyncio
 import contextlib

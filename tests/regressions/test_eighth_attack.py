@@ -1,4 +1,4 @@
-"""What a trainer could still do to others, and two mistakes that need no attacker."""
+"""Regression tests for the eighth attack: what a trainer could do to others, and two plain mistakes."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""What a second attack found: each stays found."""
+"""Regression tests for what the second attack found."""
 
 import json
 import time

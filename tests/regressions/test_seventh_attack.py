@@ -1,4 +1,4 @@
-"""What a trainer, or a second key, could do to others before."""
+"""Regression tests for the seventh attack: what a trainer or another key could do to others."""
 
 import json
 import os

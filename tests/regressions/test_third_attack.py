@@ -1,4 +1,4 @@
-"""What a third and a fourth attack found, and what is answered now."""
+"""Regression tests for what the third and the fourth attack found."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Jobs side by side: noise against its definition, and losses where both have been."""
+"""Comparisons of jobs: noise as defined, and losses at samples that all jobs have seen."""
 
 import random
 

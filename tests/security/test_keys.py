@@ -1,4 +1,4 @@
-"""Keys, scopes, and whose things are whose, on every route that there is."""
+"""Keys, scopes and ownership, on every route."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What finished jobs tell of the next, and what all of them come to."""
+"""Speeds predicted from finished jobs, and totals over all jobs."""
 
 from dataclasses import replace
 from datetime import UTC, datetime

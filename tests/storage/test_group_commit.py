@@ -1,4 +1,4 @@
-"""Writes of several callers in one transaction: what each of them hears, and what is there afterwards."""
+"""Group commits: what each caller receives, and what is stored afterwards."""
 
 import asyncio
 import threading

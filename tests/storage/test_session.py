@@ -1,4 +1,4 @@
-"""Whose things a session sees, and that other sessions of the process are left alone."""
+"""Sessions see only their owner's rows, and leave other sessions of the process alone."""
 
 from sqlalchemy import orm, select
 

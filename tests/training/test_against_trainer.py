@@ -1,4 +1,4 @@
-"""Where peers are wrong, ours is right: each promise with its error here and, where it can be run, there.
+"""Compares Accrue with Hugging Face Trainer: for each guarantee, the error of both where Trainer can run.
 
 The table is printed at the end of the test run. Only our side is asserted: theirs may be mended any day.
 """

@@ -1,4 +1,4 @@
-"""A process tree of its own: signals go in, the end comes out, and nothing is left."""
+"""Enclosed work: signals reach it, its exit status comes back, and no process is left."""
 
 import os
 import signal

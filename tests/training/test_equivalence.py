@@ -1,4 +1,4 @@
-"""The promise at large: whatever the family, the method and the options, a split changes no gradient.
+"""Random combinations of family, method and options: no split changes the gradient.
 
 Hypothesis chooses among families × methods × options × splits; the reference is the whole batch in one
 forward, padded, without any of the options that only save time or memory.

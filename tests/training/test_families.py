@@ -1,4 +1,4 @@
-"""The trainer as a whole on other families than the built-in model: what they need done differently."""
+"""The whole trainer on model families that need special treatment."""
 
 from pathlib import Path
 from typing import Any

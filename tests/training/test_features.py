@@ -1,4 +1,4 @@
-"""What a job can ask for beyond the plain run: it trains, ends well, and resumes to the bit where it may."""
+"""A job's optional features: each trains, ends well, and resumes bit for bit where that is guaranteed."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A model of the hub: a process before downloads it with the token; the trainer has neither the token nor a
-cache that it may write to.
+"""A separate process downloads a hub model with the token; the trainer cannot use the token or write to the
+hub's cache.
 """
 
 import hashlib

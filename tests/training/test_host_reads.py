@@ -1,4 +1,4 @@
-"""Nothing is read from the device before a window's end by our frames; transformers' reads are listed.
+"""Accrue's code reads nothing from the device before a window ends; transformers' reads are listed.
 
 A read is what makes a GPU's host wait: a tensor's value as a Python number or its copy to the host. They
 are caught on a CPU too, as the operations that they are.

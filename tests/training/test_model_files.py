@@ -1,4 +1,4 @@
-"""A base model's files come from strangers: nothing in them leads out of their folder, or is made up."""
+"""Base models from strangers: their files cannot name files elsewhere, and missing weights fail the job."""
 
 import json
 import shutil

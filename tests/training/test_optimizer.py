@@ -1,4 +1,4 @@
-"""An optimizer whose states are in another memory trains as it does beside the parameters."""
+"""An optimizer with its states in host memory gives the same results as one on the device."""
 
 from pathlib import Path
 from typing import get_args

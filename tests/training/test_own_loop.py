@@ -1,4 +1,4 @@
-"""The window in a loop of one's own: any PyTorch model, any data; no part of the trainer but the window."""
+"""An example: `Window` in a custom training loop, with any PyTorch model and any data."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Micro-batches measured in the middle of a run: what is found, and that the run does not feel it."""
+"""Micro-batch sizes measured during a run: what the sweep finds, and that it does not change the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The example of docs/security.md: inside another application, which says who asks."""
+"""The example of docs/security.md: the service mounted in an application with its own users."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How much a key may ask for, what is written down of it, and what every answer carries."""
+"""Limits per key, the audit log, and the headers of every answer."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a client is told of a request that does not make sense."""
+"""Error messages for invalid requests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Webhooks: signed so that OpenAI's client believes them, tried again, never sent where they may not go."""
+"""Webhooks: signed so that OpenAI's client accepts them, retried, never sent to forbidden addresses."""
 
 import base64
 import json

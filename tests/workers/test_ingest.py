@@ -1,4 +1,4 @@
-"""Lines become rows once, whatever happened to the lines."""
+"""Log lines become rows exactly once, also if they are read again, broken or rolled back."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A trainer's process is signalled, and nobody else's."""
+"""Signals reach the trainer's process and no other."""
 
 import subprocess
 from pathlib import Path

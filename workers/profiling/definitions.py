@@ -1,4 +1,4 @@
-"""Sizes that fake tensors don't show, from how the formats are defined: weights in 4 bits, states in 8."""
+"""Sizes that fake tensors do not show: weights in 4 bits and optimizer states in 8."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""How few of a model's layers tell what all of them do."""
+"""How many layers of a model must be traced to predict the whole model."""
 
 from dataclasses import dataclass
 from math import lcm

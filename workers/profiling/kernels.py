@@ -1,4 +1,4 @@
-"""What fake tensors do not know of kernels: memory that these take and give back, and shapes they refuse."""
+"""What fake tensors lack about kernels: their temporary workspace, and operators that they refuse."""
 
 from collections.abc import Callable
 from typing import Any, Literal

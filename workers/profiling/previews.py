@@ -1,4 +1,4 @@
-"""Looks at data sets, for those who wait for them."""
+"""Makes the data previews that the service has requested."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""A window, worked through: micro-batches forward and backward, replayed where it must be, one step.
+"""Runs one window: micro-batches forward and backward, replays if necessary, and one step.
 
 This and `window.py` are the accumulation; they are read together.
 """

@@ -1,4 +1,4 @@
-"""The token budget: how large a micro-batch may be, from the plan to what the run has learned since.
+"""The token budget: how large a micro-batch may be, by the plan and by what the run has learned since.
 
 Everything that decides about it is here: the plan's own rule, less after running out of memory, more after
 many windows that went well, and what a sweep found to be fastest.

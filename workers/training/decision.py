@@ -1,4 +1,4 @@
-"""What becomes of a window: one decision, from everything that was observed of it.
+"""Decides whether a window is applied, replayed or skipped.
 
 Training on several devices asks it once for all of them, so that none goes on where another replays.
 """

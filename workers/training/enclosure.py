@@ -1,4 +1,4 @@
-"""A process tree of its own: nothing outlives the work that is done in it, and it sees no other process.
+"""Runs work in a process tree of its own, which sees no other process and leaves none behind.
 
     this process    passes signals on, and ends as the work ended
       └─ init       the first of its process ids: when it ends, the kernel ends everything below it

@@ -1,4 +1,4 @@
-"""The validation loss: a mean over the set's target tokens, and what follows from it."""
+"""The validation loss, a mean over target tokens, and early stopping."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The ends of a run that a person can read: why it cannot go on."""
+"""Exceptions that end a run, with a message for the user."""
 
 
 class CannotTrain(Exception):

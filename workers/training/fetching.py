@@ -1,5 +1,7 @@
-"""A base model's files, fetched before anything of them is read: by a process of its own, which has the hub's
-token and may write to the hub's cache, and ends before the trainer gives up its powers.
+"""Downloads a base model's files in a separate process, before the trainer reads any of them.
+
+Only that process has the hub's token and can write to the hub's cache. It ends before the trainer drops its
+privileges.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What is done where a window cannot go on: the samples at fault, smaller micro-batches, or the end."""
+"""Handles windows that fail: names the samples at fault, shrinks micro-batches, or ends the run."""
 
 from collections.abc import Callable
 from statistics import fmean, pstdev

@@ -1,5 +1,4 @@
-"""A trainer's own view of the machine: of the data folder it sees its own run and its own data alone, and the
-folders for temporary files are its own.
+"""Limits what a trainer sees of the machine: its own run, data and temporary folders.
 
 A model's files and training data come from strangers, and some library that reads them may one day be talked
 into opening another file, or running something. What a trainer cannot see it cannot put into the model that

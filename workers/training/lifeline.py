@@ -1,4 +1,4 @@
-"""A trainer does not outlive its supervisor, however that one ends.
+"""Ends a trainer when its supervisor ends, however the supervisor ends.
 
 The kernel's parent-death signal acts at once on Linux; an inherited pipe, whose other end dies with the
 supervisor, acts everywhere. Where the supervisor promises to be heard from on that pipe, its silence ends the

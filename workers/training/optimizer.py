@@ -1,4 +1,4 @@
-"""Optimizers, and which parameters decay."""
+"""Builds optimizers, and selects the parameters that get weight decay."""
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A data set as the trainer will see it: the first samples token by token, and how long all of them are."""
+"""A data set as the trainer will see it: the first samples token by token, and the lengths."""
 
 from collections.abc import Iterator
 from itertools import chain, compress, islice

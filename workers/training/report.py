@@ -1,4 +1,4 @@
-"""What a run says of itself: the banner at its start, and a line for every step."""
+"""Reports a run: a banner at its start, and a log line for every step."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The learning rate as a function of updates: nothing to save, nothing to get out of step."""
+"""The learning rate as a pure function of the number of updates, so no scheduler state is saved."""
 
 from math import cos, pi
 

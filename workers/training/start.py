@@ -1,4 +1,4 @@
-"""Everything that a run needs, put together: model, data, optimizer, window, and where it left off."""
+"""Builds everything that a run needs: model, data, optimizer, window, and the position to resume from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-/** The service's public interface: what is here, any other client can do as well. */
+/** Calls the service's public HTTP interface; any other client can make the same calls. */
 
 const KEY = "accrue.key";
 const LONGEST_WAIT = 8000;
 
-/** What the service refused, in its own words. */
+/** An error response of the service, with the service's message. */
 export class Refused extends Error {
   constructor(status, problem) {
-    super(problem?.detail ?? `The service answers ${status}.`);
+    super(problem?.detail ?? `The service answered with status ${status}.`);
     this.status = status;
     this.field = problem?.errors?.[0]?.field ?? null;
   }
@@ -60,7 +60,7 @@ export async function upload(file) {
   return (await ask("v1/files", { method: "POST", body: form })).json();
 }
 
-/** Gives a file to the browser; with a key it must pass through this page, since a link carries none. */
+/** Downloads a file. With a key, this page fetches the file itself, because a link cannot send the key. */
 export async function download(path, name) {
   let url = path;
   if (key.get()) url = URL.createObjectURL(await (await ask(path)).blob());
@@ -71,7 +71,7 @@ export async function download(path, name) {
   if (url !== path) setTimeout(() => URL.revokeObjectURL(url), 60000);
 }
 
-/** A query string of what is given. */
+/** A query string of the values that are not empty. */
 export function query(values) {
   const given = Object.entries(values).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return given.length ? `?${new URLSearchParams(given)}` : "";
@@ -92,9 +92,9 @@ export function pause(milliseconds, signal) {
 }
 
 /**
- * Does something again and again until it says that it is over; a service that is away for a while is asked again.
+ * Calls `look` repeatedly until it returns false. While the service cannot be reached, retries with growing delays.
  *
- * @param {() => Promise<boolean>} look true: once more
+ * @param {() => Promise<boolean>} look returns whether to call it again
  */
 export async function poll(look, milliseconds, signal) {
   let wait = milliseconds;
@@ -113,8 +113,8 @@ export async function poll(look, milliseconds, signal) {
 }
 
 /**
- * Every event of a job, from the start and then as it happens. After a lost connection it goes on where it was.
- * EventSource would do, but for its not being able to show a key.
+ * Passes every event of a job to `tell`: first the past ones, then each new one. After a lost connection, continues
+ * with the next event. EventSource cannot be used, because it cannot send a key.
  *
  * @param {(event: Object) => void} tell
  */
@@ -129,14 +129,14 @@ export async function follow(jobId, tell, signal) {
         last = event.id;
         tell(JSON.parse(event.data));
       }
-      return true; // the stream ended: with the job, which the next request tells by a 204, or too early
+      return true; // the job has ended (then the next request gets a 204), or the connection broke
     },
     500,
     signal,
   );
 }
 
-/** Server-sent events of a body, as the HTML standard has them, but without `retry` and `event`. */
+/** Parses a response body as server-sent events (HTML standard); ignores `retry` and `event`. */
 async function* sent(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

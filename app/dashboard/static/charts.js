@@ -18,9 +18,9 @@ function plotly() {
   return loading;
 }
 
-/** Begins to load the library, for a page that is going to draw. */
+/** Starts loading plotly before the first chart is drawn. */
 export function warm() {
-  plotly().catch(() => {}); // whoever draws hears of it
+  plotly().catch(() => {}); // draw() reports the error
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -44,7 +44,7 @@ function layout({ x, y, format, shapes }) {
 }
 
 /**
- * A figure that is drawn again whenever it is given points.
+ * Creates a chart; its `draw` replaces all points.
  *
  * @param {string} title
  * @param {{x: string, y: string, format?: string}} axes titles, and d3's format of the values
@@ -64,12 +64,12 @@ export function chart(title, axes, meaning = null) {
   document.addEventListener("theme", function again() {
     if (!drawn) return;
     if (element.isConnected) draw(drawn.traces, { summary: said.textContent, shapes: drawn.shapes });
-    else document.removeEventListener("theme", again); // its page was left
+    else document.removeEventListener("theme", again); // the user has left the chart's page
   });
   return { element, draw };
 }
 
-/** The colours that a trace names are those of the page. */
+/** Converts a trace to plotly's form; colour names become the page's CSS colours. */
 function styled(trace) {
   const line = { width: trace.width ?? 2, color: colour(trace.colour ?? "accent"), dash: trace.dash };
   const marker = { color: colour(trace.colour ?? "accent"), size: 9 };
@@ -87,7 +87,7 @@ function styled(trace) {
   };
 }
 
-/** A line right across, such as a limit. */
+/** A horizontal line across the whole chart, such as a limit. */
 export function level(y, name) {
   return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour(name), width: 1.5, dash: "dot" } };
 }

@@ -1,4 +1,4 @@
-/** Elements made in one expression. */
+/** Helpers that create and update DOM elements. */
 
 /**
  * @param {string} tag
@@ -18,14 +18,14 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Puts new content in the place of the old. */
+/** Replaces an element's content. */
 export function fill(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
 /**
- * A table; cells are texts or nodes, `number` columns are set to the right. On a narrow page its rows are
- * stacked, each cell below its title; the roles say that it still is a table.
+ * A table. Cells are texts or nodes; `number` columns are right-aligned. On a narrow page, CSS stacks the cells of
+ * a row, each below its title; the ARIA roles tell screen readers that it is still a table.
  */
 export function table(caption, columns, rows, empty = "Nothing here yet.") {
   if (!rows.length) return h("p", { class: "muted" }, empty);
@@ -59,8 +59,8 @@ const cell = (column, content) =>
   h("td", { role: "cell", class: column.number ? "number" : null, "data-title": column.title || null }, content);
 
 /**
- * A table whose rows come and go by their keys; a cell is made anew only where its content changed, so that
- * nothing goes away beneath a finger.
+ * A table that updates in place: rows are matched by key, and a cell is rebuilt only if its content changed, so that
+ * a control does not disappear while the user presses it.
  */
 export function liveTable(caption, columns, empty) {
   const body = h("tbody", { role: "rowgroup" });
@@ -69,7 +69,10 @@ export function liveTable(caption, columns, empty) {
   region.querySelector("tbody").replaceWith(body);
   const rows = new Map();
 
-  /** @param {Array<[string, Array<[string, () => (Node|string|Array)]>]>} content keys, and for each cell what it depends on and what makes it */
+  /**
+   * @param {Array<[string, Array<[string, () => (Node|string|Array)]>]>} content for each row its key, and for each of
+   *   its cells a string that the cell depends on and a function that creates its content
+   */
   function show(content) {
     nothing.hidden = content.length > 0;
     region.hidden = !content.length;
@@ -92,7 +95,7 @@ export function liveTable(caption, columns, empty) {
   return { element: h("div", {}, region, nothing), show };
 }
 
-/** What a screen reader is to say without the focus moving. */
+/** Makes a screen reader say a text without moving the focus. */
 export function announce(text) {
   let region = document.getElementById("announcements");
   if (!region) {

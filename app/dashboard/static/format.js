@@ -1,4 +1,4 @@
-/** Figures as people read them. */
+/** Formats numbers, sizes and times for display. */
 
 const GIB = 2 ** 30;
 

@@ -1,4 +1,4 @@
-/** Which page is shown: the address after `#/` says it, and holds what was chosen there. */
+/** Shows the page that the URL names after `#/`; the URL also holds the choices made on that page. */
 
 import { key, Refused } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -93,7 +93,7 @@ dialog.addEventListener("close", () => {
 const lost = document.getElementById("connection");
 document.addEventListener("connection", (event) => {
   lost.hidden = event.detail;
-  lost.textContent = event.detail ? "" : "The service does not answer; it is asked again every few seconds.";
+  lost.textContent = event.detail ? "" : "The service does not answer. This page retries every few seconds.";
 });
 
 addEventListener("hashchange", () => {

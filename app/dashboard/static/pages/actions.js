@@ -1,4 +1,4 @@
-/** What can be done with a job in the state that it is in. */
+/** The buttons for the actions that a job's state allows. */
 
 import { post, remove } from "../api.js";
 import { announce, h } from "../dom.js";
@@ -25,7 +25,7 @@ const NAMES = {
 };
 
 /**
- * @param {() => Promise} done looks again at what has changed
+ * @param {() => Promise} done refreshes the page after an action
  */
 export function actions(job, done) {
   const timedOut = job.status === "failed" && job.error?.code === "timeout";

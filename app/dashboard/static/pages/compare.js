@@ -1,4 +1,4 @@
-/** Several jobs over the samples that each has seen, and how much noisier one is than another. */
+/** Compares jobs' losses at the same number of samples seen, and how noisy each is relative to the first. */
 
 import { get } from "../api.js";
 import { chart, PALETTE, warm } from "../charts.js";
@@ -85,7 +85,7 @@ export async function show(main, { chosen, signal }) {
         colour: hue(place),
         dash: place < PALETTE.length ? "solid" : "dot",
       })),
-      { summary: jobs.map((job) => `${name(job)} comes to ${fixed(loss[job.training_id].at(-1))}`).join("; ") },
+      { summary: jobs.map((job) => `${name(job)} ends at ${fixed(loss[job.training_id].at(-1))}`).join("; ") },
     );
     fill(
       result,
@@ -119,7 +119,7 @@ export async function show(main, { chosen, signal }) {
     h(
       "section",
       { class: "panel", "aria-label": "Jobs to compare" },
-      trained.length ? list : h("p", { class: "muted" }, "No job has made a step yet."),
+      trained.length ? list : h("p", { class: "muted" }, "No job has completed two steps yet."),
     ),
     figure,
     h("section", { class: "panel", "aria-label": "Figures" }, result),

@@ -1,4 +1,4 @@
-/** A data set as the trainer will see it: the first samples token by token, and how long all of them are. */
+/** A data set as the trainer will see it: the first samples token by token, and the distribution of lengths. */
 
 import { fill, h, table } from "../dom.js";
 import { number, percent } from "../format.js";
@@ -9,7 +9,7 @@ export function showData(panel, seen) {
   fill(
     panel,
     h("h2", {}, "The data, as the trainer will see them"),
-    h("p", { class: "muted" }, "What is ", h("mark", {}, "marked"), " counts for the loss."),
+    h("p", { class: "muted" }, h("mark", {}, "Marked"), " text counts toward the loss."),
     seen.samples.map((sample) =>
       h(
         "figure",
@@ -17,7 +17,7 @@ export function showData(panel, seen) {
         h(
           "figcaption",
           { class: "muted" },
-          `Line ${number(sample.line)}: ${number(sample.tokens.length)} tokens, of which ${number(sample.target_tokens)} count`,
+          `Line ${number(sample.line)}: ${number(sample.tokens.length)} tokens, of which ${number(sample.target_tokens)} count toward the loss`,
         ),
         h(
           "p",
@@ -29,21 +29,25 @@ export function showData(panel, seen) {
     h(
       "p",
       {},
-      `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count for the loss.`,
+      `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
     ),
     lengths.over_max_length > 0 &&
-      h("p", { class: "is-warn" }, `${number(lengths.over_max_length)} are longer than ${number(seen.max_length)} tokens.`),
+      h(
+        "p",
+        { class: "is-warn" },
+        `${number(lengths.over_max_length)} examples are longer than ${number(seen.max_length)} tokens.`,
+      ),
     lengths.without_targets > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.without_targets)} have nothing that counts within ${number(seen.max_length)} tokens.`,
+        `${number(lengths.without_targets)} examples have no token that counts within the first ${number(seen.max_length)} tokens.`,
       ),
     histogram(lengths.histogram),
   );
 }
 
-/** Neighbouring tokens that count, or do not, as one text. */
+/** Joins neighbouring tokens that all count, or all do not count, into one text. */
 function runs({ tokens, counts }) {
   const found = [];
   tokens.forEach((text, place) => {
@@ -56,7 +60,7 @@ function runs({ tokens, counts }) {
 function histogram(bins) {
   const most = Math.max(...bins.map((bin) => bin.examples));
   return table(
-    "How long examples are",
+    "Example lengths",
     [{ title: "Tokens" }, { title: "Examples", number: true }, { title: "" }],
     bins.map((bin) => [`${number(bin.at_least)} to ${number(bin.below - 1)}`, number(bin.examples), share(bin.examples / most)]),
   );

@@ -52,7 +52,7 @@ function showGpus(section, { gpu_info: seen, declared }) {
         number(gpu.temperature_celsius),
         job(gpu.held_by),
       ]),
-      "No GPU is seen here: jobs run on what the workers have, be it a processor.",
+      "No GPU was detected. Jobs run on the workers' devices, which may be CPUs.",
     ),
     declared.length
       ? h(
@@ -71,7 +71,7 @@ function showWorkers(section, workers) {
     h("h2", {}, "Workers"),
     table(
       "Newest first",
-      [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Runs" }, { title: "Last seen" }],
+      [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Running" }, { title: "Last seen" }],
       workers.map((worker) => [
         worker.hostname,
         h("span", { class: worker.alive ? "is-ok" : "muted" }, worker.alive ? "alive" : "silent"),
@@ -79,7 +79,7 @@ function showWorkers(section, workers) {
         worker.running.map(job),
         moment(worker.last_heartbeat_at),
       ]),
-      "No worker was ever seen: jobs wait until one is started with accrue worker.",
+      "No worker has connected yet. Jobs wait until you start one with accrue worker.",
     ),
   );
 }

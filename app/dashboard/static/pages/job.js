@@ -1,4 +1,4 @@
-/** One job: how far it is, what was measured, what happened, what came of it. */
+/** One job: its progress, charts, events and result. */
 
 import { download, follow, get, poll } from "../api.js";
 import { chart, level, warm } from "../charts.js";
@@ -19,7 +19,7 @@ const GIB = 2 ** 30;
 export async function show(main, { id, signal }) {
   const path = `gradient-accumulation/training/${encodeURIComponent(id ?? "")}`;
   const state = makeState();
-  const acting = h("div", {}); // apart, so that no button goes away beneath a finger
+  const acting = h("div", {}); // separate, so that a button is not replaced while the user presses it
   const head = h(
     "section",
     { class: "panel", "aria-label": "State" },
@@ -32,7 +32,7 @@ export async function show(main, { id, signal }) {
   const charts = makeCharts();
   warm();
 
-  const first = await get(path, signal); // whether it is there at all
+  const first = await get(path, signal); // fails here if the job does not exist
   const measured = h(
     "section",
     { class: "panel", "aria-label": "Charts", hidden: true },
@@ -105,7 +105,7 @@ function makeCharts() {
   };
 }
 
-/** At least one line. */
+/** Draws all charts from the log lines; there must be at least one line. */
 async function draw(charts, { data: lines, evaluations }, job) {
   const x = lines.map((line) => line.step);
   const of = (name) => lines.map((line) => line[name]);
@@ -171,28 +171,28 @@ async function draw(charts, { data: lines, evaluations }, job) {
       charts.heat.draw(
         [{ x: warm.map((line) => line.step), y: warm.map((line) => line.temperature_celsius), name: "GPU", colour: "bad" }],
         {
-          summary: `The GPU was at most ${number(Math.max(...warm.map((line) => line.temperature_celsius)))} degrees Celsius warm.`,
+          summary: `The GPU reached at most ${number(Math.max(...warm.map((line) => line.temperature_celsius)))} degrees Celsius.`,
         },
       ),
   ]);
 }
 
-/** The limit is drawn where it does not squeeze everything else flat. */
+/** Whether the memory limit is close enough to draw it without flattening the other lines. */
 function near(device, lines) {
   const highest = Math.max(device.predicted_peak_bytes / GIB, ...lines.map((line) => line.peak_gb ?? 0));
   return device.memory_limit_bytes / GIB < 3 * highest;
 }
 
-/** How far a job is. Made once and then changed, so that nothing goes away beneath a finger or a reader. */
+/** A job's progress. Built once and then updated in place, so that no control moves away from a pointer or screen reader. */
 function makeState() {
   const verdict = h("p", { class: "verdict" });
   const error = h("p", { class: "is-bad" });
-  const bar = h("progress", { "aria-label": "Steps made" });
+  const bar = h("progress", { "aria-label": "Steps completed" });
   const facts = {
     batch: ["Effective batch", "effective"],
     loss: ["Loss, moving average", "loss"],
     speed: ["Tokens a second", "throughput"],
-    memory: ["Memory at the peak", "memory"],
+    memory: ["Peak memory", "memory"],
     samples: ["Samples seen"],
     device: ["Device"],
     begun: ["Started"],
@@ -209,7 +209,7 @@ function makeState() {
     const { progress, plan } = job;
     const total = progress.steps_total;
     const left = job.status === "running" && progress.eta_seconds ? `, ${duration(progress.eta_seconds)} left` : "";
-    const within = progress.within_window ? `, ${number(progress.accumulation_step)} micro-batches into the next` : "";
+    const within = progress.within_window ? `, ${number(progress.accumulation_step)} micro-batches into the next step` : "";
     fill(
       verdict,
       badge(job),
@@ -228,9 +228,9 @@ function makeState() {
       batch: split(job),
       loss: fixed(progress.loss_ema),
       speed: number(progress.tokens_per_second),
-      memory: `${bytes(progress.memory_peak_bytes)}, at most ${bytes(plan.devices[0].predicted_peak_bytes)} predicted`,
+      memory: `${bytes(progress.memory_peak_bytes)} (predicted: at most ${bytes(plan.devices[0].predicted_peak_bytes)})`,
       samples: number(progress.samples_seen),
-      device: `${job.device ?? plan.device}${plan.predicted ? ", as predicted" : `, ${plan.precision}`}`,
+      device: `${job.device ?? plan.device}${plan.predicted ? " (predicted)" : `, ${plan.precision}`}`,
       begun: moment(job.started_at),
       attempt: number(job.attempt),
     };
@@ -239,7 +239,7 @@ function makeState() {
   return { element: h("div", {}, verdict, error, bar, list), show };
 }
 
-/** As planned for samples of full length; from the first step on as it is, which for shorter ones is fewer. */
+/** Before the first step, the plan's split for full-length samples; then the measured mean, which is lower for short samples. */
 function split({ plan, progress }) {
   const whole = number(plan.effective_batch_size);
   if (!progress.step) return `${whole} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`;
@@ -258,7 +258,8 @@ async function showOutcome(outcome, job, signal) {
     get(`gradient-accumulation/stats/${job.id}`, signal),
     get(`${path}/completions`, signal),
   ]);
-  const certificate = result.equivalence_error === null ? "not made" : `${result.equivalence_error.toExponential(1)} apart`;
+  const certificate =
+    result.equivalence_error === null ? "not computed" : `relative difference ${result.equivalence_error.toExponential(1)}`;
   const noise = result.noise_scale;
   fill(
     outcome,
@@ -268,12 +269,12 @@ async function showOutcome(outcome, job, signal) {
       { class: "facts" },
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
-      fact("Tokens learned from", number(result.trained_tokens)),
+      fact("Target tokens trained on", number(result.trained_tokens)),
       fact("Certificate", certificate, "certificate"),
       noise && fact("Noise scale", noiseOf(noise), "noise_scale"),
       fact("Samples a second", number(stats.samples_per_second)),
       fact("Padding", percent(stats.padding_share)),
-      fact("Memory predicted", stats.prediction_error === null ? "–" : `${percent(stats.prediction_error)} off`, "prediction"),
+      fact("Memory prediction error", percent(stats.prediction_error), "prediction"),
       fact("Out of memory", `${number(stats.oom_recoveries)} times`),
     ),
     h(
@@ -285,7 +286,7 @@ async function showOutcome(outcome, job, signal) {
           { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) },
           "Download the model",
         ),
-      h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Figures as CSV"),
+      h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Metrics as CSV"),
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
       job.links.profile &&
         h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
@@ -301,17 +302,17 @@ function samples(completions) {
   return [
     h("h2", {}, "Held-out prompts ", help("completions")),
     table(
-      "Before training and after it, the likeliest token each time",
+      "Greedy completions before and after training",
       [{ title: "Prompt" }, { title: "Expected" }, { title: "Before" }, { title: "After" }],
       completions.map((each) => [said(each.prompt), said(each.expected), said(each.before), said(each.after)]),
     ),
   ];
 }
 
-/** With its band of 90 %. */
+/** The noise scale with its 90 % interval. */
 const noiseOf = ({ value, low, high }) => `${number(value)} (${number(low)} to ${high === null ? "unbounded" : number(high)})`;
 
-/** Everything that was asked for or filled in. */
+/** All settings of the job, requested ones and defaults. */
 function settings(job) {
   const list = (title, values) => [
     h("h2", {}, title),

@@ -1,4 +1,4 @@
-/** The queue: what waits and why, what runs, what came of the rest. */
+/** The list of jobs: waiting ones with the reason, running ones, and the results of the others. */
 
 import { get, poll, query } from "../api.js";
 import { h, liveTable } from "../dom.js";
@@ -12,8 +12,8 @@ const EVERY = 2000;
 const REASONS = {
   no_worker: "no worker is running: start one with accrue worker",
   no_free_gpu: "every device is busy",
-  not_before: "waits before it tries again",
-  starting: "is about to start",
+  not_before: "waiting to retry",
+  starting: "about to start",
 };
 const COLUMNS = [
   { title: "" },
@@ -31,11 +31,11 @@ export function badge(job) {
   return h("span", { class: `badge ${job.status}` }, job.requested ? `${job.status}, ${job.requested} requested` : job.status);
 }
 
-/** Why a job waits; empty where it does not. */
+/** Why a job waits; an empty string if it does not wait. */
 export function waits({ waiting }) {
   if (!waiting) return "";
-  const when = waiting.predicted_start ? `, until ${moment(waiting.predicted_start)}` : "";
-  return `Place ${number(waiting.queue_position)}: ${REASONS[waiting.reason] ?? waiting.reason}${when}.`;
+  const when = waiting.predicted_start ? `, starts at ${moment(waiting.predicted_start)} at the earliest` : "";
+  return `Position ${number(waiting.queue_position)} in the queue: ${REASONS[waiting.reason] ?? waiting.reason}${when}.`;
 }
 
 export async function show(main, { chosen, signal }) {
@@ -48,14 +48,14 @@ export async function show(main, { chosen, signal }) {
   const list = liveTable(
     "Newest first",
     COLUMNS,
-    "No job yet: plan one, and press start. With a key you see the jobs made with it.",
+    "No jobs yet. Plan a job, and press Start. If you use a key, only the jobs created with it are listed.",
   );
   const ticked = new Set((chosen.get("ticked") ?? "").split(",").filter(Boolean));
   const compare = h("button", { type: "button", disabled: ticked.size < 2, onclick: compareTicked }, "Compare");
   const older = h("button", { type: "button", hidden: true }, "Older");
   const newest = h("button", { type: "button", hidden: true, onclick: () => go({ after: "" }) }, "Newest");
 
-  /** Whoever comes back finds them ticked. */
+  /** Keeps the ticked jobs in the URL, so that they are still ticked when the user comes back. */
   function compareTicked() {
     const ids = [...ticked].join(",");
     history.replaceState(null, "", `#/jobs${query({ ...Object.fromEntries(chosen), ticked: ids })}`);
@@ -101,7 +101,7 @@ export async function show(main, { chosen, signal }) {
     return true;
   }
 
-  /** What each cell depends on, and what makes it. */
+  /** For each cell, a string that it depends on and a function that creates it. */
   function cellsOf(job) {
     const state = `${job.status} ${job.requested} ${waits(job)} ${job.error?.message}`;
     const plain = (text) => [text, () => text];
@@ -144,15 +144,15 @@ export async function show(main, { chosen, signal }) {
   poll(look, EVERY, signal);
 }
 
-/** Its name, of one that was given with arguments too. */
+/** The name of a job's training method, also if the method was given with options. */
 export function method({ training_config: { method = "full" } }) {
   return typeof method === "string" ? method : Object.keys(method)[0];
 }
 
-/** A job that only measures makes no model, and ends before its last step. */
+/** The steps of a job. A tuning job ends before its last step, so no step count is shown. */
 const steps = ({ progress, tune }) =>
   tune === "only"
-    ? "measures"
+    ? "tuning only"
     : progress.steps_total
       ? `${number(progress.step)} / ${number(progress.steps_total)}`
       : number(progress.step);

@@ -1,4 +1,4 @@
-/** Does it fit, and how? What is planned here starts as a job. */
+/** Plans a job: shows whether and how it fits, and starts it. */
 
 import { get, pause, post, query, Refused, upload } from "../api.js";
 import { chart, level } from "../charts.js";
@@ -28,7 +28,7 @@ const DEFAULTS = {
 };
 const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
 
-/** The form's names of the fields that the service speaks of. */
+/** Maps the service's field names to the form's. */
 const OWN_NAMES = {
   model_name: "model",
   gpus: "gpus",
@@ -53,7 +53,8 @@ export async function show(main, { chosen, signal }) {
       ]),
     );
   const effective = h("output", { class: "effective", for: "field-target field-micro field-steps field-count" });
-  const briefly = h("p", { class: "briefly", "aria-live": "polite" }); // beside the form, where the prediction is far below
+  // Shown on narrow screens only, where the full prediction is far below the form.
+  const briefly = h("p", { class: "briefly", "aria-live": "polite" });
   const result = h(
     "section",
     { class: "panel", "aria-label": "Prediction", "aria-live": "off" },
@@ -62,7 +63,7 @@ export async function show(main, { chosen, signal }) {
   const starting = h("div", { role: "status" });
   const data = h("section", { class: "panel", "aria-label": "Data", "aria-live": "polite", hidden: true });
   const form = h("form", { onsubmit: (event) => event.preventDefault() });
-  const speed = chart("Memory against speed", { x: "samples a second, as measured on such a device", y: "GiB at the peak" });
+  const speed = chart("Memory against speed", { x: "samples a second, measured on such a device", y: "peak memory, GiB" });
 
   let asking = new AbortController();
   async function predict(wait) {
@@ -87,7 +88,7 @@ export async function show(main, { chosen, signal }) {
     }
   }
 
-  /** Whatever is typed: the label at once, the address, and a little later the prediction. */
+  /** Runs on every input: updates the label and the URL at once, and the prediction after a short delay. */
   function changed(wait = AFTER_TYPING) {
     const shown = values();
     fill(starting);
@@ -135,7 +136,7 @@ export async function show(main, { chosen, signal }) {
       "fieldset",
       { class: "fields" },
       h("legend", {}, "Batch"),
-      wide(field("batch", "Batch given as", inputs.batch)),
+      wide(field("batch", "Set batch by", inputs.batch)),
       field("target", "Effective batch", inputs.target, "effective"),
       field("micro", "Micro-batch size", inputs.micro, "micro"),
       field("steps", "Accumulation steps", inputs.steps, "steps"),
@@ -163,7 +164,7 @@ export async function show(main, { chosen, signal }) {
   );
   form.addEventListener("input", () => changed());
 
-  /** One press, one job: pressed again after a lost answer it is the same job. */
+  /** The Idempotency-Key: if an answer is lost, pressing Start again does not create a second job. */
   let once = crypto.randomUUID?.() ?? String(Math.random());
   async function begin(button, dry) {
     clearRefusals(form);
@@ -230,7 +231,7 @@ function makeInputs(chosen) {
   return {
     model: text("model", { list: "models" }),
     method: select(["full", "lora", "qlora"], at("method")),
-    length: whole("length", { placeholder: "as the model has" }),
+    length: whole("length", { placeholder: "the model's, at most 1024" }),
     gpus: text("gpus", { placeholder: "24GB" }),
     count: whole("count"),
     optimizer: select(["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"], at("optimizer")),
@@ -238,8 +239,8 @@ function makeInputs(chosen) {
     checkpointing: h("input", { type: "checkbox", checked: at("checkpointing") === "true" }),
     batch: select(
       [
-        ["target", "the effective batch; the split is planned"],
-        ["split", "batch size and accumulation steps"],
+        ["target", "effective batch (Accrue plans the split)"],
+        ["split", "micro-batch size and accumulation steps"],
       ],
       at("batch"),
     ),
@@ -263,7 +264,7 @@ const check = (element) => {
   return element;
 };
 
-/** What is not as it is without saying anything. */
+/** The values that differ from the defaults. */
 function different(values) {
   return Object.fromEntries(Object.entries(values).filter(([name, value]) => value !== (DEFAULTS[name] ?? "")));
 }
@@ -276,7 +277,7 @@ function effectiveBatch({ batch, target, micro, steps, count }) {
   return factors.includes(null) ? null : factors.reduce((product, factor) => product * factor);
 }
 
-/** A number where it is one: what it is not, the service refuses by name. */
+/** Converts text to a number. Sends other text unchanged, so that the service's error names the field. */
 const asNumber = (text) => (text === "" ? undefined : Number.isNaN(Number(text)) ? text : Number(text));
 
 function ask(values, wait, signal) {
@@ -335,7 +336,7 @@ function clearRefusals(form) {
   for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
 }
 
-/** Shows a refusal beside its field; false where there is none for it. */
+/** Shows an error next to its field. Returns false if the form has no such field. */
 function showRefusal(error) {
   const name = (error.field ?? "")
     .split(".")
@@ -351,10 +352,10 @@ function mark(name, message) {
   document.getElementById(`wrong-${name}`).textContent = message;
 }
 
-/** Marks fields that are empty or not a number, before anything is sent. Returns whether all are filled in. */
+/** Marks invalid fields before anything is sent. Returns whether all fields are valid. */
 function isComplete(values) {
   const wrong = {
-    model: values.model ? "" : "Which model?",
+    model: values.model ? "" : "Choose a model.",
     file: values.file ? "" : "Choose a file, or upload one.",
     epochs: whole(values.epochs) || !values.epochs ? "" : "A whole number above zero.",
     rate: Number(values.rate) > 0 ? "" : "A number above zero, such as 5e-5.",
@@ -370,20 +371,20 @@ function isComplete(values) {
 
 const SOURCES = {
   formula: "by formula",
-  simulated: "by a simulation of this very step",
-  measured: "by measurements of this very step",
+  simulated: "by simulating this training step",
+  measured: "from measurements of this training step",
 };
 
 function verdict(answer) {
   const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
   if (!answer.fits) return "It does not fit";
-  return `It fits: ${steps === 1 ? `all ${size} at once` : `${number(steps)} micro-batches of ${size}`}`;
+  return `It fits: ${steps === 1 ? `all ${size} samples at once` : `${number(steps)} micro-batches of ${size}`}`;
 }
 
 function showAnswer(result, answer, values, apply, speed) {
   const limit = Math.min(...answer.devices.map((device) => device.memory_limit_bytes));
   const memory = answer.memory;
-  const error = answer.expected_error === null ? "" : `, which was ${percent(answer.expected_error)} off so far`;
+  const error = answer.expected_error === null ? "" : `; the mean error so far is ${percent(answer.expected_error)}`;
   fill(
     result,
     h("p", { class: `verdict ${answer.fits ? "is-ok" : "is-bad"}` }, verdict(answer)),
@@ -393,15 +394,15 @@ function showAnswer(result, answer, values, apply, speed) {
       "dl",
       { class: "facts" },
       fact("Parameters", number(answer.parameters)),
-      fact("At the peak", bytes(memory.peak_process_bytes)),
-      fact("May be used", bytes(limit)),
-      fact("Largest that fits", `${number(answer.max_micro_batch_size)} at once`),
+      fact("Peak memory", bytes(memory.peak_process_bytes)),
+      fact("Memory limit", bytes(limit)),
+      fact("Largest micro-batch that fits", `${number(answer.max_micro_batch_size)} samples`),
     ),
     h("p", { class: "muted", id: "source" }, `Predicted ${SOURCES[answer.source]}${error}.`),
     answer.warnings.map((warning) => h("p", { class: "is-warn" }, warning)),
-    h("h2", {}, "Other ways"),
+    h("h2", {}, "Alternatives"),
     table(
-      "What else could be chosen, and what it would take",
+      "Alternative settings and their predicted memory",
       [
         { title: "Change" },
         { title: "Fits" },
@@ -423,7 +424,7 @@ function showAnswer(result, answer, values, apply, speed) {
   showSpeed(answer, limit, speed);
 }
 
-/** What a change of the service's means in this form; null where the form has no field for it. */
+/** The form values for a change that the service suggests; null if the form has no field for it. */
 const IN_THE_FORM = {
   micro_batch_size: (value, other) => ({ batch: "split", micro: value, steps: String(other.accumulation_steps) }),
   gradient_checkpointing: (value) => ({ checkpointing: value }),
@@ -478,14 +479,14 @@ function showSpeed(answer, limit, speed) {
     hover: points.hover,
   };
   speed.draw([points, own], {
-    summary: `${ways.length} ways, from ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`,
+    summary: `${ways.length} alternatives; the smallest needs ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`,
     shapes: [level(limit / 2 ** 30, "bad")],
   });
 }
 
 const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
 
-/** What the memory at the peak consists of, on the scale of what may be used. */
+/** A bar that shows the parts of peak memory, relative to the memory limit. */
 function memoryBar(memory, limit) {
   const parts = PARTS.map((name) => [name, memory[`${name}_bytes`]]);
   const rest = memory.peak_process_bytes - parts.reduce((sum, [, size]) => sum + size, 0);
@@ -498,7 +499,7 @@ function memoryBar(memory, limit) {
     {},
     h(
       "div",
-      { class: "bar", role: "img", "aria-label": `Memory at the peak: ${said}; ${bytes(limit)} may be used` },
+      { class: "bar", role: "img", "aria-label": `Peak memory: ${said}; limit ${bytes(limit)}` },
       there.map(([name, size]) =>
         sized(h("span", { class: `part-${name}`, title: `${name}: ${bytes(size)}` }), "width", (100 * size) / scale),
       ),
@@ -526,7 +527,7 @@ async function fillModels(form, signal) {
   );
 }
 
-/** The uploaded files, and a way to upload another. */
+/** The list of uploaded files, and a field that uploads another one. */
 function fileChoice(chooser) {
   const told = h("small", { id: "wrong-upload", class: "wrong", role: "alert" });
   async function load(signal, chosen) {
@@ -571,7 +572,7 @@ function fileChoice(chooser) {
   };
 }
 
-/** Plans kept by name, in this browser. */
+/** Plans that this browser stores by name. */
 function savedPlans(current, load) {
   const read = () => JSON.parse(localStorage.getItem(SAVED) ?? "{}");
   const write = (plans) => localStorage.setItem(SAVED, JSON.stringify(plans));
@@ -621,7 +622,7 @@ function savedPlans(current, load) {
     h(
       "form",
       { onsubmit: save },
-      h("div", { class: "field" }, h("label", { for: "plan-name" }, "Keep this one as"), name),
+      h("div", { class: "field" }, h("label", { for: "plan-name" }, "Save this plan as"), name),
       h("p", { class: "actions" }, h("button", {}, "Save")),
     ),
   );

@@ -1,4 +1,4 @@
-/** What to choose, and on what evidence. */
+/** Recommended values, each with its evidence. */
 
 import { get, query } from "../api.js";
 import { fill, h, table } from "../dom.js";
@@ -44,7 +44,7 @@ export async function show(main, { chosen, signal }) {
     [["", "recommended"], "adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"],
     chosen.get("optimizer") ?? "",
   );
-  const method = select([["", "full, or the job's"], "full", "lora", "qlora"], chosen.get("method") ?? "");
+  const method = select([["", "full, or the job's method"], "full", "lora", "qlora"], chosen.get("method") ?? "");
   const samples = h("input", {
     type: "text",
     inputmode: "numeric",
@@ -75,7 +75,7 @@ export async function show(main, { chosen, signal }) {
     h("h1", {}, "Recommendations"),
     h(
       "section",
-      { class: "panel", "aria-label": "For what" },
+      { class: "panel", "aria-label": "What to recommend for" },
       h(
         "form",
         {
@@ -88,11 +88,11 @@ export async function show(main, { chosen, signal }) {
           "div",
           { class: "fields" },
           field("model", "Model", model, "model"),
-          field("job", "or a job's own figures", job),
+          field("job", "or a job, to use its measurements", job),
           field("batch", "Effective batch", batch, "effective"),
           field("optimizer", "Optimizer", optimizer, "optimizer"),
           field("method", "Method", method, "method"),
-          field("samples", "Samples of data", samples),
+          field("samples", "Number of samples", samples),
         ),
         models,
         h("p", { class: "actions" }, h("button", { class: "primary" }, "Recommend")),
@@ -114,8 +114,8 @@ function showAll(result, answer) {
     h("h2", {}, `${what}: ${number(answer.parameters)} parameters`),
     answer.advice.map((sentence) => h("p", {}, sentence)),
     table(
-      "Each with where it is from",
-      [{ title: "Choose" }, { title: "Value" }, { title: "Why" }, { title: "Evidence" }, { title: "Confidence" }],
+      "Recommended values with their evidence",
+      [{ title: "Setting" }, { title: "Value" }, { title: "Why" }, { title: "Evidence" }, { title: "Confidence" }],
       NAMES.map((name) => [
         name.replaceAll("_", " "),
         h("strong", {}, shown(answer[name], name)),
