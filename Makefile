@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-ON_A_DATABASE := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
+DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
 .PHONY: help setup demo test test-all test-rest test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
@@ -35,7 +35,7 @@ test-all: test test-rest ## Run every check and every test, on PostgreSQL too (a
 test-rest: $(STAMP) ## Run the tests that `make test` leaves out
 	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
 	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest --postgresql --numprocesses 2 --dist loadfile $(ON_A_DATABASE)
+	$(BIN)/python -m pytest --postgresql --numprocesses 2 --dist loadfile $(DATABASE_TESTS)
 
 test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py

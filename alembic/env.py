@@ -15,7 +15,7 @@ MIGRATING = 0x4163637275650001
 def run() -> None:
     engine = create_engine(context.config.attributes.get("url") or _own_url())
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _leave_transactions_to_us)
+        event.listen(engine, "connect", _disable_implicit_transactions)
         event.listen(engine, "begin", _begin)
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":
@@ -32,7 +32,7 @@ def run() -> None:
     engine.dispose()
 
 
-def _leave_transactions_to_us(connection: Any, record: Any) -> None:
+def _disable_implicit_transactions(connection: Any, record: Any) -> None:
     connection.isolation_level = None
 
 
@@ -45,7 +45,7 @@ def _begin(connection: Connection) -> None:
 def _own_url() -> str:
     settings = get_settings()
     settings.make_directories()
-    return settings.url
+    return settings.resolved_database_url
 
 
 run()

@@ -107,9 +107,9 @@ class ReplacedDatabase(Unavailable):
 
     title = "Database replaced"
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, change: str) -> None:
         super().__init__(
-            f"The database file {what} while the service was running: nothing is written any more. Stop "
+            f"The database file {change} while the service was running: nothing is written any more. Stop "
             "the service and the workers, restore the database file, and start them again."
         )
 

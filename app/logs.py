@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 
-def configure(level: str, form: str) -> None:
+def configure(level: str, log_format: str) -> None:
     """Sets up logging for this process.
 
     Args:
@@ -17,7 +17,7 @@ def configure(level: str, form: str) -> None:
     """
     renderer = (
         structlog.processors.JSONRenderer()
-        if form == "json"
+        if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
     structlog.configure(
@@ -26,7 +26,7 @@ def configure(level: str, form: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            *([] if form == "json" else [_printable]),
+            *([] if log_format == "json" else [_printable]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),

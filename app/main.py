@@ -50,10 +50,10 @@ from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import signer
 
-_COMPRESSED_FROM = 2**14
+_MIN_GZIP_BYTES = 2**14
 """The smallest response, in bytes, that is compressed if the client accepts gzip."""
 
-_AS_THEY_ARE = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
+_NOT_COMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
 log = structlog.get_logger("accrue.service")
 
@@ -91,10 +91,12 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         settings.make_directories()
-        migrate(settings.url)
+        migrate(settings.resolved_database_url)
         data_folder.hold(app.state.database)
         app.state.database.fill_pool()
-        log.info("service started", version=__version__, database=settings.url.split("@")[-1])
+        log.info(
+            "service started", version=__version__, database=settings.resolved_database_url.split("@")[-1]
+        )
         audit.start()
         app.state.group_commit.start()
         webhooks.start()
@@ -151,10 +153,10 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     """Sets the application state that the routes' dependencies read."""
     state = app.state
     state.settings = settings
-    state.database = Database(settings.url)
+    state.database = Database(settings.resolved_database_url)
     state.immediate_reads = ImmediateReads(state.database)
-    state.documents = AnswerCache()
-    state.kept = ShortCache()
+    state.answer_cache = AnswerCache()
+    state.planning_cache = ShortCache()
     state.waits = WaitLimiter()
     state.streams = Streams()
     state.group_commit = GroupCommit(state.database)
@@ -167,7 +169,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
 
 def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mounted: bool) -> None:
     app.add_middleware(
-        GZipMiddleware, minimum_size=_COMPRESSED_FROM, compresslevel=5, exclude_content_types=_AS_THEY_ARE
+        GZipMiddleware, minimum_size=_MIN_GZIP_BYTES, compresslevel=5, exclude_content_types=_NOT_COMPRESSED
     )
     app.add_middleware(
         RequestMiddleware,

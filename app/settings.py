@@ -129,7 +129,7 @@ class Settings(BaseSettings):
 
     @field_validator("rate_limit_storage")
     @classmethod
-    def _its_client_is_installed(cls, value: str) -> str:
+    def _redis_client_is_installed(cls, value: str) -> str:
         if not value.startswith("memory:") and find_spec("coredis") is None:
             raise ValueError("needs the Redis client: pip install 'accrue[redis]'")
         return value
@@ -163,7 +163,7 @@ class Settings(BaseSettings):
         return parse_declared([phrase for phrase in self.gpus.split(",") if phrase.strip()])
 
     @property
-    def url(self) -> str:
+    def resolved_database_url(self) -> str:
         """The database's URL."""
         return self.database_url or f"sqlite:///{(self.data_dir / 'accrue.db').absolute()}"
 
@@ -176,7 +176,7 @@ class Settings(BaseSettings):
         return self.data_dir.absolute() / "runs"
 
     @property
-    def made_models_dir(self) -> Path:
+    def created_models_dir(self) -> Path:
         return self.data_dir.absolute() / "models"
 
     def make_directories(self) -> None:
@@ -186,7 +186,7 @@ class Settings(BaseSettings):
             BadSetting: the folder cannot be created.
         """
         try:
-            for folder in (self.data_dir, self.files_dir, self.runs_dir, self.made_models_dir):
+            for folder in (self.data_dir, self.files_dir, self.runs_dir, self.created_models_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             message = f"ACCRUE_DATA_DIR: {self.data_dir} cannot be created: {error.strerror}"

@@ -87,7 +87,7 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def database(settings: Settings, migrated_file: Path) -> Iterator[Database]:
     if settings.database_url is None:
         shutil.copy(migrated_file, settings.data_dir / migrated_file.name)
-    database = Database(settings.url)
+    database = Database(settings.resolved_database_url)
     yield database
     database.close()
 

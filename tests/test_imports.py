@@ -57,7 +57,7 @@ def within(names: set[str], *packages: str) -> set[str]:
 
 def layer(module: str) -> int:
     """The layer of a module, by the longest name that it is under; `app` itself is under all."""
-    if module == "app" or module.removeprefix("app.") in ("PREFIX", "FOLDER", "__version__"):
+    if module == "app" or module.removeprefix("app.") in ("PACKAGE_PREFIX", "PACKAGES_FOLDER", "__version__"):
         return 0
     if module.startswith("app.") and module.rsplit(".", 1)[-1].endswith("routes"):
         return next(number for number, names in enumerate(LAYERS) if "routes" in names)
@@ -87,7 +87,7 @@ def test_the_service_imports_no_worker_and_no_torch(source: Path) -> None:
 def test_the_trainer_knows_the_contract_and_its_run_directory(source: Path) -> None:
     ours = within(imported(source), "app", "workers")
     known = within(ours, "app.contract", "workers.training", "workers.run_directory")
-    assert not ours - known - {"workers", "app", "app.FOLDER", "app.PREFIX"}
+    assert not ours - known - {"workers", "app", "app.PACKAGES_FOLDER", "app.PACKAGE_PREFIX"}
     assert not within(imported(source), "sqlalchemy", "fastapi", "structlog", "pydantic_settings")
 
 

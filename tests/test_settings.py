@@ -27,4 +27,4 @@ def test_relative_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     settings = Settings(data_dir=Path("here"), _env_file=None)
     assert settings.files_dir == tmp_path / "here" / "files"
-    assert settings.url == f"sqlite:///{tmp_path}/here/accrue.db"
+    assert settings.resolved_database_url == f"sqlite:///{tmp_path}/here/accrue.db"

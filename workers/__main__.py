@@ -25,8 +25,8 @@ def main(*, until_empty: bool = False) -> None:
         check_network_can_be_kept_away()
     settings.make_directories()
     with held_by_worker(settings):
-        migrate(settings.url)
-        database = Database(settings.url)
+        migrate(settings.resolved_database_url)
+        database = Database(settings.resolved_database_url)
         supervisor = Supervisor(settings, database, until_empty=until_empty)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, supervisor.stop)

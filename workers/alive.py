@@ -21,4 +21,4 @@ def is_alive(database: Database, hostname: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if is_alive(Database(get_settings().url), socket.gethostname()) else 1)
+    sys.exit(0 if is_alive(Database(get_settings().resolved_database_url), socket.gethostname()) else 1)

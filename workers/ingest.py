@@ -113,7 +113,7 @@ def ingest(
         if (at_events, at_metrics) == (position.events, position.metrics):
             caught_up = True
             break
-        queue.hold(session, fence)
+        queue.lock_job(session, fence)
         position = replace(_store_events(session, fence, told, position), events=at_events)
         lines = _warmed(_log_lines([raw for _, raw in made]), temperature_celsius)
         _store_metrics(session, fence.job_id, lines)

@@ -1,4 +1,4 @@
-"""What becomes of a job whose trainer has ended."""
+"""Decides what happens to a job whose trainer has ended."""
 
 import structlog
 

@@ -1,4 +1,4 @@
-"""Makes a claimed job into a trainer at work: its plan for this device, its run directory, its process."""
+"""Starts the trainer of a claimed job: plans for this device, makes the run directory, starts the process."""
 
 import errno
 import os

@@ -15,7 +15,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract.reports import Failure
-from app.contract.states import Requested
+from app.contract.states import RequestedAction
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
 from app.jobs import queue
@@ -54,7 +54,7 @@ class Running:
     """When it was last looked at whether it had written anything."""
     heard_bytes: int = 0
     """What it had written by then."""
-    requested: Requested | None = None
+    requested: RequestedAction | None = None
     """What people want of the job, as of the last renewal."""
     stopping: str | None = None
     """Why the trainer is to stop."""
@@ -138,7 +138,7 @@ class LeaseKeeper:
 
     def _beat_on(self) -> None:
         patience = self._settings.lease_seconds / 3
-        database = Database(self._settings.url, patience_seconds=patience)
+        database = Database(self._settings.resolved_database_url, timeout_seconds=patience)
         while not self._stopped.is_set():
             try:
                 self.beat(database)

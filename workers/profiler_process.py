@@ -8,7 +8,7 @@ import time
 
 import structlog
 
-from app import FOLDER, PREFIX
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.settings import Settings
 from workers.run_directory import LIFELINE_VARIABLE
 
@@ -49,18 +49,18 @@ class ProfilerProcess:
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{PREFIX}workers.profiling"],
+                [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.profiling"],
                 stdin=subprocess.DEVNULL,
                 env={
                     **{name: value for name, value in os.environ.items() if name != "HF_TOKEN"},
                     LIFELINE_VARIABLE: str(theirs),
-                    "ACCRUE_DATABASE_URL": self._settings.url,
+                    "ACCRUE_DATABASE_URL": self._settings.resolved_database_url,
                     "CUDA_VISIBLE_DEVICES": "",
                     "HF_HUB_OFFLINE": "1",
                 },
                 pass_fds=[theirs],
                 start_new_session=True,
-                cwd=FOLDER,
+                cwd=PACKAGES_FOLDER,
             )
         except OSError as error:
             log.warning("the profiler could not be started", error=str(error))

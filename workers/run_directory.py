@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.plain_files import MOST_BYTES, NotPlain, append_plain, create_plain, open_plain, read_plain
+from app.contract.plain_files import MAX_BYTES, NotPlain, append_plain, create_plain, open_plain, read_plain
 from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
 
 INTERRUPTED = 75
@@ -144,7 +144,7 @@ class RunDirectory:
     def _read(self, name: str, kind: type[Content]) -> Content | None:
         """The content of a file; None: it does not exist, or is not a plain file."""
         with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, name, most=_LARGEST.get(name, MOST_BYTES))
+            content = read_plain(self.path, name, max_bytes=_LARGEST.get(name, MAX_BYTES))
             return None if content is None else kind.model_validate_json(content)
         return None
 

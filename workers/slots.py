@@ -24,13 +24,13 @@ class Slots:
     """
 
     def __init__(self, *, on_cpu: bool | None = None) -> None:
-        self._on_cpu = not gpus.seen() if on_cpu is None else on_cpu
+        self._on_cpu = not gpus.detected() if on_cpu is None else on_cpu
         self._aside_until: dict[int | str, float] = {}
         self._seen_at: dict[int | str, float] = {}
 
     def there(self) -> list[Device]:
         """Every device that answers."""
-        found = [gpus.this_cpu()] if self._on_cpu else [gpu.device for gpu in gpus.seen()]
+        found = [gpus.this_cpu()] if self._on_cpu else [gpu.device for gpu in gpus.detected()]
         self._seen_at |= {device.id: time.monotonic() for device in found}
         return found
 
@@ -43,7 +43,7 @@ class Slots:
         """Degrees Celsius of a GPU, as of a moment ago; None: unknown, as of a CPU."""
         if device.kind == "cpu":
             return None
-        return next((gpu.temperature_celsius for gpu in gpus.seen() if gpu.id == device.id), None)
+        return next((gpu.temperature_celsius for gpu in gpus.detected() if gpu.id == device.id), None)
 
     def set_aside(self, device: Device, why: str) -> None:
         """Gives a device no job for a while."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from app import FOLDER, PREFIX
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract import fail_points
 from app.contract.plain_files import append_plain
 from app.contract.reports import Failure
@@ -83,7 +83,7 @@ class TrainerProcess:
         Raises:
             OSError: the process cannot be started.
         """
-        command = [sys.executable, "-m", f"{PREFIX}workers.training", str(run.path)]
+        command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)]
         theirs, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
         token = _pipe_with(os.environ.get("HF_TOKEN", ""))
@@ -101,7 +101,7 @@ class TrainerProcess:
                     },
                     pass_fds=[theirs, token, *([] if device_lock is None else [device_lock])],
                     start_new_session=True,
-                    cwd=FOLDER,
+                    cwd=PACKAGES_FOLDER,
                 )
         except OSError:
             os.close(self._lifeline)

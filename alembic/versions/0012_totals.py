@@ -30,13 +30,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("job_id", name="pk_job_totals"),
         sqlite_with_rowid=False,
     )
-    _count_what_is_there()
+    _backfill_totals()
     op.create_index(COUNTED, "jobs", ["owner", "model_name", "user_id", "created_at"])
     op.drop_index("ix_jobs_status_place_id", "jobs")
     op.create_index("ix_jobs_status_place_id_owner", "jobs", ["status", "place", "id", "owner"])
 
 
-def _count_what_is_there() -> None:
+def _backfill_totals() -> None:
     jobs = sa.table("jobs", sa.column("id"), sa.column("progress", DOCUMENT))
     steps = sa.table("step_metrics", sa.column("job_id"), sa.column("samples"), sa.column("tokens"))
     totals = sa.table("job_totals", sa.column("job_id"), *(sa.column(name) for name in SUMS))

@@ -43,7 +43,7 @@ def benchmark(
     the window's time (optimizer step included) divided by its micro-batches; the slowdown is the median ratio
     of neighbouring jobs. The guarantee: 16 steps are at most 2 % slower than one.
     """
-    kinds = _kinds(steps)
+    kinds = _step_counts(steps)
     with Client(url) as client:
         seconds = _measured(client, kinds, rounds, model, micro_batch, max_length, micro_batches, as_json)
     by_round = {kind: [median(own) for own in rounds] for kind, rounds in seconds.items()}
@@ -76,7 +76,7 @@ def _ratio(times: list[float], others: list[float]) -> float:
     return median(time / other for time, other in zip(times, others, strict=True))
 
 
-def _kinds(steps: str) -> list[int]:
+def _step_counts(steps: str) -> list[int]:
     try:
         kinds = [int(part) for part in steps.split(",")]
     except ValueError:

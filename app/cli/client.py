@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import httpx2 as httpx
 
 NO_CONTENT = 204
-_ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_UNSAFE_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and line feed, and characters that change the direction of text."""
 _EXAMPLE = "http://127.0.0.1:8000"
-_PATIENCE = 5
+_MAX_RECONNECTS = 5
 """Reconnection attempts in a row; each waits a second longer than the one before."""
 
 
@@ -92,12 +92,12 @@ class Client:
                 with self.stream(path, headers=headers) as answer:
                     if answer.status_code == NO_CONTENT:
                         return
-                    for event_id, data in _sent(answer.iter_lines()):
+                    for event_id, data in _parse_events(answer.iter_lines()):
                         last, failures = event_id, 0
                         yield printable(json.loads(data))
             except LostConnection:
                 failures += 1
-                if failures > _PATIENCE:
+                if failures > _MAX_RECONNECTS:
                     raise
                 time.sleep(failures)
 
@@ -144,7 +144,7 @@ def _connection_errors(http: "httpx.Client") -> Iterator[None]:
         raise LostConnection(f"{http.base_url}: {error}") from None
 
 
-def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+def _parse_events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
     """The id and the data of each server-sent event."""
     event: dict[str, str] = {}
     for line in lines:
@@ -160,7 +160,7 @@ def _sent(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
 def printable(answer: Any) -> Any:
     """An answer with its unsafe characters replaced, such as escape sequences in a file's name."""
     if isinstance(answer, str):
-        return _ACTED_ON.sub("\N{REPLACEMENT CHARACTER}", answer)
+        return _UNSAFE_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", answer)
     if isinstance(answer, dict):
         return {printable(name): printable(value) for name, value in answer.items()}
     if isinstance(answer, list):

@@ -39,7 +39,7 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
             Progress(*columns, console=console) as bar,
         ):
             task = bar.add_task(folder.name, total=int(answer.headers.get("content-length", 0)) or None)
-            arriving = _Arriving(answer.iter_bytes(), lambda size: bar.advance(task, size))
+            arriving = _ChunkReader(answer.iter_bytes(), lambda size: bar.advance(task, size))
             names = _unpack(BufferedReader(arriving), unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished)
@@ -64,7 +64,7 @@ def _unpack(content: BufferedReader, folder: Path) -> list[str]:
     return names
 
 
-class _Arriving(RawIOBase):
+class _ChunkReader(RawIOBase):
     """Presents an iterator of chunks as a file that can be read once."""
 
     def __init__(self, chunks: Iterator[bytes], arrived: Callable[[int], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.client import Client
-from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, NewestModel, Url, given
+from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, NewestModel, Url, without_none
 from app.errors import NotFound
 
 commands = typer.Typer()
@@ -37,7 +37,7 @@ def jobs(
     from app.cli.terminal import show_jobs
 
     with Client(url) as client:
-        page = client.get(ROOT, params=given({"limit": limit, "status": status, "user_id": user}))
+        page = client.get(ROOT, params=without_none({"limit": limit, "status": status, "user_id": user}))
     if as_json:
         typer.echo(json.dumps(page, indent=2))
     else:
@@ -183,7 +183,9 @@ def _events(client: Client, job_id: str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True, "last_id": None}
     while page["has_more"]:
-        page = client.get(f"{ROOT}/{job_id}/events", params=given({"limit": 100, "after": page["last_id"]}))
+        page = client.get(
+            f"{ROOT}/{job_id}/events", params=without_none({"limit": 100, "after": page["last_id"]})
+        )
         events += page["data"]
     return events[::-1]
 

@@ -96,9 +96,9 @@ def _database(*, making: bool = False) -> Iterator["Database"]:
             "started, or set ACCRUE_DATA_DIR"
         )
     settings.make_directories()
-    migrate(settings.url)
+    migrate(settings.resolved_database_url)
     typer.echo(f"Data folder of the service: {settings.data_dir.absolute()}", err=True)
-    database = Database(settings.url)
+    database = Database(settings.resolved_database_url)
     try:
         yield database
     finally:

@@ -15,7 +15,7 @@ Url = Annotated[str, typer.Option("--url", envvar="ACCRUE_URL", help="Address of
 AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON")]
 
 
-def _jobs_there(incomplete: str) -> list[tuple[str, str]]:
+def _complete_job(incomplete: str) -> list[tuple[str, str]]:
     """Completions for a shell: the newest jobs, each with its model and state."""
     try:
         with Client(os.environ.get("ACCRUE_URL", DEFAULT_URL), timeout_seconds=_COMPLETION_SECONDS) as client:
@@ -29,18 +29,20 @@ def _jobs_there(incomplete: str) -> list[tuple[str, str]]:
     ]
 
 
-Job = Annotated[str, typer.Argument(help="ftjob-…", autocompletion=_jobs_there, show_default=False)]
+Job = Annotated[str, typer.Argument(help="ftjob-…", autocompletion=_complete_job, show_default=False)]
 NewestJob = Annotated[
-    str, typer.Argument(help="ftjob-…; the newest job if left out", autocompletion=_jobs_there)
+    str, typer.Argument(help="ftjob-…; the newest job if left out", autocompletion=_complete_job)
 ]
 
 
 NewestModel = Annotated[
     str,
-    typer.Argument(help="ftjob-…; if left out, the newest job that has a model", autocompletion=_jobs_there),
+    typer.Argument(
+        help="ftjob-…; if left out, the newest job that has a model", autocompletion=_complete_job
+    ),
 ]
 
 
-def given(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app import PREFIX
+from app import PACKAGE_PREFIX
 
 commands = typer.Typer()
 
@@ -51,7 +51,7 @@ def serve() -> None:
     app = create_app(settings)
     if settings.host not in LOOPBACK:
         settings.make_directories()
-        migrate(settings.url)
+        migrate(settings.resolved_database_url)
         require_keys_off_loopback(settings.host, app.state.database)
     gc.enable()
     gc.freeze()
@@ -82,7 +82,7 @@ def worker(
     """
     import importlib
 
-    importlib.import_module(f"{PREFIX}workers.__main__").main(until_empty=drain)
+    importlib.import_module(f"{PACKAGE_PREFIX}workers.__main__").main(until_empty=drain)
 
 
 @commands.command()
@@ -145,5 +145,5 @@ def migrate() -> None:
 
     settings = get_settings()
     settings.make_directories()
-    run(settings.url)
+    run(settings.resolved_database_url)
     typer.echo("The database is at the newest revision.")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.client import Client, ServiceError
-from app.cli.options import DEFAULT_URL, AsJson, Url, given
+from app.cli.options import DEFAULT_URL, AsJson, Url, without_none
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
@@ -24,7 +24,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         help="Any other field of the request, as in training_config.method=lora or "
-        "dataset_config.packing=true; may be given several times",
+        "dataset_config.packing=true; may be without_none several times",
     ),
 ]
 
@@ -134,7 +134,7 @@ def preview(
     """
     from app.cli.tables import show_preview
 
-    requested = given({"model_name": model, "max_length": max_length, "limit": limit})
+    requested = without_none({"model_name": model, "max_length": max_length, "limit": limit})
     with Client(url) as client, _uploaded(client, data) as file_id:
         seen = client.get(f"/gradient-accumulation/datasets/{file_id}/preview", params=requested)
     if as_json:
@@ -210,7 +210,7 @@ def plan(
         "wait_seconds": wait,
     }
     with Client(url) as client:
-        answer = client.post("/gradient-accumulation/calculate-batch-size", given(body))
+        answer = client.post("/gradient-accumulation/calculate-batch-size", without_none(body))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
@@ -241,12 +241,12 @@ def _submit(
         dataset = {**dataset, "texts": [_text(file)], "overlength": "split"}
     body = {
         "model_name": model,
-        "dataset_config": given(dataset),
-        "training_config": given(training),
+        "dataset_config": without_none(dataset),
+        "training_config": without_none(training),
         "target_effective_batch_size": batch,
         **more,
     }
-    body = given(body)
+    body = without_none(body)
     queued = False
     try:
         for assignment in settings or []:
@@ -261,7 +261,7 @@ def _submit(
 
 
 _BY_PANDAS = "read it with pandas, and save it with to_json('data.jsonl', orient='records', lines=True)"
-_NO_TEXTS = {
+_CONVERSIONS = {
     ".json": "jq -c '.[]' FILE > data.jsonl converts a JSON array to JSON lines",
     ".csv": _BY_PANDAS,
     ".tsv": _BY_PANDAS,
@@ -277,7 +277,7 @@ def _text(file: Path) -> str:
     Raises:
         InvalidRequest: the file is not plain text, or has a format that must be converted first.
     """
-    remedy = _NO_TEXTS.get(file.suffix.lower())
+    remedy = _CONVERSIONS.get(file.suffix.lower())
     if remedy is not None:
         raise InvalidRequest(
             f'{file} is neither plain text nor JSON lines (.jsonl, each {{"text": …}}, '

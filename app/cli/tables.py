@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from app.cli.terminal import WIDE, console, gb
+from app.cli.terminal import WIDE, console, format_bytes
 
 _BAR = 40
 """Characters of the longest bar."""
@@ -130,7 +130,9 @@ def _minute(time: str | None) -> str | None:
 def show_files(files: list[dict[str, Any]]) -> None:
     table = Table(Column("file", no_wrap=True), "name", "size", "purpose", "status", box=None)
     for file in files:
-        table.add_row(file["id"], file["filename"], gb(file["bytes"]), file["purpose"], file["status"])
+        table.add_row(
+            file["id"], file["filename"], format_bytes(file["bytes"]), file["purpose"], file["status"]
+        )
     console.print(table if files else "No files yet: accrue files add FILE")
 
 
@@ -139,17 +141,19 @@ def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
     gpus = Table("GPU", "memory", "used", "load", "°C", Column("held by", no_wrap=True), box=None)
     for gpu in seen["gpu_info"]:
         gpus.add_row(
-            f"{gpu['gpu_id']} {gpu['name']}", gb(gpu["memory_total_bytes"]),
-            "-" if gpu["memory_used_bytes"] is None else gb(gpu["memory_used_bytes"]),
+            f"{gpu['gpu_id']} {gpu['name']}", format_bytes(gpu["memory_total_bytes"]),
+            "-" if gpu["memory_used_bytes"] is None else format_bytes(gpu["memory_used_bytes"]),
             _or_dash(gpu["load"], "{:.0%}"), _or_dash(gpu["temperature_celsius"], "{:.0f}"),
             gpu["held_by"] or "-",
         )  # fmt: skip
     console.print(gpus if seen["gpu_info"] else "No GPU was detected on the service's machine.")
     for gpu in seen["declared"]:
-        console.print(f"declared: {gpu['gpu_id']} {gpu['name']}, {gb(gpu['memory_total_bytes'])}")
+        console.print(f"declared: {gpu['gpu_id']} {gpu['name']}, {format_bytes(gpu['memory_total_bytes'])}")
     table = Table("worker", "state", "devices", "running", box=None)
     for worker in workers:
-        devices = ", ".join(f"{each['name']} {gb(each['memory_bytes'])}" for each in worker["devices"])
+        devices = ", ".join(
+            f"{each['name']} {format_bytes(each['memory_bytes'])}" for each in worker["devices"]
+        )
         state = "alive" if worker["alive"] else "silent"
         table.add_row(worker["hostname"], state, devices, ", ".join(worker["running"]) or "-")
     console.print(table if workers else "No worker has connected yet: start one with accrue worker")

@@ -108,7 +108,7 @@ def show_tuning(job: dict[str, Any]) -> int:
         table.add_row(
             f"{tried['token_budget']:,}", str(tried["micro_batches"]),
             _speed(tried["samples_per_second"]), f"{tried['tokens_per_second']:,.0f}",
-            gb(tried["peak_bytes"]),
+            format_bytes(tried["peak_bytes"]),
             "chosen" if tried["token_budget"] == tuning["token_budget"] else "",
         )  # fmt: skip
     console.print(
@@ -191,15 +191,15 @@ def show_batch_size(answer: dict[str, Any]) -> None:
     for device in answer["devices"]:
         devices.add_row(
             f"{device['gpu_id']} {device['name']}",
-            gb(device["memory_bytes"]),
-            gb(device["memory_limit_bytes"]),
+            format_bytes(device["memory_bytes"]),
+            format_bytes(device["memory_limit_bytes"]),
             str(device["max_micro_batch_size"]),
             _sizes(device["micro_batch_sizes"]),
         )
     console.print(devices)
     memory = Table(f"memory, {answer['source']}", "", box=None)
     for name, size in answer["memory"].items():
-        memory.add_row(name.removesuffix("_bytes").replace("_", " "), gb(size))
+        memory.add_row(name.removesuffix("_bytes").replace("_", " "), format_bytes(size))
     console.print(memory)
     if answer["alternatives"]:
         others = Table("alternative", "fits", "micro-batch", "steps", "peak", "samples/s", box=None)
@@ -210,7 +210,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
                 str(other["micro_batch_size"]),
                 str(other["accumulation_steps"]),
                 ("~" if other["source"] == "formula" != answer["source"] else "")
-                + gb(other["peak_process_bytes"]),
+                + format_bytes(other["peak_process_bytes"]),
                 _speed(other["predicted_samples_per_second"]),
             )
         console.print(others)
@@ -263,7 +263,7 @@ def _sizes(sizes: list[int]) -> str:
     return " + ".join(f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)) or "none"
 
 
-def gb(size: int) -> str:
+def format_bytes(size: int) -> str:
     if size < MIB / 10:
         return f"{size / 1024:.1f} KiB"
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"

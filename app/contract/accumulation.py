@@ -149,7 +149,11 @@ class AccumulationConfig(Request):
         if self.accumulation_scheduler == "noise_scale" and self.noise_scale_every is None:
             raise ValueError("accumulation_scheduler noise_scale needs noise_scale_every")
         if self.accumulation_scheduler == "noise_scale" and self.clip_mode == "each_micro_batch":
-            raise ValueError("accumulation_scheduler noise_scale excludes clip_mode each_micro_batch")
+            raise ValueError(
+                "the noise scale is not measured under clip_mode each_micro_batch: choose another "
+                "clip_mode, or "
+                "another accumulation_scheduler"
+            )
         return self
 
 

@@ -8,7 +8,7 @@ from app.contract.base import Flag, Request
 from app.contract.spec import OptimizerName, ScheduleName
 
 
-def _as_ours(given: Any) -> Any:
+def _normalise_optimizer_name(given: Any) -> Any:
     """Normalises an optimizer's name. Adam becomes AdamW, which equals it without weight decay."""
     if not isinstance(given, str):
         return given
@@ -16,7 +16,7 @@ def _as_ours(given: Any) -> Any:
     return {"adam": "adamw", "adamw_torch": "adamw", "adamw8bit": "adamw_8bit"}.get(name, name)
 
 
-OptimizerChoice = Annotated[OptimizerName, BeforeValidator(_as_ours)]
+OptimizerChoice = Annotated[OptimizerName, BeforeValidator(_normalise_optimizer_name)]
 
 
 class OptimizerArguments(Request):
@@ -88,7 +88,7 @@ class QloraMethod(Request):
 Method = Literal["full", "lora", "qlora"] | LoraMethod | QloraMethod
 
 
-def refuse_surplus(field: str, arguments: Request, taken: set[str], name: str) -> None:
+def reject_unknown_arguments(field: str, arguments: Request, allowed: set[str], name: str) -> None:
     """Rejects arguments that the chosen optimizer or schedule does not take.
 
     Args:
@@ -97,7 +97,7 @@ def refuse_surplus(field: str, arguments: Request, taken: set[str], name: str) -
     Raises:
         ValueError: there is such an argument; the message lists those that are taken.
     """
-    surplus = arguments.model_fields_set - taken
+    surplus = arguments.model_fields_set - allowed
     if surplus:
-        takes = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
+        takes = f"it takes {', '.join(sorted(allowed))}" if allowed else "it takes none"
         raise ValueError(f"{field}: {', '.join(sorted(surplus))} is not an argument of {name}; {takes}")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.contract.text import oversized, unstorable
+from app.contract.text import path_to_unstorable, size_error
 
 Flag = Annotated[bool, Strict()]
 """A strict boolean: true or false, but not 1 or "yes"."""
@@ -27,9 +27,9 @@ class Request(BaseModel):
     @classmethod
     def _can_be_stored(cls, given: Any) -> Any:
         """Runs before all validation, so that no field needs its own check; the error names the field."""
-        if (why := oversized(given)) is not None:
+        if (why := size_error(given)) is not None:
             raise PydanticCustomError("too_large", "the request {why}", {"why": why})
-        if (path := unstorable(given)) is not None:
+        if (path := path_to_unstorable(given)) is not None:
             raise PydanticCustomError(
                 UNSTORABLE, "has a NUL character or a lone surrogate", {"field": ".".join(path)}
             )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.contract.text import LONGEST_KEY, unstorable
+from app.contract.text import MAX_KEY_LENGTH, path_to_unstorable
 
 DataFormat = Literal["text", "prompt_completion", "messages"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -102,7 +102,7 @@ def format_of(line: dict[str, Any]) -> DataFormat:
             return name
     raise BadLine(
         'expected the keys "messages", or "prompt" and "completion", or "text"; '
-        f"found {', '.join(ascii(key[:LONGEST_KEY]) for key in sorted(line)[:8]) or 'none'}"
+        f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}"
     )
 
 
@@ -122,9 +122,9 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        told = str(error)[:120]
+        reason = str(error)[:120]
         raise BadLine(
-            f'not valid JSON ({told}): a line is an object such as {{"text": "…"}}, or {{"prompt": "…", '
+            f'not valid JSON ({reason}): a line is an object such as {{"text": "…"}}, or {{"prompt": "…", '
             '"completion": "…"}'
         ) from None
     if not isinstance(value, dict):
@@ -132,11 +132,11 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     name = expected if expected and _KEYS[expected] <= value.keys() else format_of(value)
     if expected and name != expected:
         raise BadLine(f"this is a {name} line, but the format is {expected}")
-    if (path := unstorable(value)) is not None:
+    if (path := path_to_unstorable(value)) is not None:
         raise BadLine(f"{'.'.join(path)}: has a NUL character or a lone surrogate")
     try:
         return name, SHAPES[name].model_validate(value)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part)[:LONGEST_KEY] for part in first["loc"]) or "line"
+        where = ".".join(str(part)[:MAX_KEY_LENGTH] for part in first["loc"]) or "line"
         raise BadLine(f"{where}: {first['msg']}") from None

@@ -24,10 +24,10 @@ def fail_point(name: str) -> None:
     `kill` ends the process as a power cut would; `stop` halts it until SIGCONT; `full` raises as a full disk
     does; `error` raises.
     """
-    told = os.environ.get(VARIABLE)
-    if told is None:
+    requested_faults = os.environ.get(VARIABLE)
+    if requested_faults is None:
         return
-    for each in told.split(","):
+    for each in requested_faults.split(","):
         point, _, rest = each.partition(":")
         what, _, at = rest.partition(":")
         if point != name:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The largest file that is read at once."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -61,18 +61,18 @@ def open_plain(root: Path, *parts: str) -> BinaryIO:
         return _opened(within, parts[-1], os.O_RDONLY, root.joinpath(*parts))
 
 
-def read_plain(root: Path, *parts: str, most: int = MOST_BYTES) -> bytes | None:
+def read_plain(root: Path, *parts: str, max_bytes: int = MAX_BYTES) -> bytes | None:
     """Returns the content of a file below a folder; None if the file does not exist.
 
     Args:
-        most: the largest size in bytes.
+        max_bytes: the largest size that is read.
 
     Raises:
         NotPlain: the file or a part of its path is a link; or it is not a plain file, or is larger.
     """
     with suppress(FileNotFoundError), open_plain(root, *parts) as file:
-        content = file.read(most + 1)
-        if len(content) > most:
+        content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
             raise NotPlain(root.joinpath(*parts))
         return content
     return None

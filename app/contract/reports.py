@@ -145,7 +145,7 @@ class EventLine(Frozen):
     data: Annotated[dict[str, Any], AfterValidator(_bounded_data)]
 
 
-AS_FAST = 0.97
+EQUALLY_FAST_SHARE = 0.97
 """The share of the best rate from which a micro-batch counts as equally fast; the smallest such is used."""
 
 
@@ -153,7 +153,7 @@ def smallest_of_the_fastest(measured: Iterable[tuple[int, float]]) -> int:
     """The smallest number of tokens whose rate is within 3 % of the best, from (tokens, rate) pairs."""
     pairs = list(measured)
     best = max(rate for _, rate in pairs)
-    return min(tokens for tokens, rate in pairs if rate >= AS_FAST * best)
+    return min(tokens for tokens, rate in pairs if rate >= EQUALLY_FAST_SHARE * best)
 
 
 class MeasuredSize(Frozen):

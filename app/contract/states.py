@@ -5,7 +5,7 @@ from typing import Literal
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
-Requested = Literal["pause", "cancel", "stop"]
+RequestedAction = Literal["pause", "cancel", "stop"]
 
 
 ENDED: tuple[JobStatus, ...] = ("succeeded", "failed", "cancelled")

@@ -12,9 +12,9 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 MOST_FIELDS = 500
 """Keys of one object in a request; no schema has half as many."""
 
-DEEPEST = 32
+MAX_DEPTH = 32
 
-LONGEST_KEY = 100
+MAX_KEY_LENGTH = 100
 """The most characters of a key that an error message repeats."""
 
 
@@ -43,7 +43,7 @@ def storable_values(value: Any) -> Any:
     return value
 
 
-def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+def path_to_unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
     """The path to the first text in a nested value that cannot be stored; None if there is none."""
     if isinstance(value, str):
         return None if is_storable(value) else path
@@ -51,31 +51,31 @@ def unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None
         for key, each in value.items():
             if isinstance(key, str) and not is_storable(key):
                 return (*path, storable(key)[:50])
-            if (found := unstorable(each, (*path, str(key)[:LONGEST_KEY]))) is not None:
+            if (found := path_to_unstorable(each, (*path, str(key)[:MAX_KEY_LENGTH]))) is not None:
                 return found
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
-            if (found := unstorable(each, (*path, str(number)))) is not None:
+            if (found := path_to_unstorable(each, (*path, str(number)))) is not None:
                 return found
     return None
 
 
-def oversized(value: Any, most_fields: int = MOST_FIELDS, depth: int = 0) -> str | None:
+def size_error(value: Any, most_fields: int = MOST_FIELDS, depth: int = 0) -> str | None:
     """Why a value is too large or too deep to be validated; None if it is not."""
-    if depth > DEEPEST:
-        return f"is nested deeper than {DEEPEST} levels"
+    if depth > MAX_DEPTH:
+        return f"is nested deeper than {MAX_DEPTH} levels"
     if isinstance(value, dict):
         if len(value) > most_fields:
             return f"has {len(value)} fields, more than {most_fields}"
         return next(
-            (why for each in value.values() if (why := oversized(each, most_fields, depth + 1))), None
+            (why for each in value.values() if (why := size_error(each, most_fields, depth + 1))), None
         )
     if isinstance(value, list):
         return next(
             (
                 why
                 for each in value
-                if isinstance(each, dict | list) and (why := oversized(each, most_fields, depth + 1))
+                if isinstance(each, dict | list) and (why := size_error(each, most_fields, depth + 1))
             ),
             None,
         )

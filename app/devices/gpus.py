@@ -17,11 +17,11 @@ from app.planning.devices import MIB, Device
 log = structlog.get_logger("accrue.gpus")
 
 _FRESH_SECONDS = 2.0
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class SeenGpu:
+class DetectedGpu:
     """A GPU as nvidia-smi reports it now; memory in bytes, load from 0 to 1."""
 
     id: int
@@ -41,25 +41,25 @@ class SeenGpu:
         )  # fmt: skip
 
 
-class _Gauge:
+class _GpuMonitor:
     """Caches nvidia-smi's output for a short time; while a call hangs, callers get the previous output."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._looked_at = -math.inf
-        self._seen: list[SeenGpu] = []
+        self._seen: list[DetectedGpu] = []
         self._asking: threading.Thread | None = None
 
-    def look(self) -> list[SeenGpu]:
+    def look(self) -> list[DetectedGpu]:
         with self._lock:
             hangs = self._asking is not None and self._asking.is_alive()
             if not hangs and time.monotonic() - self._looked_at > _FRESH_SECONDS:
                 self._looked_at = time.monotonic()
                 self._asking = threading.Thread(target=self._ask, daemon=True, name="nvidia-smi")
                 self._asking.start()
-                self._asking.join(_PATIENCE_SECONDS)
+                self._asking.join(_TIMEOUT_SECONDS)
                 if self._asking.is_alive():
-                    log.warning("nvidia-smi does not answer", seconds=_PATIENCE_SECONDS)
+                    log.warning("nvidia-smi does not answer", seconds=_TIMEOUT_SECONDS)
             return self._seen
 
     def _ask(self) -> None:
@@ -69,10 +69,10 @@ class _Gauge:
             log.warning("could not parse nvidia-smi's output", error=str(error)[:200])
 
 
-_gauge = _Gauge()
+_gauge = _GpuMonitor()
 
 
-def seen() -> list[SeenGpu]:
+def detected() -> list[DetectedGpu]:
     """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; none without nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = _gauge.look()
@@ -97,14 +97,14 @@ def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Devic
 
     Declared ones, else those detected here, else those of workers elsewhere, else this machine's CPU.
     """
-    return declared or [gpu.device for gpu in seen()] or of_workers or [this_cpu()]
+    return declared or [gpu.device for gpu in detected()] or of_workers or [this_cpu()]
 
 
-def _ask() -> list[SeenGpu]:
+def _ask() -> list[DetectedGpu]:
     gpus = _gputil().getGPUs()
     capabilities = _compute_capabilities() if gpus else {}
     return [
-        SeenGpu(
+        DetectedGpu(
             id=gpu.id,
             uuid=gpu.uuid,
             name=gpu.name,
@@ -125,7 +125,7 @@ def _compute_capabilities() -> dict[str, float]:
     command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
     try:
         told = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         ).stdout
         rows = [line.split(",") for line in told.splitlines()]
         return {uuid.strip(): float(capability) for uuid, capability in rows}
@@ -152,21 +152,21 @@ def _number(value: float) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
 
 
-def first_devices(count: int, there: list[Device]) -> list[Device]:
+def first_devices(count: int, available: list[Device]) -> list[Device]:
     """The first `count` devices; if there are fewer, the rest are assumed to be like the last one."""
-    return [there[min(number, len(there) - 1)] for number in range(count)]
+    return [available[min(number, len(available) - 1)] for number in range(count)]
 
 
-def select_devices(gpu_ids: list[int], there: list[Device]) -> list[Device]:
+def select_devices(gpu_ids: list[int], available: list[Device]) -> list[Device]:
     """Devices by their ids.
 
     Raises:
         Unprocessable: an id is unknown; the message lists the available ones.
     """
-    by_id = {device.id: device for device in there}
+    by_id = {device.id: device for device in available}
     unknown = [str(gpu_id) for gpu_id in gpu_ids if gpu_id not in by_id]
     if unknown:
-        known = ", ".join(f"{device.id} ({device.name})" for device in there)
+        known = ", ".join(f"{device.id} ({device.name})" for device in available)
         raise Unprocessable(
             f"gpu_ids: no GPU {', '.join(unknown)}. Available: {known}. Declare devices to plan for "
             "with gpus, or with ACCRUE_GPUS=24GB,24GB.",

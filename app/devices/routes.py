@@ -15,7 +15,7 @@ from app.storage.session import OF_EVERYONE
 from app.storage.tables import Job, Worker
 from app.web.dependencies import CurrentSettings, Reading
 
-ANOTHER_S = "another key's job"
+ANOTHER_KEYS_JOB = "another key's job"
 
 router = APIRouter(tags=["devices"])
 
@@ -29,8 +29,8 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
         .where(Job.status == "running", Job.device.is_not(None), Worker.hostname == socket.gethostname()),
         execution_options=OF_EVERYONE,
     )
-    held = {row.device: row.id if session.shows(row.owner) else ANOTHER_S for row in rows}
-    seen = gpus.seen()
+    held = {row.device: row.id if session.shows(row.owner) else ANOTHER_KEYS_JOB for row in rows}
+    seen = gpus.detected()
     return GpusAnswer(
         available_gpus=[gpu.id for gpu in seen if f"cuda:{gpu.id}" not in held],
         gpu_info=[
@@ -67,7 +67,7 @@ def list_workers(session: Reading) -> Page[WorkerAnswer]:
             last_heartbeat_at=int(row.heartbeat_at),
             alive=row.heartbeat_at > now - SILENT_SECONDS,
             devices=row.devices,
-            running=[job_id if job_id in own else ANOTHER_S for job_id in row.running],
+            running=[job_id if job_id in own else ANOTHER_KEYS_JOB for job_id in row.running],
         )
         for row in rows
     ]

@@ -27,7 +27,7 @@ PREFIX = "/gradient-accumulation"
 def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
     """Everything about a job, in API.md's shape."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
-    progress = Progress.model_validate({"steps_total": plan.steps_total, **_known(job.progress)})
+    progress = Progress.model_validate({"steps_total": plan.steps_total, **_without_nulls(job.progress)})
     progress.within_window &= job.status == "running"  # an interrupted window starts over
     steps, micro_batch = _split(job, spec, plan, progress)
     return JobAnswer(
@@ -36,8 +36,8 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
         status=job.status,
         requested=job.requested,
         created_at=int(job.created_at),
-        started_at=_whole(job.started_at),
-        finished_at=_whole(job.finished_at),
+        started_at=_as_int(job.started_at),
+        finished_at=_as_int(job.finished_at),
         model_name=job.model_name,
         user_id=job.user_id,
         metadata=job.labels,
@@ -159,9 +159,9 @@ def _links(job: Job, spec: Spec) -> Links:
     )
 
 
-def _known(progress: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(progress: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in progress.items() if value is not None}
 
 
-def _whole(seconds: float | None) -> int | None:
+def _as_int(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds)

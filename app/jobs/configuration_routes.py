@@ -89,7 +89,7 @@ def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> 
     merged = {
         **row.given,
         "num_gpus": row.num_gpus,
-        **{_NAMES.get(name, name): requested[name] for name in requested},
+        **{_NAME_BY_ALIAS.get(name, name): requested[name] for name in requested},
     }
     try:
         whole = ConfigurationRequest.model_validate(merged)
@@ -98,7 +98,7 @@ def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> 
     return _change(session, config_id, whole)
 
 
-_NAMES = {
+_NAME_BY_ALIAS = {
     str(other): name
     for name, field in ConfigurationRequest.model_fields.items()
     if isinstance(field.validation_alias, AliasChoices)

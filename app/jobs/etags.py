@@ -37,7 +37,7 @@ class AnswerCache:
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], tuple[Row, Document]] = OrderedDict()
 
-    def of(self, surface: str, row: Row, answer: Callable[[Job], BaseModel]) -> Document:
+    def document(self, surface: str, row: Row, answer: Callable[[Job], BaseModel]) -> Document:
         """The document of a job for the native or the OpenAI surface.
 
         Args:
@@ -55,7 +55,7 @@ class AnswerCache:
                 self._kept.popitem(last=False)
         return document
 
-    def page(
+    def page_response(
         self, surface: str, rows: Sequence[Row], limit: int, answer: Callable[[Job], BaseModel]
     ) -> Response:
         """A page of the first `limit` rows."""
@@ -65,7 +65,7 @@ class AnswerCache:
             "first_id": shown[0]["id"] if shown else None,
             "last_id": shown[-1]["id"] if shown else None,
         }
-        data = b",".join(self.of(surface, row, answer).body for row in shown)
+        data = b",".join(self.document(surface, row, answer).body for row in shown)
         end = json.dumps(rest, separators=(",", ":"))[1:].encode()
         return Response(b'{"object":"list","data":[' + data + b"]," + end, media_type="application/json")
 

@@ -73,7 +73,7 @@ def record_event_of(
     data: dict[str, Any] | None = None,
 ) -> None:
     """Records an event of a job that is in the database, by the job's id."""
-    told = {
+    values = {
         "id": next_id(session, job_id),
         "job_id": job_id,
         "attempt": attempt,
@@ -81,5 +81,5 @@ def record_event_of(
         "type": kind,
     }
     _INSERT_EVENT.run(
-        session, told | {"message": storable(message), "data": json.dumps(storable_values(data or {}))}
+        session, values | {"message": storable(message), "data": json.dumps(storable_values(data or {}))}
     )

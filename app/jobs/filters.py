@@ -16,7 +16,7 @@ from app.storage.tables import Job
 MOST_LABELS = 16
 
 
-def is_filter(name: str) -> bool:
+def is_metadata_filter(name: str) -> bool:
     """Whether a parameter is `metadata[key]`."""
     return name.startswith("metadata[") and name.endswith("]")
 
@@ -27,10 +27,10 @@ def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
     Raises:
         Unprocessable: more such filters than metadata entries that a job can have.
     """
-    if sum(is_filter(name) for name in request.query_params) > MOST_LABELS:
+    if sum(is_metadata_filter(name) for name in request.query_params) > MOST_LABELS:
         raise Unprocessable(f"A job has at most {MOST_LABELS} metadata keys: give fewer.", field="metadata")
     for name, value in request.query_params.items():
-        if is_filter(name):
+        if is_metadata_filter(name):
             query = query.where(_label(Job.labels, literal(name[9:-1])) == value)
     return query
 

@@ -11,7 +11,7 @@ from sqlalchemy import JSON, func, insert, select
 
 from app.contract.plan import Plan
 from app.contract.spec import Spec
-from app.contract.states import ENDED, Requested
+from app.contract.states import ENDED, RequestedAction
 from app.errors import Conflict
 from app.jobs.events import record_event
 from app.jobs.queue import reclaim_expired
@@ -251,13 +251,13 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     return job_id, file.id
 
 
-def _request(session: Session, job: Job, what: Requested) -> None:
+def _request(session: Session, job: Job, what: RequestedAction) -> None:
     if job.requested != what:
         change(session, job, requested=what)
         record_event(session, job, f"{what}_requested", _REQUESTED[what])
 
 
-_REQUESTED: dict[Requested, str] = {
+_REQUESTED: dict[RequestedAction, str] = {
     "pause": "Pause requested.",
     "cancel": "Cancellation requested.",
     "stop": "Stop requested.",

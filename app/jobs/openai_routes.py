@@ -32,7 +32,7 @@ from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
 from app.submissions import admission, openai_requests
-from app.submissions.admission import Checked
+from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, submit
 from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
@@ -70,10 +70,10 @@ class _Handler(SubmissionHandler):
         super().__init__(inputs, settings, once)
         self._requested = requested
 
-    def takes_a_while(self) -> bool:
-        return admission.takes_a_while(self._requested.model, None, self.settings)
+    def is_slow(self) -> bool:
+        return admission.is_slow(self._requested.model, None, self.settings)
 
-    def check(self) -> Checked:
+    def check(self) -> AdmittedRequest:
         return openai_requests.check(self._requested, self.inputs, self.settings)
 
     def answer(self, session: Session, job: Job) -> FineTuningJob:
@@ -85,10 +85,10 @@ def list_jobs(
     request: Request, database: CurrentDatabase, limit: Limit = 20, after: After = None
 ) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
-    documents: AnswerCache = request.app.state.documents
+    answer_cache: AnswerCache = request.app.state.answer_cache
     with database.connecting() as connection:
         rows = reads.page(connection, with_metadata(reads.JOBS, request), database.viewer.owner, limit, after)
-        return documents.page("openai", rows, limit, answer)
+        return answer_cache.page_response("openai", rows, limit, answer)
 
 
 @router.get(
@@ -100,12 +100,12 @@ def list_jobs(
 async def get(request: Request, fine_tuning_job_id: JobId) -> Response:
     owner = request.state.caller.owner
 
-    documents: AnswerCache = request.app.state.documents
+    answer_cache: AnswerCache = request.app.state.answer_cache
 
     def read(connection: Connection) -> Document:
-        return documents.of("openai", reads.row(connection, fine_tuning_job_id, owner), answer)
+        return answer_cache.document("openai", reads.row(connection, fine_tuning_job_id, owner), answer)
 
-    return tagged(request, await request.app.state.immediate_reads.at(read))
+    return tagged(request, await request.app.state.immediate_reads.run(read))
 
 
 @router.post("/{fine_tuning_job_id}/cancel", summary="Cancel a fine-tuning job")
@@ -130,13 +130,13 @@ def list_events(
     """Messages, and an event of type `metrics` for every step."""
     transitions.get(session, fine_tuning_job_id)
     query = select(JobEvent).where(JobEvent.job_id == fine_tuning_job_id)
-    told = page(session, query, JobEvent.id, limit, after, _event)
-    made = _metrics(session, fine_tuning_job_id, limit, after)
-    both = sorted([*told.data, *made], key=lambda event: event.id, reverse=True)
+    messages = page(session, query, JobEvent.id, limit, after, _event)
+    metrics = _metrics(session, fine_tuning_job_id, limit, after)
+    both = sorted([*messages.data, *metrics], key=lambda event: event.id, reverse=True)
     data = both[:limit]
     return Page(
         data=data,
-        has_more=told.has_more or len(both) > limit,
+        has_more=messages.has_more or len(both) > limit,
         first_id=data[0].id if data else None,
         last_id=data[-1].id if data else None,
     )

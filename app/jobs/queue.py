@@ -23,10 +23,10 @@ from sqlalchemy import (
 
 from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
-from app.contract.states import JobStatus, Requested
+from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
 from app.jobs.events import record_event, record_event_of
-from app.jobs.transitions import Fence, LostJob, change, get, held
+from app.jobs.transitions import Fence, LostJob, change, get, held_by
 from app.statistics import totals
 from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
@@ -101,7 +101,7 @@ def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
     session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
 
 
-def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> Requested | None:
+def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> RequestedAction | None:
     """Renews the lease. Returns what a user has requested in the meantime.
 
     Raises:
@@ -134,7 +134,7 @@ def fail(session: Session, fence: Fence, failure: Failure) -> None:
 
 def crash(session: Session, fence: Fence, failure: Failure) -> None:
     """Requeues a job whose trainer crashed, or ends it as failed after `MAX_FAILURES` crashes in a row."""
-    failures = session.scalar(select(Job.failures).where(held(fence)))
+    failures = session.scalar(select(Job.failures).where(held_by(fence)))
     if failures is None:
         raise LostJob(fence.job_id)
     if failures + 1 >= MAX_FAILURES:
@@ -194,13 +194,13 @@ def _count_waiting(dialect: str) -> Any:
 _COUNT_WAITING = Prepared(_count_waiting)
 
 
-def hold(session: Session, fence: Fence) -> None:
+def lock_job(session: Session, fence: Fence) -> None:
     """Locks the job until the transaction ends, so that its events stay in order.
 
     Raises:
         LostJob: it is no longer this worker's.
     """
-    if session.scalar(select(Job.id).where(held(fence)).with_for_update()) is None:
+    if session.scalar(select(Job.id).where(held_by(fence)).with_for_update()) is None:
         raise LostJob(fence.job_id)
 
 
@@ -259,7 +259,7 @@ def _leave(
 ) -> None:
     """Moves a running job to queued, or to the state that was requested. A stop request is kept: the worker
     that claims the job next saves the model of its last checkpoint."""
-    requested = session.scalar(select(Job.requested).where(held(fence)))
+    requested = session.scalar(select(Job.requested).where(held_by(fence)))
     status: JobStatus = (
         "cancelled" if requested == "cancel" else "paused" if requested == "pause" else "queued"
     )

@@ -62,7 +62,7 @@ class ImmediateReads:
         self._database = database
         self._connection: Connection | None = None
 
-    async def at(self, read: Callable[[Connection], Found]) -> Found:
+    async def run(self, read: Callable[[Connection], Found]) -> Found:
         """The result of `read`. Only the thread of the event loop may call this."""
         if self._database.is_sqlite:
             try:

@@ -29,7 +29,7 @@ from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
 from app.storage.waits import WaitLimiter
 from app.submissions import admission
-from app.submissions.admission import Checked
+from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
@@ -94,25 +94,25 @@ def list_jobs(
 ) -> Response:
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
     query = with_metadata(reads.JOBS, request).where(*filters)
-    documents: AnswerCache = request.app.state.documents
+    answer_cache: AnswerCache = request.app.state.answer_cache
     with database.connecting() as connection:
         waiting_reasons = WaitingReasons(connection)
         rows = reads.page(connection, query, database.viewer.owner, limit, after)
-        return documents.page("native", rows, limit, lambda job: job_answer(waiting_reasons, job))
+        return answer_cache.page_response("native", rows, limit, lambda job: job_answer(waiting_reasons, job))
 
 
 @router.get("/{training_id}", summary="A job", response_model=JobAnswer, responses=NOT_MODIFIED)
 async def get(request: Request, training_id: JobId) -> Response:
     owner = request.state.caller.owner
 
-    documents: AnswerCache = request.app.state.documents
+    answer_cache: AnswerCache = request.app.state.answer_cache
 
     def read(connection: Connection) -> Document:
         waiting_reasons = WaitingReasons(connection)
         row = reads.row(connection, training_id, owner)
-        return documents.of("native", row, lambda job: job_answer(waiting_reasons, job))
+        return answer_cache.document("native", row, lambda job: job_answer(waiting_reasons, job))
 
-    return tagged(request, await request.app.state.immediate_reads.at(read))
+    return tagged(request, await request.app.state.immediate_reads.run(read))
 
 
 @router.post("/{training_id}/cancel", summary="Cancel a job")
@@ -214,10 +214,10 @@ async def _as_sent_events(
     request: Request, events: AsyncIterator[JobEvent | WindowProgress | None]
 ) -> AsyncIterator[bytes]:
     """Formats events for a stream, until the job ends or the client's key is revoked."""
-    who: Authenticate = request.app.state.authenticate
+    authenticate: Authenticate = request.app.state.authenticate
     async for event in events:
         try:
-            await who(request)
+            await authenticate(request)
         except AccrueError:
             return
         if event is None:
@@ -239,7 +239,7 @@ async def _submitted(
     return await submit(handler, request.app.state.group_commit)
 
 
-async def _dry_run(request: Request, handler: "_Handler") -> Checked:
+async def _dry_run(request: Request, handler: "_Handler") -> AdmittedRequest:
     """Waits a moment for a simulation, unless too many requests are waiting already."""
     checked = await to_thread.run_sync(handler.check)
     waits: WaitLimiter = request.app.state.waits
@@ -248,7 +248,7 @@ async def _dry_run(request: Request, handler: "_Handler") -> Checked:
         return checked
     with waits.place(key_id):
         await profiles.wait_for(
-            handler.inputs.database, checked.wanted, _DRY_RUN_WAITS, request.is_disconnected
+            handler.inputs.database, checked.profile_key, _DRY_RUN_WAITS, request.is_disconnected
         )
     return await to_thread.run_sync(handler.check)
 
@@ -268,11 +268,11 @@ class _Handler(SubmissionHandler):
         super().__init__(inputs, settings, once)
         self._requested, self._planned = requested, planned
 
-    def takes_a_while(self) -> bool:
+    def is_slow(self) -> bool:
         requested = self._requested
-        return admission.takes_a_while(requested.model_name, requested.dataset_config, self.settings)
+        return admission.is_slow(requested.model_name, requested.dataset_config, self.settings)
 
-    def check(self) -> Checked:
+    def check(self) -> AdmittedRequest:
         return admission.check(self._requested, self.inputs, self.settings, planned=self._planned)
 
     def answer(self, session: Session, job: Job) -> JobAnswer:

@@ -13,7 +13,7 @@ from app.contract.arguments import (
     OptimizerArguments,
     OptimizerChoice,
     ScheduleArguments,
-    refuse_surplus,
+    reject_unknown_arguments,
 )
 from app.contract.base import Answer, Flag, Request
 from app.contract.data_formats import DataFormat, Role
@@ -29,7 +29,7 @@ from app.contract.spec import (
     Tune,
     WarmupShape,
 )
-from app.contract.states import JobStatus, Requested
+from app.contract.states import JobStatus, RequestedAction
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
 
 WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
@@ -206,10 +206,10 @@ class TrainingConfig(Request):
             raise ValueError("one_cycle has its own warmup: set lr_scheduler_args.pct_start instead")
         if self.early_stopping is not None and self.eval_every is None:
             raise ValueError("early_stopping needs eval_every")
-        refuse_surplus(
+        reject_unknown_arguments(
             "optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer
         )
-        refuse_surplus(
+        reject_unknown_arguments(
             "lr_scheduler_args",
             self.lr_scheduler_args,
             set(SCHEDULE_ARGUMENTS[self.lr_scheduler]),
@@ -367,7 +367,9 @@ class JobAnswer(Answer):
     training_id: str
     object: Literal["accumulation.training"] = "accumulation.training"
     status: JobStatus
-    requested: Requested | None = Field(description="Requested action that the worker has not finished yet")
+    requested: RequestedAction | None = Field(
+        description="RequestedAction action that the worker has not finished yet"
+    )
     created_at: int
     started_at: int | None
     finished_at: int | None

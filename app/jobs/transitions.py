@@ -19,7 +19,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, and_, update
 
-from app.contract.states import JobStatus, Requested
+from app.contract.states import JobStatus, RequestedAction
 from app.errors import NotFound
 from app.storage.session import Session
 from app.storage.tables import Job
@@ -64,7 +64,7 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
 
 def change(
     session: Session, where: Fence | Job, to: JobStatus | None = None, **values: Any
-) -> Requested | None:
+) -> RequestedAction | None:
     """Writes a job's row, and moves the job along an edge.
 
     Only a claim has its own statement (queue.py), since it also selects the row.
@@ -80,7 +80,7 @@ def change(
     Raises:
         LostJob: the job is no longer this worker's, or its state does not allow the transition.
     """
-    condition = held(where) if isinstance(where, Fence) else Job.id == where.id
+    condition = held_by(where) if isinstance(where, Fence) else Job.id == where.id
     if to is not None:
         condition = and_(condition, Job.status.in_([state for state, after in EDGES.items() if to in after]))
         values["status"] = to
@@ -95,11 +95,11 @@ def change(
         raise LostJob(where.job_id if isinstance(where, Fence) else where.id)
     if isinstance(where, Job):
         session.refresh(where)
-    requested: Requested | None = row.requested
+    requested: RequestedAction | None = row.requested
     return requested
 
 
-def held(fence: Fence) -> ColumnElement[bool]:
+def held_by(fence: Fence) -> ColumnElement[bool]:
     """The condition that a fence's job still runs under that attempt and worker."""
     return and_(
         Job.id == fence.job_id,

@@ -21,7 +21,7 @@ class _Workers(NamedTuple):
     """Idle devices of live workers; negative if more jobs run than devices were seen."""
 
 
-class _Mark(NamedTuple):
+class _Position(NamedTuple):
     """A job's position in the queue, from which those of other jobs are counted."""
 
     place: float
@@ -34,7 +34,7 @@ class WaitingReasons:
 
     def __init__(self, where: Session | Connection) -> None:
         self._where = where
-        self._mark: _Mark | None = None
+        self._mark: _Position | None = None
 
     @classmethod
     def within(cls, session: Session) -> "WaitingReasons":
@@ -56,7 +56,7 @@ class WaitingReasons:
         """Why a job waits and its queue position; None if it does not wait."""
         if job.status != "queued":
             return None
-        self._mark = self._counted(job)
+        self._mark = self._position_of(job)
         later = job.not_before > self._workers.now
         return Waiting(
             reason=self._reason(later=later),
@@ -64,17 +64,17 @@ class WaitingReasons:
             predicted_start=int(job.not_before) + 1 if later else None,
         )
 
-    def _counted(self, job: Job) -> _Mark:
+    def _position_of(self, job: Job) -> _Position:
         """A job's queue position, counted from the previous job's: that reads fewer rows of a long queue."""
         own = {"place": job.place, "id": job.id}
         if self._mark is None:
             ((ahead,),) = _AHEAD.run(self._where, own)
-            return _Mark(job.place, job.id, ahead)
+            return _Position(job.place, job.id, ahead)
         last, reached = (self._mark.place, self._mark.id), (job.place, job.id)
         low, high = sorted((last, reached))
         between = {"low_place": low[0], "low_id": low[1], "place": high[0], "id": high[1]}
         ((jobs,),) = _BETWEEN.run(self._where, between)
-        return _Mark(*reached, self._mark.ahead + (jobs if reached > last else -jobs))
+        return _Position(*reached, self._mark.ahead + (jobs if reached > last else -jobs))
 
     def by_reason(self) -> dict[Reason, int]:
         """The number of waiting jobs by reason; reasons without jobs are left out."""

@@ -110,8 +110,8 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
     if (folder / "runs").is_dir():
         shutil.copytree(folder / "runs", settings.runs_dir, symlinks=True, dirs_exist_ok=True)
     _copy_database(folder / _DATABASE, target)
-    migrate(settings.url)
-    database = Database(settings.url)
+    migrate(settings.resolved_database_url)
+    database = Database(settings.resolved_database_url)
     with database.reading() as session:
         jobs = _jobs(session)
     database.close()
@@ -119,7 +119,7 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
 
 
 def _sqlite_file(settings: Settings) -> Path:
-    url = make_url(settings.url)
+    url = make_url(settings.resolved_database_url)
     if url.get_backend_name() != "sqlite" or not url.database:
         raise InvalidRequest(
             "ACCRUE_DATABASE_URL names a server: back it up with its own tools (pg_dump), and copy the data "

@@ -43,9 +43,12 @@ def examine(settings: Settings) -> Iterator[Finding]:
     """Looks at everything that a service and its workers need, without changing anything."""
     yield _data_folder(settings)
     yield _disk_space(settings)
-    if settings.url.startswith("sqlite"):
+    if settings.resolved_database_url.startswith("sqlite"):
         yield _sqlite_version(sqlite3.sqlite_version_info)
-    if settings.url.startswith("sqlite") and not Path(make_url(settings.url).database or "").exists():
+    if (
+        settings.resolved_database_url.startswith("sqlite")
+        and not Path(make_url(settings.resolved_database_url).database or "").exists()
+    ):
         yield Finding("database", "warning", "does not exist yet: accrue up creates it")
     else:
         yield from _database_checks(settings)
@@ -54,7 +57,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
 
 
 def _database_checks(settings: Settings) -> Iterator[Finding]:
-    database = Database(settings.url, patience_seconds=5)
+    database = Database(settings.resolved_database_url, timeout_seconds=5)
     try:
         yield from _database(database)
     except SQLAlchemyError as error:
@@ -155,7 +158,7 @@ def _queue(database: Database) -> Iterator[Finding]:
 
 
 def _gpus() -> Finding:
-    seen = gpus.seen()
+    seen = gpus.detected()
     if seen:
         return Finding("GPUs", "ok", ", ".join(f"{gpu.id} {gpu.name}" for gpu in seen))
     if shutil.which("nvidia-smi") is None:

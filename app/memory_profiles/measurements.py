@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from app.contract.plan import Plan
 from app.contract.reports import Tuning
 from app.planning.devices import GIB, Device
-from app.planning.estimate import Estimate, Point
+from app.planning.estimate import Estimate, MeasuredPeak
 from app.planning.throughput import Throughput
 from app.storage.database import database_now, insert_for
 from app.storage.session import Session
@@ -25,13 +25,13 @@ DeviceKind = Literal["cpu", "cuda"]
 _SETTLED_STEPS = 3
 """The number of steps after which an attempt's peak is that of its steady state."""
 
-_REMEMBERED = 200
-_ENOUGH = 5
+_MAX_MEASUREMENTS = 200
+_MIN_MEASUREMENTS = 5
 """The number of measurements from which a margin is computed."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
-_MOST_OFF = 3.0
+_MAX_ERROR_FACTOR = 3.0
 """A measured peak that differs from its prediction by a larger factor is not used."""
-_OF_A_PROCESS = 2 * GIB
+_PROCESS_ALLOWANCE = 2 * GIB
 """Bytes that a process may take in addition, which matter for small models."""
 
 
@@ -78,14 +78,16 @@ def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
         )  # fmt: skip
 
 
-def points(session: Session, architecture: str, device_name: str | None) -> Mapping[str, list[Point]]:
+def points(session: Session, architecture: str, device_name: str | None) -> Mapping[str, list[MeasuredPeak]]:
     """The measured peaks on such a device, by profile key; of several for one size, the newest."""
     query = select(Measurement).where(
         Measurement.architecture == architecture, Measurement.device_name == device_name
     )
-    found: dict[str, dict[int, Point]] = {}
+    found: dict[str, dict[int, MeasuredPeak]] = {}
     for row in session.scalars(query.order_by(Measurement.created_at)):
-        found.setdefault(row.key, {})[row.tokens] = Point(row.tokens, row.accumulating, row.measured_bytes)
+        found.setdefault(row.key, {})[row.tokens] = MeasuredPeak(
+            row.tokens, row.accumulating, row.measured_bytes
+        )
     return {key: [own[tokens] for tokens in sorted(own)] for key, own in found.items()}
 
 
@@ -122,7 +124,7 @@ def margin(session: Session, device: DeviceKind) -> float | None:
     None: too little was measured to say.
     """
     errors = _errors(session, None, device)
-    if len(errors) < _ENOUGH:
+    if len(errors) < _MIN_MEASUREMENTS:
         return None
     beyond = quantiles(errors, n=20, method="inclusive")[-1]
     return min(_MOST_MARGIN, max(_LEAST_MARGIN, beyond))
@@ -164,8 +166,8 @@ def _keep(
 def _is_plausible(subject: Subject, tokens: int, measured: int, predicted: int) -> bool:
     """Whether a measurement is plausible, since the plans of other jobs rely on it."""
     longest = int(subject.job.spec["effective_batch_size"]) * subject.sequence
-    most = min(predicted * _MOST_OFF + _OF_A_PROCESS, subject.device.memory_bytes)
-    return 0 < tokens <= 2 * longest and predicted / _MOST_OFF <= measured <= most
+    most = min(predicted * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE, subject.device.memory_bytes)
+    return 0 < tokens <= 2 * longest and predicted / _MAX_ERROR_FACTOR <= measured <= most
 
 
 def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:
@@ -174,5 +176,5 @@ def _errors(session: Session, source: str | None, device: DeviceKind) -> list[fl
     query = query.where(Measurement.device == device, Measurement.predicted_bytes > 0)
     if source is not None:
         query = query.where(Measurement.source == source)
-    rows = session.execute(query.order_by(Measurement.created_at.desc()).limit(_REMEMBERED)).all()
+    rows = session.execute(query.order_by(Measurement.created_at.desc()).limit(_MAX_MEASUREMENTS)).all()
     return [measured / predicted - 1 for measured, predicted in rows]

@@ -28,7 +28,7 @@ from app.storage.session import Session
 from app.storage.tables import Job, ProfileRequest, StoredProfile
 from app.storage.waits import Gone, never, until_found
 
-_MADE_BY = 2
+_PROFILER_VERSION = 2
 """The version of the profiler; profiles made by other versions are not used."""
 
 _CLAIM_SECONDS = 60.0
@@ -59,8 +59,8 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     own = recipe.model_dump_json(
         exclude=None if recipe.optimizer_on_cpu else {"optimizer_on_cpu"}
     )  # keeps older keys
-    told = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_MADE_BY}"
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_PROFILER_VERSION}"
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def exists(session: Session, key: str) -> bool:
@@ -179,12 +179,12 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
 
     Returns at once if there is no worker to make it. Returns warnings for the user.
     """
-    told = await to_thread.run_sync(request_with_warnings, database, wanted)
-    if told is None:
-        told = await until_found(lambda: request_warnings(database, wanted), seconds, gone)
-    if told is None:
+    warnings = await to_thread.run_sync(request_with_warnings, database, wanted)
+    if warnings is None:
+        warnings = await until_found(lambda: request_warnings(database, wanted), seconds, gone)
+    if warnings is None:
         return ["the figures come from a formula while a simulation runs: try again in a few seconds"]
-    return told
+    return warnings
 
 
 def claim(session: Session) -> ProfileRequest | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture, ModelReference
 from app.contract.model_files import fingerprint_of_files
-from app.contract.text import oversized, unstorable
+from app.contract.text import path_to_unstorable, size_error
 from app.errors import TooManyRequests, Unprocessable
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
@@ -94,7 +94,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
         ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process.
     """
     if model.source == "built_in":
-        return str(settings.made_models_dir / model.name)
+        return str(settings.created_models_dir / model.name)
     if model.source == "hub":
         return model.name
     if settings.models_dir is None:
@@ -102,12 +102,12 @@ def path_of(model: ModelReference, settings: Settings) -> str:
     return str(settings.models_dir.absolute() / model.name)
 
 
-def is_at_hand(name: str, settings: Settings) -> bool:
+def is_local(name: str, settings: Settings) -> bool:
     """Whether a model is found without the hub and its cache."""
     return name == BUILT_IN_MODEL or _local_folder(name, settings) is not None
 
 
-def known(settings: Settings) -> list[str]:
+def local_names(settings: Settings) -> list[str]:
     """Names that need no hub: the built-in model and those of the models folder."""
     folder = settings.models_dir
     local = (
@@ -122,10 +122,10 @@ def known(settings: Settings) -> list[str]:
     return [BUILT_IN_MODEL, *local]
 
 
-def to_plan_for(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]:
+def plannable_models(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]:
     """The models that can be planned for without the hub, by name; unreadable folders are left out."""
-    found = {name: _of_the_catalogue(name) for name in catalogue.CATALOGUE}
-    for name in known(settings):
+    found = {name: _catalogue_entry(name) for name in catalogue.CATALOGUE}
+    for name in local_names(settings):
         with contextlib.suppress(Unprocessable, OSError):
             source: KnownFrom = "built_in" if name == BUILT_IN_MODEL else "local"
             found[name] = source, find_for_planning(name, settings).architecture
@@ -133,7 +133,7 @@ def to_plan_for(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]
 
 
 @cache
-def _of_the_catalogue(name: str) -> tuple[KnownFrom, Architecture]:
+def _catalogue_entry(name: str) -> tuple[KnownFrom, Architecture]:
     return "catalogue", architectures.from_config(catalogue.CATALOGUE[name])
 
 
@@ -149,7 +149,7 @@ def _configs(folder: Path) -> list[Path]:
 
 def _local_config(name: str, settings: Settings) -> dict[str, Any] | None:
     folder = _local_folder(name, settings)
-    return None if folder is None else _parse(name, _beginning(name, folder / "config.json"))
+    return None if folder is None else _parse(name, _read_limited(name, folder / "config.json"))
 
 
 def _local_folder(name: str, settings: Settings) -> Path | None:
@@ -171,10 +171,10 @@ def _cached_config(name: str) -> dict[str, Any] | None:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return _parse(name, _beginning(name, Path(cached))) if isinstance(cached, str) else None
+    return _parse(name, _read_limited(name, Path(cached))) if isinstance(cached, str) else None
 
 
-def _beginning(name: str, path: Path) -> bytes:
+def _read_limited(name: str, path: Path) -> bytes:
     """The content of a file, up to one byte more than a config.json may have.
 
     Raises:
@@ -249,11 +249,11 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     where = (
         "in ACCRUE_MODELS_DIR" if settings.models_dir else "on this machine (ACCRUE_MODELS_DIR is not set)"
     )
-    near = _near(name, [*known(settings), *catalogue.CATALOGUE])
+    near = _near(name, [*local_names(settings), *catalogue.CATALOGUE])
     meant = f"Did you mean {near}? " if near not in (None, name) else ""
     return Unprocessable(
         f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
-        f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(known(settings)[:20])}. For "
+        f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(local_names(settings)[:20])}. For "
         f"planning only, {len(catalogue.CATALOGUE)} more models are available: GET "
         "/gradient-accumulation/models, or accrue models.",
         field="model_name",
@@ -279,8 +279,8 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
         raise Unprocessable(f"The config.json of {name} is not JSON.", field="model_name") from None
     if not isinstance(config, dict):
         raise Unprocessable(f"The config.json of {name} is not a JSON object.", field="model_name")
-    why = oversized(config, most_fields=_MOST_CONFIG_FIELDS) or (
-        "has a text with a NUL character" if unstorable(config) else None
+    why = size_error(config, most_fields=_MOST_CONFIG_FIELDS) or (
+        "has a text with a NUL character" if path_to_unstorable(config) else None
     )
     if why is not None:
         raise Unprocessable(f"The config.json of {name} {why}.", field="model_name")

@@ -17,13 +17,13 @@ ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/
 @router.get("", summary="Base and trained models")
 def list_models(session: Reading, settings: CurrentSettings) -> ModelList:
     """Lists trained models, newest first, then the base models that need no download."""
-    trained = [_trained(job) for job in trained_models.there(session, settings)]
-    return ModelList(data=trained + [_base(name) for name in base_models.known(settings)])
+    trained = [_trained(job) for job in trained_models.jobs_with_model(session, settings)]
+    return ModelList(data=trained + [_base(name) for name in base_models.local_names(settings)])
 
 
 @router.get("/{model:path}", summary="A model")
 def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelAnswer:
-    if model in base_models.known(settings):
+    if model in base_models.local_names(settings):
         return _base(model)
     return _trained(trained_models.find(session, settings, model))
 

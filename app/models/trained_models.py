@@ -31,7 +31,7 @@ def job_of_result_file(file_id: str) -> str | None:
     return f"ftjob-{file_id.removeprefix(RESULT_FILE)}" if file_id.startswith(RESULT_FILE) else None
 
 
-def there(session: Session, settings: Settings) -> Iterator[Job]:
+def jobs_with_model(session: Session, settings: Settings) -> Iterator[Job]:
     """The jobs whose model is on disk, newest first."""
     ended = select(Job).where(Job.status == "succeeded").order_by(Job.id.desc())
     for job in session.scalars(ended):

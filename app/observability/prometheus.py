@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 
 from app.contract.states import JobStatus
 from app.devices import gpus
-from app.devices.gpus import SeenGpu
+from app.devices.gpus import DetectedGpu
 from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.schemas import Reason
 from app.jobs.waiting import WaitingReasons
@@ -24,7 +24,7 @@ _STATES: tuple[JobStatus, ...] = get_args(JobStatus)
 _REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
-_GPU_METRICS: dict[str, Callable[[SeenGpu], float | None]] = {
+_GPU_METRICS: dict[str, Callable[[DetectedGpu], float | None]] = {
     "memory_bytes": lambda gpu: gpu.memory_total_bytes,
     "memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
     "load_ratio": lambda gpu: gpu.load,
@@ -135,7 +135,7 @@ def _gpus() -> Iterable[Metric]:
         family = GaugeMetricFamily(
             f"accrue_gpu_{name}", "One value per GPU of this machine", labels=["gpu", "name"]
         )
-        for gpu in gpus.seen():
+        for gpu in gpus.detected():
             value = value_of(gpu)
             if value is not None:
                 family.add_metric([str(gpu.id), gpu.name], value)

@@ -36,7 +36,7 @@ def answer(
     )
 
 
-def advised(answered: BatchSizeAnswer, question: Question) -> Change | None:
+def change_to_simulate(answered: BatchSizeAnswer, question: Question) -> Change | None:
     """The smallest change that fits, if the step does not and that change was only estimated by formula."""
     if answered.fits:
         return None
@@ -44,7 +44,7 @@ def advised(answered: BatchSizeAnswer, question: Question) -> Change | None:
     if least is None or least.source != "formula":
         return None
     others = changes(question.recipe, question.sequence)
-    return next((change for change in others if change.told == least.change), None)
+    return next((change for change in others if change.description == least.change), None)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         architecture = reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UnknownArchitecture(f"config.json of family {family}: {str(error)[:100]!r}") from None
-    for name, most in _MOST.items():
+    for name, most in _LIMITS.items():
         if not 1 <= getattr(architecture, name) <= most:
             raise UnknownArchitecture(f"config.json of family {family}: {name} must be from 1 to {most:,}")
     return architecture
@@ -45,7 +45,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 _LARGEST_NUMBER = 2**31
 _LONGEST_NUMBER = 10
 """The most digits of a number that is given as text."""
-_MOST = {
+_LIMITS = {
     "layers": 1_000, "hidden_size": 2**17, "heads": 4_096, "key_value_heads": 4_096, "head_dim": 2**14,
     "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,
     "active_experts": 4_096, "parameters": 10**14,
@@ -70,7 +70,7 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
             raise UnknownArchitecture(f"{name[:50]} of config.json has more than {_LONGEST_LIST} members")
 
 
-_NO_MATTER = (
+_IGNORED_FIELDS = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label",
     "initializer_range", "label2id", "task_specific_params", "tokenizer_class", "torch_dtype",
     "transformers_version", "use_cache",
@@ -79,8 +79,8 @@ _NO_MATTER = (
 
 def fingerprint_of(config: Mapping[str, Any]) -> str:
     """A short digest of what a config.json says of the model's shape."""
-    told = {name: value for name, value in config.items() if name not in _NO_MATTER}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    relevant = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _gpt2(config: Mapping[str, Any]) -> Architecture:
@@ -137,8 +137,8 @@ def _experts(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
     if family == "qwen3_moe":
         experts, taken = int(config["num_experts"]), int(config["num_experts_per_tok"])
         step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
-        if not 1 <= layers <= _MOST["layers"]:  # the loop below visits each layer
-            raise ValueError(f"num_hidden_layers must be from 1 to {_MOST['layers']:,}")
+        if not 1 <= layers <= _LIMITS["layers"]:  # the loop below visits each layer
+            raise ValueError(f"num_hidden_layers must be from 1 to {_LIMITS['layers']:,}")
         alone = {layer for layer in dense if isinstance(layer, int)}
         routed = sum(layer not in alone and (layer + 1) % step == 0 for layer in range(layers))
         return experts, taken, int(config["moe_intermediate_size"]), routed

@@ -18,7 +18,7 @@ from app.errors import Unprocessable
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models
-from app.planning.answers import RawQuestion, advised, answer, answer_raw
+from app.planning.answers import RawQuestion, answer, answer_raw, change_to_simulate
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.memory import OPTIMIZER_STATES
@@ -32,11 +32,11 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.waits import WaitLimiter
 
-_ADVICE_CHECKED = 4
+_MAX_SIMULATED_CHANGES = 4
 """How many changes that would make a step fit are simulated, in turn, within `wait_seconds`."""
 
 
-async def calculated(
+async def calculate(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeAnswer:
     """Calculates in worker threads, and occupies none while it waits for a simulation."""
@@ -50,25 +50,27 @@ async def calculated(
     until = time.monotonic() + seconds
     looked_up = await to_thread.run_sync(_look_up, requested, settings, database)
 
-    async def profiled(recipe: Recipe, sequence: int) -> list[str]:
+    async def wait_for_profile(recipe: Recipe, sequence: int) -> list[str]:
         base = looked_up.base
         wanted = ProfileKey(looked_up.model_name, base.architecture, base.config, recipe, sequence)
         left = max(0.0, until - time.monotonic())
         return await profiles.wait_for(database, wanted, left, request.is_disconnected)
 
     with waits.place(key_id) if seconds else nullcontext():
-        told = await profiled(looked_up.question.recipe, looked_up.question.sequence)
-        found = await to_thread.run_sync(_answered, looked_up, told, database)
-        for _ in range(0 if told else _ADVICE_CHECKED):  # a warning: no simulation, or not in time
-            change = advised(found, looked_up.question)
-            if change is None or await profiled(change.recipe, change.sequence):
+        profile_warnings = await wait_for_profile(looked_up.question.recipe, looked_up.question.sequence)
+        found = await to_thread.run_sync(_answered, looked_up, profile_warnings, database)
+        for _ in range(
+            0 if profile_warnings else _MAX_SIMULATED_CHANGES
+        ):  # a warning: no simulation, or not in time
+            change = change_to_simulate(found, looked_up.question)
+            if change is None or await wait_for_profile(change.recipe, change.sequence):
                 break
-            found = await to_thread.run_sync(_answered, looked_up, told, database)
+            found = await to_thread.run_sync(_answered, looked_up, profile_warnings, database)
     return found
 
 
 @dataclass(frozen=True)
-class _LookedUp:
+class _ResolvedRequest:
     """A request, with the model and the devices that it names."""
 
     model_name: str
@@ -77,7 +79,7 @@ class _LookedUp:
     warnings: list[str]
 
 
-def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database) -> _LookedUp:
+def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database) -> _ResolvedRequest:
     assert requested.model_name is not None
     base = base_models.find_for_planning(requested.model_name, settings)
     devices, warnings = devices_of(requested, settings, database)
@@ -95,10 +97,10 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
             accumulation_steps=None, micro_batch_size=requested.micro_batch_size, devices=len(devices)
         ),
     )
-    return _LookedUp(requested.model_name, base, question, warnings)
+    return _ResolvedRequest(requested.model_name, base, question, warnings)
 
 
-def _answered(looked_up: _LookedUp, told: list[str], database: Database) -> BatchSizeAnswer:
+def _answered(looked_up: _ResolvedRequest, told: list[str], database: Database) -> BatchSizeAnswer:
     question, base = looked_up.question, looked_up.base
     with database.reading() as session:
         known = profiles.known(session, base.architecture, common_name(question.devices))

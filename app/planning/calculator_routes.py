@@ -10,7 +10,7 @@ from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.spec import OptimizerName
 from app.errors import Unprocessable
 from app.planning import learning_rate
-from app.planning.batch_size import calculated
+from app.planning.batch_size import calculate
 from app.planning.learning_rate import Rule
 from app.planning.schemas import (
     AccumulationStepsAnswer,
@@ -35,7 +35,7 @@ async def calculate_batch_size(
     request: Request, requested: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
 ) -> BatchSizeAnswer:
     """Calculates for a model by name, or from raw figures in GiB and MiB."""
-    return await calculated(request, requested, settings, database)
+    return await calculate(request, requested, settings, database)
 
 
 @router.get("/calculate-batch-size", summary="The same, by query parameters")
@@ -86,7 +86,7 @@ async def get_batch_size(
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "query"
         raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
-    return await calculated(request, requested, settings, database)
+    return await calculate(request, requested, settings, database)
 
 
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")

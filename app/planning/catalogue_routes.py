@@ -17,6 +17,6 @@ def list_models(settings: CurrentSettings) -> Page[PlannedModel]:
         PlannedModel(
             id=name, source=source, parameters=architecture.parameters, positions=architecture.positions
         )
-        for name, (source, architecture) in base_models.to_plan_for(settings).items()
+        for name, (source, architecture) in base_models.plannable_models(settings).items()
     ]
     return Page(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id)

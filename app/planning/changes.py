@@ -16,7 +16,7 @@ DEFAULT_LORA = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=
 class Change:
     """A change to a recipe or to the length of its samples, as fields of a request."""
 
-    told: str
+    description: str
     recipe: Recipe
     sequence: int
 

@@ -15,7 +15,7 @@ _MEMORY_GB = {
 }  # fmt: skip
 """Memory in GiB by GPU name, from the vendors' data sheets, whose GB are taken as GiB."""
 
-LONGEST_PHRASE = 60
+MAX_DEVICE_LENGTH = 60
 """The most characters of a declared device: the time to parse them grows quadratically."""
 
 _LARGEST_GB = 10**6
@@ -45,15 +45,15 @@ def common_name(devices: Sequence[Device]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def declared(phrase: str, device_id: int) -> Device:
+def parse_device(phrase: str, device_id: int) -> Device:
     """Parses a declared device, such as "24GB" or "A100-80GB".
 
     Raises:
         ValueError: the text contains neither a size nor a known name.
     """
     phrase = phrase.strip()
-    if len(phrase) > LONGEST_PHRASE:
-        raise ValueError(f"{phrase[:20]!r}… is longer than {LONGEST_PHRASE} characters")
+    if len(phrase) > MAX_DEVICE_LENGTH:
+        raise ValueError(f"{phrase[:20]!r}… is longer than {MAX_DEVICE_LENGTH} characters")
     sized = _WITH_SIZE.match(phrase)
     if sized and 0 < float(sized["size"]) <= _LARGEST_GB:
         return Device(device_id, sized["name"] or phrase, int(float(sized["size"]) * GIB), "cuda")
@@ -72,4 +72,4 @@ def parse_declared(phrases: list[str]) -> list[Device]:
     Raises:
         ValueError: one of them cannot be parsed.
     """
-    return [declared(phrase, number) for number, phrase in enumerate(phrases)]
+    return [parse_device(phrase, number) for number, phrase in enumerate(phrases)]

@@ -66,7 +66,7 @@ class ByProfile:
             logits_bytes=part["logits"],
             workspace_bytes=part["workspace"] + workspace_bytes(self.recipe.device),
             context_bytes=context_bytes(self.recipe.device),
-            reserved_over_allocated=self._over_allocated(rows),
+            reserved_over_allocated=self._reserved_ratio(rows),
         )
 
     def _highest(self, rows: float, accumulating: bool) -> Line:
@@ -76,7 +76,7 @@ class ByProfile:
         lines = stretch.accumulating if accumulating else stretch.once
         return max(lines, key=lambda line: line.bytes(rows))
 
-    def _over_allocated(self, rows: float) -> float:
+    def _reserved_ratio(self, rows: float) -> float:
         """The ratio of reserved to allocated bytes: 1 on a CPU, on a GPU that of the nearest point."""
         if self.recipe.device == "cpu":
             return 1.0
@@ -84,7 +84,7 @@ class ByProfile:
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPeak:
     """A measured peak in bytes: allocated on a GPU, of the whole process on a CPU."""
 
     tokens: int
@@ -94,29 +94,29 @@ class Point:
 
 @dataclass(frozen=True)
 class ByMeasurement:
-    """Peaks measured with this recipe on such a device. At other sizes: the prediction of `by` plus its
+    """Peaks measured with this recipe on such a device. At other sizes: the prediction plus its
     measured error, interpolated linearly between the points and constant beyond them.
     """
 
-    by: Estimate
+    prediction: Estimate
     device: Literal["cpu", "cuda"]
     sequence: int
-    points: tuple[Point, ...]
+    points: tuple[MeasuredPeak, ...]
     """The measured points by increasing tokens; at least one."""
     expected_error: float | None = None
     source: Source = "measured"
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
-        predicted = self.by.memory(rows, accumulating=accumulating)
-        known = [(point.tokens / self.sequence, self._beyond(point)) for point in self.points]
+        predicted = self.prediction.memory(rows, accumulating=accumulating)
+        known = [(point.tokens / self.sequence, self._error_bytes(point)) for point in self.points]
         beyond = round(interpolated(known, rows))
         if self.device == "cpu":  # the process was measured, not what is allocated
             return predicted.model_copy(update={"context_bytes": max(0, predicted.context_bytes + beyond)})
         return predicted.model_copy(update={"workspace_bytes": max(0, predicted.workspace_bytes + beyond)})
 
-    def _beyond(self, point: Point) -> int:
+    def _error_bytes(self, point: MeasuredPeak) -> int:
         """Measured minus predicted bytes."""
-        memory = self.by.memory(point.tokens / self.sequence, accumulating=point.accumulating)
+        memory = self.prediction.memory(point.tokens / self.sequence, accumulating=point.accumulating)
         return point.bytes - (
             memory.peak_process_bytes if self.device == "cpu" else memory.peak_allocated_bytes
         )
@@ -155,17 +155,19 @@ def by_formula(architecture: Architecture) -> Estimates:
     return lambda recipe, sequence: ByFormula(architecture, recipe, sequence)
 
 
-def compared(estimates: Estimates, architecture: Architecture, recipe: Recipe, sequence: int) -> Estimates:
+def comparable_estimates(
+    estimates: Estimates, architecture: Architecture, recipe: Recipe, sequence: int
+) -> Estimates:
     """Estimates for a step and its alternatives that can be compared with each other."""
     known, by_formula = estimates(recipe, sequence), ByFormula(architecture, recipe, sequence)
 
-    def beside(other: Recipe, length: int) -> Estimate:
+    def estimate_for(other: Recipe, length: int) -> Estimate:
         estimate = estimates(other, length)
         if estimate.source != "formula" or known.source == "formula":
             return estimate
         return ByComparison(estimate, known, by_formula)
 
-    return beside
+    return estimate_for
 
 
 def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: bool = True) -> int:

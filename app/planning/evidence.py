@@ -144,10 +144,10 @@ def situation(
         adapters=method.lora is not None,
         samples=requested.samples,
         clip_mode=requested.clip_mode or "after_accumulation",
-        learned=learned,
+        measured_rate=learned,
         noise=noise,
         useful=min(rank.capacity.useful for rank in solution.ranks),
-        swept=solution.throughput is not None and solution.throughput.saw_the_end,
+        swept=solution.throughput is not None and solution.throughput.reached_plateau,
         kind=requested.kind,
         steps_total=_steps_total(job, requested, batch),
     )

@@ -115,7 +115,7 @@ class PlanningInputs:
         """The cached or new result of `make` for a spec on a device, per caller."""
         return self._kept.get(("plan", self.database.viewer.owner, spec, device), make)
 
-    def want(self, wanted: ProfileKey) -> None:
+    def request_profile(self, wanted: ProfileKey) -> None:
         """Requests a profile that does not exist yet, without waiting for it."""
         self._kept.get(("wanted", wanted.key), lambda: profiles.request_with_warnings(self.database, wanted))
 

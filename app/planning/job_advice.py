@@ -45,4 +45,4 @@ def _load(job: Job) -> float | None:
     """The utilisation of the GPU that a job runs on; None if that GPU is not in this machine."""
     if job.status != "running":
         return None
-    return next((gpu.load for gpu in gpus.seen() if job.device == f"cuda:{gpu.id}"), None)
+    return next((gpu.load for gpu in gpus.detected() if job.device == f"cuda:{gpu.id}"), None)

@@ -112,7 +112,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         activations = architecture.layers * layer
     casts = recipe.precision in ("bf16", "fp16")
     weights = (
-        _beside_adapters(architecture, recipe, stored) + trained * (stored + casts * width)
+        _frozen_weight_bytes(architecture, recipe, stored) + trained * (stored + casts * width)
         if recipe.lora
         else parameters * (stored + casts * width)
     )
@@ -137,7 +137,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     )
 
 
-def _beside_adapters(architecture: Architecture, recipe: Recipe, stored: int) -> float:
+def _frozen_weight_bytes(architecture: Architecture, recipe: Recipe, stored: int) -> float:
     """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits; embeddings in their
     own precision, with a cast copy for an output head that may share them (training/model.py)."""
     embedding = architecture.vocabulary * architecture.hidden_size

@@ -15,7 +15,7 @@ from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule
 from app.contract.spec import MemoryLimits, RequestedSplit
 from app.planning.changes import changes
 from app.planning.devices import Device
-from app.planning.estimate import Estimate, Estimates, compared, largest_micro_batch
+from app.planning.estimate import Estimate, Estimates, comparable_estimates, largest_micro_batch
 from app.planning.estimate import by_formula as estimates_by_formula
 from app.planning.memory import Memory
 from app.planning.split import even, shares, split_over
@@ -28,7 +28,7 @@ _BUDGET_STEP = 64
 """Token budgets are rounded up to multiples of this: a sweep reports the tokens of its largest micro-batch,
 which are slightly fewer than the budget that limited it."""
 
-_FARTHEST = 2
+_MAX_EXTRAPOLATION = 2
 """No rate is predicted for micro-batches more than this many times as large as the largest measured one."""
 
 PLANNED = RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices=1)
@@ -165,7 +165,7 @@ class Solution:
         """Full-length samples per second, forward and backward, on all devices, measured on one of them;
         None if no similar size was measured."""
         tokens = self.micro_batch * self.question.sequence
-        if self.throughput is None or tokens > _FARTHEST * self.throughput.points[-1][0]:
+        if self.throughput is None or tokens > _MAX_EXTRAPOLATION * self.throughput.points[-1][0]:
             return None
         return self.throughput.at(tokens) / self.question.sequence * len(self.ranks)
 
@@ -259,7 +259,9 @@ def alternatives(solution: Solution, known: Known) -> list[Alternative]:
     training least come before the others."""
     question, beside = solution.question, known
     if known.architecture is not None:
-        estimates = compared(known.estimates, known.architecture, question.recipe, question.sequence)
+        estimates = comparable_estimates(
+            known.estimates, known.architecture, question.recipe, question.sequence
+        )
         beside = replace(known, estimates=estimates)
     planned = replace(question, split=PLANNED, at_most=question.split.micro_batch_size)
     found = []
@@ -268,7 +270,7 @@ def alternatives(solution: Solution, known: Known) -> list[Alternative]:
         found.append(_alternative(f"micro_batch_size: {half}", replace(planned, at_most=half), beside))
     for change in changes(question.recipe, question.sequence):
         other = replace(planned, recipe=change.recipe, sequence=change.sequence)
-        found.append(_alternative(change.told, other, beside))
+        found.append(_alternative(change.description, other, beside))
     if question.recipe.device == "cuda":
         more = replace(planned, devices=[*question.devices, *question.devices])
         found.append(_alternative(f"devices: {len(more.devices)}", more, beside))

@@ -13,7 +13,7 @@ from app.devices.gpus import first_devices
 from app.errors import Unprocessable
 from app.jobs import transitions
 from app.models import base_models
-from app.planning.devices import LONGEST_PHRASE, Device, parse_declared
+from app.planning.devices import MAX_DEVICE_LENGTH, Device, parse_declared
 from app.planning.evidence import Choices, architecture_of_size, situation, submission
 from app.planning.job_advice import advice_for
 from app.planning.recommendations import (
@@ -49,7 +49,7 @@ def recommendations(
         int | None, Query(ge=1, le=10**12, description="Samples; null: the job's, where one is named")
     ] = None,
     declared: Annotated[
-        list[Annotated[str, StringConstraints(max_length=LONGEST_PHRASE)]] | None,
+        list[Annotated[str, StringConstraints(max_length=MAX_DEVICE_LENGTH)]] | None,
         Query(alias="gpus", max_length=1024, description="As in 24GB or A100-80GB"),
     ] = None,
     num_gpus: Annotated[

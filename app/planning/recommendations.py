@@ -31,10 +31,10 @@ _MOST_BY_SHARE = 512
 
 _BASE_RATES = ((200e6, 5e-5), (1e9, 3e-5), (5e9, 2e-5))
 _BASE_RATE_BEYOND = 1e-5
-_OF_ADAMW: dict[str, float] = {"lion": 0.2, "lamb": 3.0}
+_RATE_RELATIVE_TO_ADAMW: dict[str, float] = {"lion": 0.2, "lamb": 3.0}
 """Learning rates relative to AdamW's: Lion needs three to ten times less (Chen et al. 2023), and LAMB's trust
 ratio allows more (You et al. 2020)."""
-_OF_ITS_OWN: dict[str, float] = {"sgd": 1e-2, "lars": 0.025, "adafactor": 1e-3}
+_ABSOLUTE_RATE: dict[str, float] = {"sgd": 1e-2, "lars": 0.025, "adafactor": 1e-3}
 """Learning rates independent of AdamW's: Adafactor's is relative (Raffel et al. 2020), SGD's and LARS's are
 customary."""
 
@@ -80,7 +80,7 @@ class Situation:
     samples: int | None = None
     """The number of training samples; None if unknown."""
     clip_mode: ClipMode = "after_accumulation"
-    learned: MeasuredRate | None = None
+    measured_rate: MeasuredRate | None = None
     noise: MeasuredNoise | None = None
     useful: int | None = None
     """The micro-batch beyond which throughput does not grow; None: unknown."""
@@ -102,7 +102,7 @@ def recommended_batch(samples: int | None) -> int:
 def recommend(situation: Situation) -> dict[str, Recommendation]:
     """A recommendation for each choice, by name; together they can be submitted as they are."""
     wanted = situation.target or _batch_by_noise(situation.noise) or recommended_batch(situation.samples)
-    batch, micro = _that_can_be_made(situation, min(wanted, MAX_EFFECTIVE_BATCH))
+    batch, micro = _feasible_batch(situation, min(wanted, MAX_EFFECTIVE_BATCH))
     steps = -(-batch // (micro * situation.devices))
     optimizer = _optimizer(situation, batch)
     return {
@@ -136,7 +136,7 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
     }
 
 
-def _that_can_be_made(situation: Situation, batch: int) -> tuple[int, int]:
+def _feasible_batch(situation: Situation, batch: int) -> tuple[int, int]:
     """A batch and a micro-batch that make no more accumulation steps than a job may have."""
     devices = situation.devices
     most = min(situation.micro_batch, situation.useful or situation.micro_batch)
@@ -146,7 +146,7 @@ def _that_can_be_made(situation: Situation, batch: int) -> tuple[int, int]:
     return min(batch, micro * devices * MAX_ACCUMULATION_STEPS), micro
 
 
-def _tells(noise: MeasuredNoise | None) -> bool:
+def _is_usable(noise: MeasuredNoise | None) -> bool:
     """Whether a batch can be chosen by a noise scale. A scale below one sample is not usable: its error is
     larger than its value, and no batch is smaller than one sample."""
     return noise is not None and noise.scale.value >= 1.0
@@ -154,7 +154,7 @@ def _tells(noise: MeasuredNoise | None) -> bool:
 
 def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
     """The noise scale as the batch: training then needs twice the minimum of both samples and steps."""
-    if not _tells(noise):
+    if not _is_usable(noise):
         return None
     assert noise is not None
     return max(1, min(round(noise.scale.value), noise.samples or round(noise.scale.value)))
@@ -171,7 +171,7 @@ def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
         )
     if situation.target is not None:
         return _literature(situation.target, "the target that was given", "high")
-    if situation.noise is not None and _tells(situation.noise):
+    if situation.noise is not None and _is_usable(situation.noise):
         return _measured_batch(situation.noise, batch)
     if situation.samples is not None:
         usual = [max(1.0, situation.samples * share) for share in (_LEAST_SHARE_OF_DATA, _SHARE_OF_DATA)]
@@ -268,7 +268,7 @@ def _clipping_of_the_whole(batch: int, kind: ModelKind) -> Recommendation:
 
 
 def _rate(situation: Situation, optimizer: OptimizerName, batch: int) -> Recommendation:
-    learned = situation.learned
+    learned = situation.measured_rate
     if learned is None or (learned.optimizer, learned.adapters) != (optimizer, situation.adapters):
         return recommended_rate(
             situation.architecture.parameters, optimizer, batch, adapters=situation.adapters
@@ -290,8 +290,8 @@ def recommended_rate(
 ) -> Recommendation:
     """A peak learning rate by rule: from the model's size, scaled for the batch by the optimizer's rule."""
     by_size = next((rate for size, rate in _BASE_RATES if parameters <= size), _BASE_RATE_BEYOND)
-    base = (LORA_LEARNING_RATE if adapters else by_size) * _OF_ADAMW.get(optimizer, 1.0)
-    base = _OF_ITS_OWN.get(optimizer, base)
+    base = (LORA_LEARNING_RATE if adapters else by_size) * _RATE_RELATIVE_TO_ADAMW.get(optimizer, 1.0)
+    base = _ABSOLUTE_RATE.get(optimizer, base)
     rule = learning_rate.default_rule(optimizer)
     grown = min(batch, _LARGE_BATCH) if rule == "linear" else batch  # tested up to here
     scale = learning_rate.scale(rule, grown / _FINE_TUNING_BATCH)

@@ -57,7 +57,7 @@ class BatchSizeRequest(Request):
     )
 
     @model_validator(mode="after")
-    def _one_way_of_asking(self) -> "BatchSizeRequest":
+    def _model_or_raw_figures(self) -> "BatchSizeRequest":
         raw = (self.model_size_gb, self.activation_memory_per_sample_mb, self.available_memory_gb)
         if self.model_name is None and any(figure is None for figure in raw):
             raise ValueError(

@@ -21,7 +21,7 @@ class Throughput:
     """Pairs of tokens and speed by increasing tokens; at least one."""
 
     @property
-    def saw_the_end(self) -> bool:
+    def reached_plateau(self) -> bool:
         """Whether throughput stopped growing within the measured sizes."""
         return len(self.points) > 1 and smallest_of_the_fastest(self.points) < self.points[-1][0]
 
@@ -47,7 +47,7 @@ def useful_tokens(measured: Throughput | None, device: Literal["cpu", "cuda"], m
     fastest = 0
     if measured is not None and len(measured.points) > 1:
         fastest = measured.useful(most)
-        if measured.saw_the_end:
+        if measured.reached_plateau:
             return fastest
     return min(most, max(CPU_TOKENS, fastest)) if device == "cpu" else most
 

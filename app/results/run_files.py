@@ -141,7 +141,7 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
     """The parsed content of a run's file, or None if the file is missing or invalid."""
     try:
-        content = read_plain(settings.runs_dir, job_id, *parts, most=_MAX_JSON_BYTES)
+        content = read_plain(settings.runs_dir, job_id, *parts, max_bytes=_MAX_JSON_BYTES)
         return None if content is None else kind.model_validate_json(content)
     except (OSError, ValidationError) as error:
         log.warning("a file of a run cannot be read", job=job_id, file=parts[-1], error=type(error).__name__)

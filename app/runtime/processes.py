@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import IO
 
-from app import PREFIX
+from app import PACKAGE_PREFIX
 from app.errors import BadSetting
 from app.runtime import parent
 
@@ -53,7 +53,7 @@ def start(
     theirs, ours = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{PREFIX}app.cli", part],
+            [sys.executable, "-m", f"{PACKAGE_PREFIX}app.cli", part],
             env={**(os.environ if env is None else env), parent.PARENT_FD_VARIABLE: str(theirs)},
             stdout=log,
             stderr=log,

@@ -21,7 +21,7 @@ _NEWEST = 20
 def metrics(request: Request, session: Reading) -> PerformanceMetrics:
     newest = session.scalars(select(Job).where(Job.attempt > 0).order_by(Job.id.desc()).limit(_NEWEST)).all()
     return PerformanceMetrics(
-        gpus=[asdict(gpu) for gpu in gpus.seen()],
+        gpus=[asdict(gpu) for gpu in gpus.detected()],
         jobs=performance.performances(session, newest),
         api_latency=request.app.state.latency.read(),
     )

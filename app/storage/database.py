@@ -65,15 +65,15 @@ def _postgresql_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> 
 class Database:
     """One engine with two kinds of session: a writing one holds SQLite's write lock from its start."""
 
-    def __init__(self, url: str, patience_seconds: float = 30.0) -> None:
+    def __init__(self, url: str, timeout_seconds: float = 30.0) -> None:
         """
         Args:
-            patience_seconds: how long a statement waits for others before it gives up.
+            timeout_seconds: how long a statement waits for others before it gives up.
         """
         self.url = url
-        self.engine = _engine(url, patience_seconds)
+        self.engine = _engine(url, timeout_seconds)
         self._writing = self.engine.execution_options(accrue_writes=True)
-        self._patience_seconds = patience_seconds
+        self._patience_seconds = timeout_seconds
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
         self._write_lock = threading.Lock()
@@ -315,26 +315,26 @@ def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
     connection.exec_driver_sql("RELEASE SAVEPOINT part")
 
 
-def _engine(url: str, patience_seconds: float) -> Engine:
+def _engine(url: str, timeout_seconds: float) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
         _check_driver(url)
-        milliseconds = round(1000 * patience_seconds)
+        milliseconds = round(1000 * timeout_seconds)
         return create_engine(
             url,
             pool_pre_ping=True,
             connect_args={
-                "connect_timeout": max(2, round(patience_seconds)),
+                "connect_timeout": max(2, round(timeout_seconds)),
                 "options": f"-c lock_timeout={milliseconds} -c statement_timeout={milliseconds}",
                 "keepalives_idle": 10,
                 "tcp_user_timeout": milliseconds,
             },
         )
-    engine = create_engine(url, connect_args={"timeout": patience_seconds})
+    engine = create_engine(url, connect_args={"timeout": timeout_seconds})
     event.listen(engine, "connect", _sqlite_pragmas)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        _sqlite_begin(connection, patience_seconds)
+        _sqlite_begin(connection, timeout_seconds)
 
     return engine
 
@@ -367,18 +367,18 @@ def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) ->
     cursor.close()
 
 
-def _sqlite_begin(connection: Connection, patience_seconds: float) -> None:
+def _sqlite_begin(connection: Connection, timeout_seconds: float) -> None:
     driver: Any = connection.connection.dbapi_connection
     if connection.get_execution_options().get("accrue_writes", False):
         driver.execute("PRAGMA busy_timeout=0")
-        if not _try_begin_immediate(driver, patience_seconds):
+        if not _try_begin_immediate(driver, timeout_seconds):
             connection.exec_driver_sql("BEGIN IMMEDIATE")
     else:
-        driver.execute(f"PRAGMA busy_timeout={round(1000 * patience_seconds)}")
+        driver.execute(f"PRAGMA busy_timeout={round(1000 * timeout_seconds)}")
         connection.exec_driver_sql("BEGIN")
 
 
-def _try_begin_immediate(connection: sqlite3.Connection, patience_seconds: float) -> bool:
+def _try_begin_immediate(connection: sqlite3.Connection, timeout_seconds: float) -> bool:
     """Takes the write lock, with short random waits. Returns False after the timeout, or if waiting cannot
     help.
 
@@ -386,7 +386,7 @@ def _try_begin_immediate(connection: sqlite3.Connection, patience_seconds: float
 
     SQLite's own wait backs off to a tenth of a second, during which later writers overtake.
     """
-    until = time.monotonic() + patience_seconds
+    until = time.monotonic() + timeout_seconds
     nap = _FIRST_NAP
     while True:
         try:

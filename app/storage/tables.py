@@ -9,7 +9,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, class_mapper, mapped_column
 
 from app.contract.data_formats import DataFormat
 from app.contract.reports import Level
-from app.contract.states import JobStatus, Requested
+from app.contract.states import JobStatus, RequestedAction
 
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
@@ -84,7 +84,7 @@ class Job(Owned, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]
     status: Mapped[JobStatus] = mapped_column(String)
-    requested: Mapped[Requested | None] = mapped_column(String)
+    requested: Mapped[RequestedAction | None] = mapped_column(String)
     """A state that a user has requested and the worker has not applied yet."""
     priority: Mapped[int]
     place: Mapped[float]

@@ -32,23 +32,23 @@ from app.webhooks.addresses import NotAllowed
 
 
 @dataclass(frozen=True)
-class Checked:
+class AdmittedRequest:
     """A request that can be trained as it stands."""
 
     submission: Submission
-    brought: Path | list[dict[str, Any]] | None
+    own_data: Path | list[dict[str, Any]] | None
     """Samples that become a file together with the job: a data set's path, or inline lines; None where the
     request names a file."""
     speed: Speed | None
     """The measured speed that the plan's duration is based on."""
-    wanted: ProfileKey
+    profile_key: ProfileKey
     """The memory profile that the plan needs; until it has been made, the plan is by formula."""
 
 
-def takes_a_while(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
+def is_slow(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
     """Whether checking a request may take long: it has its own data, or its model may be on the hub."""
     brings = dataset is not None and dataset.file_id is None
-    return brings or not base_models.is_at_hand(model_name, settings)
+    return brings or not base_models.is_local(model_name, settings)
 
 
 def check(
@@ -58,7 +58,7 @@ def check(
     *,
     planned: bool = False,
     suffix: str | None = None,
-) -> Checked:
+) -> AdmittedRequest:
     """Checks, freezes and plans.
 
     Args:
@@ -76,11 +76,11 @@ def check(
     validation = _uploaded(inputs.database, requested.dataset_config.validation_file_id, "validation_file_id")
     devices = _devices(inputs, requested.gpu_ids, num_gpus, settings)
     if planned:
-        _check_that_steps_are_left_to_us(config)
-    brought, brought_data = _brought(requested, settings)
+        _check_steps_not_given(config)
+    own_data, own_data_spec = _own_data(requested, settings)
     spec = freeze(
         model,
-        data or brought_data,
+        data or own_data_spec,
         validation,
         requested.dataset_config,
         config,
@@ -91,8 +91,8 @@ def check(
         measured_margin=inputs.margin(devices[0].kind),
     )
     _check_that_workers_can(spec, inputs)
-    wanted = _wanted(spec, base, devices[0])
-    plan, speed = _plan(spec, wanted, devices[0], inputs)
+    profile_key = _profile_key(spec, base, devices[0])
+    plan, speed = _plan(spec, profile_key, devices[0], inputs)
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -109,10 +109,10 @@ def check(
         if requested.gpu_ids is not None and len(requested.gpu_ids) == 1
         else None,
     )
-    return Checked(submission, brought, speed, wanted)
+    return AdmittedRequest(submission, own_data, speed, profile_key)
 
 
-def _brought(
+def _own_data(
     requested: TrainingRequest, settings: Settings
 ) -> tuple[Path | list[dict[str, Any]] | None, Data]:
     """The samples that a request contains or names as a data set, with their description."""
@@ -147,7 +147,7 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
     return url
 
 
-_NEARLY = 200
+_QUOTA_LOCK_DISTANCE = 200
 """From this far below the quota, requests on PostgreSQL take turns: fewer than this arrive at once."""
 
 
@@ -169,7 +169,9 @@ def check_quota(session: Session, settings: Settings) -> None:
     """
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
-    if waiting > most - _NEARLY and lock_until_commit(session, f"quota of {session.viewer.creator}"):
+    if waiting > most - _QUOTA_LOCK_DISTANCE and lock_until_commit(
+        session, f"quota of {session.viewer.creator}"
+    ):
         waiting = queue.count_waiting(session, session.viewer.creator, most)
     if waiting >= most:
         raise _too_many(most)
@@ -194,31 +196,31 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _wanted(spec: Spec, base: BaseModel, device: Device) -> ProfileKey:
+def _profile_key(spec: Spec, base: BaseModel, device: Device) -> ProfileKey:
     recipe = recipe_of(spec, device)
     return ProfileKey(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
 
 
 def _plan(
-    spec: Spec, wanted: ProfileKey, device: Device, inputs: PlanningInputs
+    spec: Spec, profile_key: ProfileKey, device: Device, inputs: PlanningInputs
 ) -> tuple[Plan, Speed | None]:
     """The plan by the best available estimate, and the speed that its duration is based on.
 
     If the memory was not simulated yet, a simulation is requested for the next time.
     """
-    but_for_its_seed = spec.model_copy(update={"seed": 0})
-    return inputs.plan(but_for_its_seed, device, lambda: _new_plan(spec, wanted, device, inputs))
+    spec_without_seed = spec.model_copy(update={"seed": 0})
+    return inputs.plan(spec_without_seed, device, lambda: _new_plan(spec, profile_key, device, inputs))
 
 
 def _new_plan(
-    spec: Spec, wanted: ProfileKey, device: Device, inputs: PlanningInputs
+    spec: Spec, profile_key: ProfileKey, device: Device, inputs: PlanningInputs
 ) -> tuple[Plan, Speed | None]:
-    inputs.want(wanted)
+    inputs.request_profile(profile_key)
     speed = inputs.speed(spec, device)
     plan = make_plan(
         spec,
         [device],
-        inputs.known(wanted.architecture, device.name),
+        inputs.known(profile_key.architecture, device.name),
         predicted=True,
         samples_per_second=speed.samples_per_second if speed is not None else None,
     )
@@ -236,7 +238,7 @@ def _config(database: Database, requested: TrainingRequest) -> tuple[Accumulatio
     return AccumulationConfig.model_validate({**stored.given, **given}), requested.num_gpus or stored.num_gpus
 
 
-def _check_that_steps_are_left_to_us(config: AccumulationConfig) -> None:
+def _check_steps_not_given(config: AccumulationConfig) -> None:
     if config.target_effective_batch_size is None:
         raise Unprocessable(
             "target_effective_batch_size is missing: set the batch you want, and Accrue plans the steps.",

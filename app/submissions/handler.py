@@ -24,7 +24,7 @@ from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.session import Session
 from app.storage.tables import Job
-from app.submissions.admission import Checked, check_quota
+from app.submissions.admission import AdmittedRequest, check_quota
 from app.submissions.idempotency import IdempotentRequest
 
 
@@ -45,11 +45,11 @@ class SubmissionHandler(ABC):
         self._once = once
 
     @abstractmethod
-    def takes_a_while(self) -> bool:
+    def is_slow(self) -> bool:
         """Whether `check` may take long, since it reads a data set or queries the hub."""
 
     @abstractmethod
-    def check(self) -> Checked:
+    def check(self) -> AdmittedRequest:
         """The job to store.
 
         Raises:
@@ -60,7 +60,7 @@ class SubmissionHandler(ABC):
     def answer(self, session: Session, job: Job) -> pydantic.BaseModel:
         """What the client receives, in the transaction that stores the job."""
 
-    def store(self, checked: Checked, database: Database) -> Response:
+    def store(self, checked: AdmittedRequest, database: Database) -> Response:
         """Stores the job and the request's data; a repeated request gets the answer that it received before.
 
         Args:
@@ -88,7 +88,7 @@ class SubmissionHandler(ABC):
 async def submit(handler: SubmissionHandler, group: GroupCommit) -> Response:
     """The answer, once the job is on disk."""
     database = handler.inputs.database
-    if handler.takes_a_while():  # other submissions do not wait for it
+    if handler.is_slow():  # other submissions do not wait for it
         response = await to_thread.run_sync(_check_and_store, handler)
     else:
         response = await group.write(database, handler.check, handler.store)
@@ -104,9 +104,9 @@ def as_json(answer: pydantic.BaseModel, status: int) -> Response:
     return Response(answer.model_dump_json(), status, media_type="application/json")
 
 
-def _store_data(checked: Checked, path: Path, settings: Settings) -> files.CheckedFile | None:
+def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> files.CheckedFile | None:
     """Writes the samples that came with a request to a file."""
-    data = checked.brought
+    data = checked.own_data
     if data is None:
         return None
     if isinstance(data, list):
@@ -119,10 +119,10 @@ def _store_data(checked: Checked, path: Path, settings: Settings) -> files.Check
 
 
 def _add_file(
-    session: Session, checked: Checked, path: Path, stored: files.CheckedFile, equal: str | None
+    session: Session, checked: AdmittedRequest, path: Path, stored: files.CheckedFile, equal: str | None
 ) -> Submission:
     """Adds the file of a job's own samples. Returns the submission with that file as its data."""
-    name = checked.brought.name if isinstance(checked.brought, Path) else "texts.jsonl"
+    name = checked.own_data.name if isinstance(checked.own_data, Path) else "texts.jsonl"
     files.add(session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True)
     spec = checked.submission.spec
     data = spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})

@@ -26,12 +26,12 @@ class IdempotentRequest:
     """The `Idempotency-Key` header; without one nothing is remembered."""
     owner: str
     """The id of the API key that sent it."""
-    said: bytes
+    digest: bytes
     """A digest of the request, which distinguishes it from another request with the same key."""
 
     def with_content(self, digest: str) -> "IdempotentRequest":
         """This request, with the digest of a body that is read elsewhere."""
-        return IdempotentRequest(self.key, self.owner, hashlib.sha256(self.said + digest.encode()).digest())
+        return IdempotentRequest(self.key, self.owner, hashlib.sha256(self.digest + digest.encode()).digest())
 
     def replay(self, session: Session) -> Response | None:
         """The answer that this request received before; None if it is new.
@@ -47,7 +47,7 @@ class IdempotentRequest:
         row = session.get(AnsweredRequest, (self.owner, self.key))
         if row is None:
             return None
-        if row.said != self.said.hex():
+        if row.said != self.digest.hex():
             raise Unprocessable(
                 "This Idempotency-Key was used for a different request: use a new key for each request.",
                 field="Idempotency-Key",
@@ -65,7 +65,7 @@ class IdempotentRequest:
             AnsweredRequest(
                 owner=self.owner,
                 key=self.key,
-                said=self.said.hex(),
+                said=self.digest.hex(),
                 created_at=database_now(),
                 status=status,
                 answer=answer.model_dump_json(),

@@ -14,9 +14,9 @@ from app.planning.learning_rate import DEFAULT_LEARNING_RATE
 from app.planning.recommendations import recommended_rate
 from app.settings import Settings
 from app.submissions import admission
-from app.submissions.admission import Checked
+from app.submissions.admission import AdmittedRequest
 
-_THEIR_FIELDS = {
+_OPENAI_FIELDS = {
     "model_name": "model",
     "dataset_config.file_id": "training_file",
     "dataset_config.validation_file_id": "validation_file",
@@ -24,21 +24,21 @@ _THEIR_FIELDS = {
 }
 
 
-def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> Checked:
+def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> AdmittedRequest:
     """Checks a request like `admission.check`; `"auto"` becomes the recommendation, and errors name OpenAI's
     fields.
 
     Raises:
         Unprocessable, NotFound: the request cannot be trained.
     """
-    with _fields_in_their_words():
+    with _openai_field_names():
         return _check(requested, inputs, settings)
 
 
-def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> Checked:
-    native = _in_our_words(requested)
+def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> AdmittedRequest:
+    native = _to_native(requested)
     checked = admission.check(native, inputs, settings, suffix=requested.suffix)
-    if _rate_is_ours(requested):
+    if _uses_recommended_rate(requested):
         spec = checked.submission.spec
         rate = recommended_rate(
             spec.model.architecture.parameters,
@@ -53,16 +53,16 @@ def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Setti
 
 
 @contextmanager
-def _fields_in_their_words() -> Iterator[None]:
+def _openai_field_names() -> Iterator[None]:
     """An error names the field as the client wrote it."""
     try:
         yield
     except AccrueError as error:
-        error.field = _THEIR_FIELDS.get(error.field or "", error.field)
+        error.field = _OPENAI_FIELDS.get(error.field or "", error.field)
         raise
 
 
-def _in_our_words(requested: FineTuningRequest) -> TrainingRequest:
+def _to_native(requested: FineTuningRequest) -> TrainingRequest:
     """Translates the request into one of the native API.
 
     Raises:
@@ -98,7 +98,7 @@ def _hyperparameters(requested: FineTuningRequest) -> Hyperparameters:
     return requested.hyperparameters or Hyperparameters()
 
 
-def _rate_is_ours(requested: FineTuningRequest) -> bool:
+def _uses_recommended_rate(requested: FineTuningRequest) -> bool:
     chosen = _hyperparameters(requested).learning_rate_multiplier
     return chosen == "auto" and "learning_rate" not in requested.training_config.model_fields_set
 

@@ -67,7 +67,7 @@ async def _database(request: Request, caller: Annotated[Caller, Depends(_caller)
 
 def planning_inputs_of(request: Request) -> PlanningInputs:
     """The planning inputs that the caller of an authorised request may see."""
-    return PlanningInputs(_database_for(request, request.state.caller), request.app.state.kept)
+    return PlanningInputs(_database_for(request, request.state.caller), request.app.state.planning_cache)
 
 
 def _database_for(request: Request, caller: Caller) -> Database:

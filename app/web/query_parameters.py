@@ -8,7 +8,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from app.errors import Unprocessable
-from app.jobs.filters import is_filter
+from app.jobs.filters import is_metadata_filter
 
 _PARAMETERS: dict[Callable[..., Any], dict[str, bool]] = {}
 """A route's parameters and whether each may be repeated, by the route's function."""
@@ -29,7 +29,7 @@ def check_names(request: Request) -> None:
     seen = set()
     for name, _ in request.query_params.multi_items():
         shown = name[:100] or "query"
-        if name not in known and not is_filter(name):
+        if name not in known and not is_metadata_filter(name):
             accepted = ", ".join(sorted(known)) or "none"
             raise Unprocessable(
                 f"Unknown query parameter {name[:100]!r}; this request accepts: {accepted}.", field=shown

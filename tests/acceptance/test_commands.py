@@ -134,7 +134,7 @@ def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
     told = run(shared, *requested, "--watch")
     assert "learning rate 0.0002" in told  # lora's own default
     assert told.count("cut to max_length 8") == 1
-    assert "tokens learned from" in told
+    assert "target tokens" in told
     assert "deprecated" not in told
     assert "accrue download fetches the model" in told
     assert "lora" in run(shared, "jobs", "--limit", "1")

@@ -86,7 +86,7 @@ def test_from_a_plan_to_a_model(
     expect(page.get_by_text("Step 360 of 360")).to_be_visible(timeout=4 * MINUTES)
     expect(page.get_by_label("Events, newest first").get_by_text("Training succeeded.")).to_have_count(1)
     expect(page.get_by_label("Events, newest first").get_by_text("Job submitted")).to_have_count(1)
-    expect(page.get_by_label("Outcome")).to_contain_text("apart")  # the certificate
+    expect(page.get_by_label("Outcome")).to_contain_text("relative difference")  # the certificate
     expect(page.get_by_role("table")).to_contain_text("=")  # held-out sums, as completed
     expect(page.locator("figure .main-svg").first).to_be_visible()
 
@@ -120,7 +120,7 @@ def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
     expect(label).to_have_text("→ Effective batch: 32")
     plan(page, Effective_batch="48")
     expect(label).to_have_text("→ Effective batch: 48")
-    page.get_by_label("Batch given as").select_option("split")
+    page.get_by_label("Set batch by").select_option("split")
     plan(page, **{"Micro-batch size": "6"}, Accumulation_steps="7")
     expect(label).to_have_text("→ Effective batch: 42")
     plan(page, Devices="3")
@@ -163,7 +163,7 @@ def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) ->
     expect(prediction(page).get_by_text("It does not fit", exact=True)).to_be_visible()
     page.get_by_role("button", name="Apply method: lora, gradient_checkpointing: true").click()
     expect(prediction(page).get_by_text(re.compile("^It fits"))).to_be_visible()
-    page.get_by_label("Keep this one as").fill("llama")
+    page.get_by_label("Save this plan as").fill("llama")
     page.get_by_role("button", name="Save").click()
     page.reload()
     expect(page.get_by_label("Model", exact=True)).to_have_value("meta-llama/Llama-3.1-8B")
@@ -273,7 +273,7 @@ def test_jobs_are_acted_upon(page: Page, service: Accrue, data: Path) -> None:
     expect(row).to_contain_text("paused")
     page.on("dialog", lambda dialog: dialog.accept())
     row.get_by_role("button", name="Cancel").click()
-    expect(page.get_by_text("No job yet")).to_be_visible()
+    expect(page.get_by_text("No jobs yet")).to_be_visible()
     page.get_by_label("Status").select_option("cancelled")
     row.get_by_role("button", name="Delete").click()
     expect(row).to_have_count(0)
@@ -360,7 +360,7 @@ def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, tmp_path: Path
         expect(page.get_by_role("dialog", name="API key")).to_be_visible()
         page.get_by_label("Key", exact=True).fill(key)
         page.get_by_role("button", name="Use it").click()
-        expect(page.get_by_text("No job yet")).to_be_visible()
+        expect(page.get_by_text("No jobs yet")).to_be_visible()
         page.reload()
-        expect(page.get_by_text("No job yet")).to_be_visible()
+        expect(page.get_by_text("No jobs yet")).to_be_visible()
         page.context.close()

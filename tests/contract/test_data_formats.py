@@ -28,7 +28,7 @@ def test_the_keys_tell_the_format(line: dict[str, object], form: str) -> None:
         (b'{"text": ""}', "text: "),
         (b'{"prompt": "a", "completion": ""}', "completion: "),
         (b'{"messages": []}', "messages: "),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "nothing to learn"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "needs the role assistant"),
         (b'{"messages": [{"role": "boss", "content": "a"}]}', "role"),
         (b"[" * 100_000, "not valid JSON"),
     ],

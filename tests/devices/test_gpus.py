@@ -21,14 +21,14 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{ANSWER}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(gpus, "_gauge", gpus._Gauge())
+    monkeypatch.setattr(gpus, "_gauge", gpus._GpuMonitor())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return program
 
 
 @pytest.mark.usefixtures("nvidia_smi")
 def test_gpus_are_seen_with_their_memory() -> None:
-    first, second = gpus.seen()
+    first, second = gpus.detected()
     assert (first.name, first.memory_total_bytes, first.load) == ("NVIDIA A100-SXM4-80GB", 80 * GIB, 0.35)
     assert (first.memory_used_bytes, first.temperature_celsius) == (GIB, 41.0)
     assert second.load is None
@@ -38,23 +38,23 @@ def test_gpus_are_seen_with_their_memory() -> None:
 @pytest.mark.parametrize("answer", ["Failed to initialize NVML: version mismatch", "garbage, 1"])
 def test_an_nvidia_smi_that_makes_no_sense_is_survived(nvidia_smi: Path, answer: str) -> None:
     nvidia_smi.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    assert gpus.seen() == []
+    assert gpus.detected() == []
 
 
 @pytest.mark.usefixtures("nvidia_smi")
 def test_hidden_gpus_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [gpu.id for gpu in gpus.seen()] == [1]
+    assert [gpu.id for gpu in gpus.detected()] == [1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa")
-    assert [gpu.id for gpu in gpus.seen()] == [0]
+    assert [gpu.id for gpu in gpus.detected()] == [0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.seen() == []
+    assert gpus.detected() == []
 
 
 def test_one_look_serves_everybody_for_a_moment(nvidia_smi: Path) -> None:
-    assert len(gpus.seen()) == 2
+    assert len(gpus.detected()) == 2
     nvidia_smi.write_text("#!/bin/sh\nexit 1\n")
-    assert len(gpus.seen()) == 2
+    assert len(gpus.detected()) == 2
 
 
 def test_plans_are_made_for_declared_devices_first(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_plans_are_made_for_declared_devices_first(nvidia_smi: Path, monkeypatch
     assert gpus.for_planning(declared, []) == declared
     assert [device.id for device in gpus.for_planning([], [])] == [0, 1]
     nvidia_smi.unlink()
-    monkeypatch.setattr(gpus, "_gauge", gpus._Gauge())
+    monkeypatch.setattr(gpus, "_gauge", gpus._GpuMonitor())
     assert gpus.for_planning([], []) == [gpus.this_cpu()]
     elsewhere = [Device(0, "H100", 80 * GIB, "cuda")]
     assert gpus.for_planning([], elsewhere) == elsewhere
@@ -72,21 +72,21 @@ def test_plans_are_made_for_declared_devices_first(nvidia_smi: Path, monkeypatch
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_an_allocator_whose_segments_grow_is_planned_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "garbage_collection_threshold:0.8, expandable_segments:True")
-    assert gpus.seen()[0].device.expandable_segments
+    assert gpus.detected()[0].device.expandable_segments
     monkeypatch.setenv(name, "expandable_segments:False")
-    assert not gpus.seen()[0].device.expandable_segments
+    assert not gpus.detected()[0].device.expandable_segments
 
 
 def test_an_nvidia_smi_that_hangs_holds_nobody_up(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(gpus, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.0)
-    assert len(gpus.seen()) == 2
+    assert len(gpus.detected()) == 2
     answering = nvidia_smi.read_text()
     nvidia_smi.write_text("#!/bin/sh\nsleep 1.5\n" + answering.removeprefix("#!/bin/sh\n"))
     began = time.monotonic()
-    assert len(gpus.seen()) == 2  # what was seen last
-    assert len(gpus.seen()) == 2  # not asked again while it hangs
+    assert len(gpus.detected()) == 2  # what was seen last
+    assert len(gpus.detected()) == 2  # not asked again while it hangs
     assert time.monotonic() - began < 1.0
     nvidia_smi.write_text(answering)
     until(lambda: gpus._gauge._asking is not None and not gpus._gauge._asking.is_alive(), 5)
-    assert len(gpus.seen()) == 2
+    assert len(gpus.detected()) == 2

@@ -293,7 +293,7 @@ def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
 
 def test_a_stopped_job_is_claimed_again_until_its_model_is_kept(database: Database) -> None:
     job_id = submitted(database)
-    with pytest.raises(Conflict, match="not learned anything"):
+    with pytest.raises(Conflict, match="no checkpoint yet"):
         on(database, lifecycle.stop, job_id)
     fence = claimed(database)
     assert fence is not None

@@ -53,7 +53,7 @@ def test_a_backup_under_load_holds_every_job_acknowledged_before_it(
 
     restored = elsewhere(settings, tmp_path / "restored")
     assert backup.restore(restored, taken.folder).jobs == taken.jobs
-    other = Database(restored.url)
+    other = Database(restored.resolved_database_url)
     with other.reading() as session:
         found = {job.id: job.status for job in session.scalars(select(Job))}
     assert set(acknowledged) <= set(found)

@@ -24,7 +24,7 @@ def test_nothing_is_said_of_a_job_that_runs_well() -> None:
     ("changes", "said"),
     [
         ({"padding_share": 0.3}, "30% of the work went into padding: set packing"),
-        ({"padding_share": 0.3, "size_is_planned": False}, "leave their size to the plan"),
+        ({"padding_share": 0.3, "size_is_planned": False}, "leave the split to the plan"),
         ({"data_share": 0.4}, "waited for data 40% of the time"),
         ({"load": 0.2}, "GPU is busy 20% of the time"),
         ({"optimizer_share": 0.16}, "optimizer takes 16% of a window"),

@@ -1,6 +1,6 @@
 import pytest
 
-from app.planning.devices import GIB, declared, parse_declared
+from app.planning.devices import GIB, parse_declared, parse_device
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from app.planning.devices import GIB, declared, parse_declared
     ],
 )  # fmt: skip
 def test_phrases_for_devices(phrase: str, gigabytes: float) -> None:
-    assert declared(phrase, 0).memory_bytes == int(gigabytes * GIB)
+    assert parse_device(phrase, 0).memory_bytes == int(gigabytes * GIB)
 
 
 def test_declared_devices_are_numbered() -> None:
@@ -26,4 +26,4 @@ def test_declared_devices_are_numbered() -> None:
 @pytest.mark.parametrize("phrase", ["", "GB", "0GB", "-4GB", "toaster", "24"])
 def test_what_is_no_device_is_refused(phrase: str) -> None:
     with pytest.raises(ValueError, match="give its memory"):
-        declared(phrase, 0)
+        parse_device(phrase, 0)

@@ -9,7 +9,7 @@ from app.contract.memory_profile import Recipe
 from app.contract.spec import LoraSpec
 from app.planning.architectures import named
 from app.planning.devices import GIB
-from app.planning.estimate import ByFormula, Estimate, compared, largest_micro_batch
+from app.planning.estimate import ByFormula, Estimate, comparable_estimates, largest_micro_batch
 from app.planning.memory import Memory, step_memory
 
 GPT2 = named("gpt2")
@@ -42,7 +42,7 @@ def test_what_is_reckoned_otherwise_is_compared_by_what_changes(off: float) -> N
     def estimates(recipe: Recipe, sequence: int) -> Estimate:
         return known if recipe == BF16 else ByFormula(GPT2, recipe, sequence)
 
-    beside = compared(estimates, GPT2, BF16, 512)
+    beside = comparable_estimates(estimates, GPT2, BF16, 512)
     assert beside(BF16, 512) is known
     plain = step_memory(GPT2, BF16, 4, 512).peak_process_bytes
     for fields in ({"gradient_checkpointing": True}, {"optimizer": "sgd"}, {"precision": "fp32"}):

@@ -125,7 +125,7 @@ def test_a_rate_that_worked_goes_before_the_literature() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     learned = MeasuredRate("ftjob-1", 3e-3, 16, "adamw", adapters=False, first_loss=5.0, final_loss=2.5)
-    situation = Situation(gpt2, 16, micro_batch=16, devices=1, device_kind="cpu", learned=learned)
+    situation = Situation(gpt2, 16, micro_batch=16, devices=1, device_kind="cpu", measured_rate=learned)
     rate = recommend(situation)["learning_rate"]
     assert (rate.value, rate.evidence) == (3e-3, "measured")
     assert "ftjob-1" in rate.why

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from app.contract.memory_profile import Recipe
 from app.contract.plan import TokenBudget
-from app.contract.reports import AS_FAST, smallest_of_the_fastest
+from app.contract.reports import EQUALLY_FAST_SHARE, smallest_of_the_fastest
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB, Device
-from app.planning.estimate import ByFormula, ByMeasurement, Point, by_formula
+from app.planning.estimate import ByFormula, ByMeasurement, MeasuredPeak, by_formula
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
 from app.planning.planner import Known
@@ -27,8 +27,8 @@ CUDA = Recipe(device="cuda", precision="bf16")
 def test_nothing_smaller_than_the_leanest_is_as_fast(pairs: list[tuple[int, float]]) -> None:
     best = max(rate for _, rate in pairs)
     found = smallest_of_the_fastest(pairs)
-    assert any(tokens == found and rate >= AS_FAST * best for tokens, rate in pairs)
-    assert all(rate < AS_FAST * best for tokens, rate in pairs if tokens < found)
+    assert any(tokens == found and rate >= EQUALLY_FAST_SHARE * best for tokens, rate in pairs)
+    assert all(rate < EQUALLY_FAST_SHARE * best for tokens, rate in pairs if tokens < found)
 
 
 def test_throughput_that_grows_no_more_ends_the_micro_batch() -> None:
@@ -47,8 +47,8 @@ def test_where_nothing_is_known_memory_decides_and_on_a_cpu_experience(measured:
 
 def test_a_sweep_that_was_fastest_at_its_end_says_nothing_of_larger_ones() -> None:
     growing = Throughput(((208, 1000.0), (416, 1400.0), (832, 1790.0)))
-    assert not growing.saw_the_end
-    assert MEASURED.saw_the_end
+    assert not growing.reached_plateau
+    assert MEASURED.reached_plateau
     assert useful_tokens(growing, "cuda", 10**6) == 10**6
     assert useful_tokens(growing, "cpu", 10**6) == 832
 
@@ -88,7 +88,7 @@ def test_an_estimate_meets_what_was_measured_and_keeps_its_slope_beyond(accumula
         return estimate.memory(rows, accumulating=accumulating).peak_allocated_bytes
 
     points = tuple(
-        Point(64 * rows, accumulating, peak(formula, rows) + extra)
+        MeasuredPeak(64 * rows, accumulating, peak(formula, rows) + extra)
         for rows, extra in ((4, 10**7), (16, 3 * 10**7))
     )
     measured = ByMeasurement(formula, "cuda", 64, points)

@@ -109,7 +109,9 @@ def test_strangers_cannot_fill_the_audit_log(settings: Settings) -> None:
         for _ in range(MAX_UNAUTHENTICATED_PER_MINUTE + 50):
             client.post(SUBMIT, json={})
         client.get(PATH)  # refused, too: and kept among them
-    database = Database(settings.url)  # the service has ended, and has written all that it keeps
+    database = Database(
+        settings.resolved_database_url
+    )  # the service has ended, and has written all that it keeps
     with database.reading() as session:
         kept = session.scalar(select(func.count()).select_from(AuditEntry)) or 0
     database.close()

@@ -51,8 +51,8 @@ def fence(database: Database) -> Fence:
 def test_a_file_that_is_larger_than_its_kind_is_not_read(tmp_path: Path, run: RunDirectory) -> None:
     (tmp_path / "large").write_bytes(b"x" * 1001)
     with pytest.raises(NotPlain):
-        read_plain(tmp_path, "large", most=1000)
-    assert read_plain(tmp_path, "large", most=1001) == b"x" * 1001
+        read_plain(tmp_path, "large", max_bytes=1000)
+    assert read_plain(tmp_path, "large", max_bytes=1001) == b"x" * 1001
     (run.path / "failure.json").write_text('{"code": "c", "message": "m", "permanent": true}' + " " * 2**16)
     assert run.failure() is None
 

@@ -50,7 +50,7 @@ def test_adapters_have_a_learning_rate_of_their_own(client: TestClient, method: 
 def test_unsynchronised_gradients_are_refused_with_the_reason(client: TestClient) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "sync_gradients": False})
     assert answer.status_code == 422
-    assert "not the training of the effective batch" in answer.json()["detail"]
+    assert "instead of the effective batch's" in answer.json()["detail"]
 
 
 def test_accumulation_need_not_be_logged(client: TestClient) -> None:
@@ -121,7 +121,7 @@ def test_inline_samples_of_every_format(client: TestClient, given: dict[str, Any
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"messages": [CHAT, CHAT[:1]]}, "messages.1 has no turn of the assistant"),
+        ({"messages": [CHAT, CHAT[:1]]}, "of the role assistant with weight 1"),
         ({"messages": [[]]}, "messages"), ({"prompts": []}, "prompts is empty"),
         ({"prompts": [{"prompt": "a"}]}, "completion"), ({"texts": ["a"], "messages": [CHAT]}, "exactly one"),
         ({"messages": [CHAT], "format": "text"}, "of format messages"),
@@ -214,7 +214,7 @@ def test_jobs_are_for_devices_that_workers_have(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
 
     def requested(changes: dict[str, Any]) -> str:
-        client.app.state.kept = ShortCache()  # type: ignore[attr-defined]  # what was found is taken for a second
+        client.app.state.planning_cache = ShortCache()  # type: ignore[attr-defined]  # what was found is taken for a second
         answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
         return "" if answer.status_code == 202 else str(answer.json()["detail"])
 

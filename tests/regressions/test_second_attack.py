@@ -17,7 +17,7 @@ from app.jobs.transitions import Fence
 from app.models import base_models
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
-from app.planning.devices import declared
+from app.planning.devices import parse_device
 from app.settings import Settings
 from app.storage.database import Database
 from app.submissions import admission
@@ -33,7 +33,7 @@ TOO_LONG = Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True)
 @pytest.mark.parametrize("phrase", ["A" + "1" * 60_000 + "x", "A" + "-" * 60_000 + "x", "9" * 310 + "GB"])
 def test_a_device_s_name_keeps_nobody_busy(client: TestClient, phrase: str) -> None:
     with pytest.raises(ValueError, match="longer than 60"):
-        declared(phrase, 0)
+        parse_device(phrase, 0)
     assert client.get(f"{ROOT}/performance/recommendations", params={"gpus": phrase}).status_code == 422
 
 
@@ -181,7 +181,7 @@ def test_a_models_folder_with_odd_things_in_it(settings: Settings, tmp_path: Pat
     (folder / "folder" / "config.json").mkdir(parents=True)
     (folder / "accrue" / "tiny-gpt2").mkdir(parents=True)
     (folder / "accrue" / "tiny-gpt2" / "config.json").write_text(json.dumps(TINY_GPT2))
-    assert base_models.known(own) == ["accrue/tiny-gpt2", "mine"]
+    assert base_models.local_names(own) == ["accrue/tiny-gpt2", "mine"]
     with pytest.raises(Unprocessable):
         base_models.find_for_planning("circle", own)
     (folder / "mine" / "\udcff.safetensors").write_bytes(b"0")

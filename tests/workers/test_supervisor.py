@@ -15,7 +15,7 @@ from sqlalchemy.pool import QueuePool
 
 from app.contract.plan import Plan
 from app.devices import gpus
-from app.devices.gpus import SeenGpu
+from app.devices.gpus import DetectedGpu
 from app.jobs import lifecycle, queue, transitions
 from app.planning.devices import GIB
 from app.settings import Settings
@@ -265,8 +265,8 @@ def test_a_full_disk_costs_the_job_nothing(
 def test_a_gpu_that_fails_is_set_aside_and_its_job_goes_to_another(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = [SeenGpu(n, f"GPU-{n}", "NVIDIA L4", 24 * GIB, 0, None, None) for n in range(2)]
-    monkeypatch.setattr(gpus, "seen", lambda: seen)
+    seen = [DetectedGpu(n, f"GPU-{n}", "NVIDIA L4", 24 * GIB, 0, None, None) for n in range(2)]
+    monkeypatch.setattr(gpus, "detected", lambda: seen)
     supervisor.slots = Slots(on_cpu=False)
     failure = '{"code": "device_lost", "message": "uncorrectable ECC error", "permanent": false}'
     stand_in(supervisor, monkeypatch, f"echo '{failure}' > $1/failure.json; exit 1")
@@ -289,8 +289,8 @@ def test_a_trainer_s_word_sets_no_device_aside(
     device: str,
 ) -> None:
     if device == "a GPU that works":
-        seen = [SeenGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
-        monkeypatch.setattr(gpus, "seen", lambda: seen)
+        seen = [DetectedGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
+        monkeypatch.setattr(gpus, "detected", lambda: seen)
         monkeypatch.setattr("workers.slots.works", lambda device: True)
         supervisor.slots = Slots(on_cpu=False)
     failure = '{"code": "device_lost", "message": "not true", "permanent": false}'
@@ -335,8 +335,8 @@ def test_endless_reports_are_stored_a_part_at_a_time_and_not_of_a_cancelled_job(
 def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = [SeenGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
-    monkeypatch.setattr(gpus, "seen", lambda: seen)
+    seen = [DetectedGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
+    monkeypatch.setattr(gpus, "detected", lambda: seen)
     monkeypatch.setattr("workers.slots._MISSED_SECONDS", 3600.0)
     supervisor.slots = Slots(on_cpu=False)
     stand_in(supervisor, monkeypatch, "sleep 60")

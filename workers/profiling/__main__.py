@@ -34,7 +34,7 @@ def main() -> None:
     end_with_supervisor()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
-    database = Database(settings.url)
+    database = Database(settings.resolved_database_url)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
     stopped = False

@@ -15,7 +15,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import DBAPIError
 
-from app import PREFIX
+from app import PACKAGE_PREFIX
 from app.contract.plain_files import create_plain, read_plain
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.datasets import previews
@@ -131,7 +131,7 @@ class _Found(BaseModel):
 
 def _found(folder: Path) -> _Found | None:
     try:
-        content = read_plain(folder, _FOUND, most=_LARGEST_PREVIEW)
+        content = read_plain(folder, _FOUND, max_bytes=_LARGEST_PREVIEW)
         return None if content is None else _Found.model_validate_json(content)
     except (OSError, ValidationError):
         return None
@@ -142,7 +142,7 @@ def _children() -> ForkServerContext:
     """Children are forks of a process that has everything imported, and never held a database, a setting or a
     secret: they share neither this process's memory nor its open files."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{PREFIX}workers.profiling.previews"])
+    context.set_forkserver_preload([f"{PACKAGE_PREFIX}workers.profiling.previews"])
     return context
 
 

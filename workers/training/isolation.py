@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from app import FOLDER
+from app import PACKAGES_FOLDER
 from app.contract.assignment import Assignment
 from workers.run_directory import HIDDEN_VARIABLE
 
@@ -186,7 +186,12 @@ def code_and_caches() -> Iterator[Path]:
         if variable in os.environ:
             yield Path(os.environ[variable]).resolve()
     yield (Path.home() / ".cache").resolve()
-    code = (FOLDER, Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry))
+    code = (
+        PACKAGES_FOLDER,
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        *(Path(entry) for entry in sys.path if entry),
+    )
     yield from (path.resolve() for path in code)
 
 

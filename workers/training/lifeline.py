@@ -55,13 +55,13 @@ class Lifeline:
     """A pipe from the supervisor."""
 
     descriptor: int
-    patience_seconds: float | None
+    timeout_seconds: float | None
     """Silence for so long is the end; None: only the pipe's own end is."""
 
     def watch(self) -> None:
         """Ends this process when the supervisor is gone. Does not return."""
         with contextlib.suppress(OSError):
-            while select.select([self.descriptor], [], [], self.patience_seconds)[0] and self._heard():
+            while select.select([self.descriptor], [], [], self.timeout_seconds)[0] and self._heard():
                 pass
         os._exit(1)
 
@@ -88,9 +88,9 @@ class Lifeline:
         return bool(os.read(self.descriptor, 4096))
 
     def _seconds_left(self, heard_at: float) -> float | None:
-        if self.patience_seconds is None:
+        if self.timeout_seconds is None:
             return None
-        return max(0.0, heard_at + self.patience_seconds - time.monotonic())
+        return max(0.0, heard_at + self.timeout_seconds - time.monotonic())
 
 
 def _end_with(child: int, by: int) -> None:

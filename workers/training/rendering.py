@@ -16,7 +16,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
-from app import FOLDER, PREFIX
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from workers.training.exceptions import CannotTrain
 from workers.training.isolation import drop_capabilities
 from workers.training.limits import limit_memory
@@ -97,13 +97,13 @@ class Renderer:
     def _start(self) -> subprocess.Popen[bytes]:
         passed = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{PREFIX}workers.training.rendering"],
+            [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training.rendering"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in passed if name in os.environ}
             | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            cwd=FOLDER,
+            cwd=PACKAGES_FOLDER,
         )
         assert self._process.stdin is not None
         first = {"template": self._template, "special_tokens": self._special_tokens}

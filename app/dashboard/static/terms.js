@@ -5,7 +5,8 @@ import { h } from "./dom.js";
 const TERMS = {
   model:
     "The model to start from: the built-in one, a folder in ACCRUE_MODELS_DIR, or a model id on the Hugging Face Hub. Start small: settings that work on a small model usually work on a large one.",
-  device: "A GPU that this service does not have, such as 24GB or A100-80GB. Leave the field empty to plan for the service's own devices.",
+  device:
+    "A GPU that this service does not have, such as 24GB or A100-80GB. Leave the field empty to plan for the service's own devices.",
   count:
     "The number of such devices to plan for. Today a job trains on one device, and reaches the same effective batch with more accumulation steps.",
   method:
@@ -19,7 +20,8 @@ const TERMS = {
     "Keeps fewer activations and recomputes them when they are needed: about a third more time, much less memory for long samples.",
   effective:
     "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides only memory and speed. 32 is a good start.",
-  micro: "Samples that go through the model at once. The largest micro-batch that fits keeps the device busy; the gradients of several micro-batches are added up.",
+  micro:
+    "Samples that go through the model at once. The largest micro-batch that fits keeps the device busy; the gradients of several micro-batches are added up.",
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",

@@ -28,10 +28,10 @@ def upgrade() -> None:
         sa.Column("value", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("name", "label", name="pk_counters"),
     )
-    _count_what_is_there()
+    _backfill_totals()
 
 
-def _count_what_is_there() -> None:
+def _backfill_totals() -> None:
     """Fills the new totals from existing rows, in SQL that SQLite and PostgreSQL both accept."""
     op.execute(
         """
