@@ -1,10 +1,10 @@
 /** Calls the service's public HTTP interface; any other client can make the same calls. */
 
 const KEY = "accrue.key";
-const LONGEST_WAIT = 8000;
+const MAX_RETRY_DELAY_MS = 8000;
 
 /** An error response of the service, with the service's message. */
-export class Refused extends Error {
+export class ServiceError extends Error {
   constructor(status, problem) {
     super(problem?.detail ?? `The service answered with status ${status}.`);
     this.status = status;
@@ -19,37 +19,37 @@ export const key = {
 
 const headers = (more = {}) => ({ ...(key.get() ? { Authorization: `Bearer ${key.get()}` } : {}), ...more });
 
-async function ask(path, options = {}) {
+async function request(path, options = {}) {
   let answer;
   try {
     answer = await fetch(path, { ...options, headers: headers(options.headers) });
   } catch (error) {
-    if (error.name !== "AbortError") connection(false);
+    if (error.name !== "AbortError") reportConnection(false);
     throw error;
   }
-  connection(true);
+  reportConnection(true);
   if (answer.ok || answer.status === 304) return answer;
-  const refused = new Refused(answer.status, await answer.json().catch(() => null));
+  const refused = new ServiceError(answer.status, await answer.json().catch(() => null));
   if (answer.status === 401) document.dispatchEvent(new CustomEvent("key-needed", { detail: key.get() ? refused.message : "" }));
   throw refused;
 }
 
 /** Tells the page whether the service can be reached. */
-function connection(there) {
-  document.dispatchEvent(new CustomEvent("connection", { detail: there }));
+function reportConnection(reachable) {
+  document.dispatchEvent(new CustomEvent("connection", { detail: reachable }));
 }
 
-export const get = async (path, signal) => (await ask(path, { signal })).json();
+export const get = async (path, signal) => (await request(path, { signal })).json();
 
-export const remove = (path) => ask(path, { method: "DELETE" });
+export const remove = (path) => request(path, { method: "DELETE" });
 
-export async function post(path, body, { signal, once } = {}) {
+export async function post(path, body, { signal, once: idempotencyKey } = {}) {
   const more = {
     ...(body === undefined ? {} : { "Content-Type": "application/json" }),
-    ...(once ? { "Idempotency-Key": once } : {}),
+    ...(idempotencyKey ? { "Idempotency-Key": idempotencyKey } : {}),
   };
   return (
-    await ask(path, { method: "POST", headers: more, body: body === undefined ? undefined : JSON.stringify(body), signal })
+    await request(path, { method: "POST", headers: more, body: body === undefined ? undefined : JSON.stringify(body), signal })
   ).json();
 }
 
@@ -57,13 +57,13 @@ export async function upload(file) {
   const form = new FormData();
   form.append("purpose", "fine-tune");
   form.append("file", file);
-  return (await ask("v1/files", { method: "POST", body: form })).json();
+  return (await request("v1/files", { method: "POST", body: form })).json();
 }
 
 /** Downloads a file. With a key, this page fetches the file itself, because a link cannot send the key. */
 export async function download(path, name) {
   let url = path;
-  if (key.get()) url = URL.createObjectURL(await (await ask(path)).blob());
+  if (key.get()) url = URL.createObjectURL(await (await request(path)).blob());
   const link = document.createElement("a");
   link.href = url;
   link.download = name;
@@ -77,7 +77,7 @@ export function query(values) {
   return given.length ? `?${new URLSearchParams(given)}` : "";
 }
 
-export function pause(milliseconds, signal) {
+export function delay(milliseconds, signal) {
   return new Promise((resolve, reject) => {
     const timer = setTimeout(resolve, milliseconds);
     signal?.addEventListener(
@@ -104,11 +104,11 @@ export async function poll(look, milliseconds, signal) {
       wait = milliseconds;
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof Refused && error.status < 500) throw error;
-      wait = Math.min(LONGEST_WAIT, wait * 2);
+      if (error instanceof ServiceError && error.status < 500) throw error;
+      wait = Math.min(MAX_RETRY_DELAY_MS, wait * 2);
     }
-    while (document.hidden && !signal.aborted) await pause(500, signal).catch(() => {});
-    await pause(wait, signal).catch(() => {});
+    while (document.hidden && !signal.aborted) await delay(500, signal).catch(() => {});
+    await delay(wait, signal).catch(() => {});
   }
 }
 
@@ -116,18 +116,18 @@ export async function poll(look, milliseconds, signal) {
  * Passes every event of a job to `tell`: first the past ones, then each new one. After a lost connection, continues
  * with the next event. EventSource cannot be used, because it cannot send a key.
  *
- * @param {(event: Object) => void} tell
+ * @param {(event: Object) => void} onEvent
  */
-export async function follow(jobId, tell, signal) {
+export async function follow(jobId, onEvent, signal) {
   let last = "";
   await poll(
     async () => {
       const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
-      const answer = await ask(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
+      const answer = await request(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
       if (answer.status === 204) return false;
-      for await (const event of sent(answer.body)) {
+      for await (const event of parseEvents(answer.body)) {
         last = event.id;
-        tell(JSON.parse(event.data));
+        onEvent(JSON.parse(event.data));
       }
       return true; // the job has ended (then the next request gets a 204), or the connection broke
     },
@@ -137,7 +137,7 @@ export async function follow(jobId, tell, signal) {
 }
 
 /** Parses a response body as server-sent events (HTML standard); ignores `retry` and `event`. */
-async function* sent(body) {
+async function* parseEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -19,7 +19,7 @@ function plotly() {
 }
 
 /** Starts loading plotly before the first chart is drawn. */
-export function warm() {
+export function preload() {
   plotly().catch(() => {}); // draw() reports the error
 }
 
@@ -52,18 +52,18 @@ function layout({ x, y, format, shapes }) {
  */
 export function chart(title, axes, meaning = null) {
   const plot = h("div", { class: "plot" });
-  const said = h("p", { class: "unseen" });
-  const element = h("figure", { class: "chart" }, h("figcaption", {}, title, " ", meaning), plot, said);
+  const summaryElement = h("p", { class: "unseen" });
+  const element = h("figure", { class: "chart" }, h("figcaption", {}, title, " ", meaning), plot, summaryElement);
   let drawn = null;
   async function draw(traces, { summary, shapes } = {}) {
     drawn = { traces, shapes };
-    said.textContent = summary ?? "";
+    summaryElement.textContent = summary ?? "";
     const library = await plotly();
     await library.react(plot, traces.map(styled), layout({ ...axes, shapes }), { displayModeBar: false, responsive: true });
   }
   document.addEventListener("theme", function again() {
     if (!drawn) return;
-    if (element.isConnected) draw(drawn.traces, { summary: said.textContent, shapes: drawn.shapes });
+    if (element.isConnected) draw(drawn.traces, { summary: summaryElement.textContent, shapes: drawn.shapes });
     else document.removeEventListener("theme", again); // the user has left the chart's page
   });
   return { element, draw };
@@ -88,7 +88,7 @@ function styled(trace) {
 }
 
 /** A horizontal line across the whole chart, such as a limit. */
-export function level(y, name) {
+export function horizontalLine(y, name) {
   return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour(name), width: 1.5, dash: "dot" } };
 }
 

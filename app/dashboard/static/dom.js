@@ -64,7 +64,7 @@ const cell = (column, content) =>
  */
 export function liveTable(caption, columns, empty) {
   const body = h("tbody", { role: "rowgroup" });
-  const nothing = h("p", { class: "muted" }, empty);
+  const emptyMessage = h("p", { class: "muted" }, empty);
   const region = table(caption, columns, [[]], "");
   region.querySelector("tbody").replaceWith(body);
   const rows = new Map();
@@ -74,7 +74,7 @@ export function liveTable(caption, columns, empty) {
    *   its cells a string that the cell depends on and a function that creates its content
    */
   function show(content) {
-    nothing.hidden = content.length > 0;
+    emptyMessage.hidden = content.length > 0;
     region.hidden = !content.length;
     for (const [key, row] of rows)
       if (!content.some(([own]) => own === key)) {
@@ -83,16 +83,16 @@ export function liveTable(caption, columns, empty) {
       }
     content.forEach(([key, cells], place) => {
       if (!rows.has(key)) rows.set(key, { element: tableRow(columns.map((column) => cell(column))), told: [] });
-      const { element, told } = rows.get(key);
+      const { element, told: rendered } = rows.get(key);
       if (body.children[place] !== element) body.insertBefore(element, body.children[place] ?? null);
       cells.forEach(([depends, make], at) => {
-        if (told[at] === depends) return;
-        told[at] = depends;
+        if (rendered[at] === depends) return;
+        rendered[at] = depends;
         fill(element.children[at], make());
       });
     });
   }
-  return { element: h("div", {}, region, nothing), show };
+  return { element: h("div", {}, region, emptyMessage), show };
 }
 
 /** Makes a screen reader say a text without moving the focus. */

@@ -29,7 +29,7 @@ export function duration(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
-export function moment(unixSeconds) {
+export function dateTime(unixSeconds) {
   return unixSeconds === null || unixSeconds === undefined ? "–" : new Date(unixSeconds * 1000).toLocaleString();
 }
 

@@ -1,6 +1,6 @@
 /** Shows the page that the URL names after `#/`; the URL also holds the choices made on that page. */
 
-import { key, Refused } from "./api.js";
+import { key, ServiceError } from "./api.js";
 import { fill, h } from "./dom.js";
 import * as compare from "./pages/compare.js";
 import * as gpus from "./pages/gpus.js";
@@ -11,18 +11,18 @@ import * as recommendations from "./pages/recommendations.js";
 
 const PAGES = { plan, jobs, job, compare, gpus, recommendations };
 const main = document.getElementById("main");
-let leaving = new AbortController();
+let pageController = new AbortController();
 
 async function show() {
-  leaving.abort();
-  leaving = new AbortController();
-  const { signal } = leaving;
+  pageController.abort();
+  pageController = new AbortController();
+  const { signal } = pageController;
   const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, id] = path.split("/").map(decodeURIComponent);
   const page = PAGES[name] ?? plan;
   for (const link of document.querySelectorAll("nav a")) {
-    const own = link.hash.slice(2);
-    const here = own === name || (own === "jobs" && name === "job") || (own === "plan" && !name);
+    const target = link.hash.slice(2);
+    const here = target === name || (target === "jobs" && name === "job") || (target === "plan" && !name);
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
@@ -30,7 +30,7 @@ async function show() {
   fill(main);
   if (name && !PAGES[name]) {
     main.append(
-      problem(new Refused(404, { detail: `There is no page ${name} here.` }), false),
+      problem(new ServiceError(404, { detail: `There is no page ${name} here.` }), false),
       h("p", {}, h("a", { href: "#/plan" }, "Plan a job")),
     );
     return;
@@ -43,13 +43,13 @@ async function show() {
 }
 
 function problem(error, again = true) {
-  const told = error instanceof Refused ? error.message : "The service cannot be reached. Is it running?";
-  if (!(error instanceof Refused)) console.warn(error);
+  const message = error instanceof ServiceError ? error.message : "The service cannot be reached. Is it running?";
+  if (!(error instanceof ServiceError)) console.warn(error);
   return h(
     "section",
     { class: "panel problem", role: "alert" },
     h("h2", {}, "That did not work"),
-    h("p", {}, told),
+    h("p", {}, message),
     again && h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")),
   );
 }
@@ -76,9 +76,9 @@ setTheme(preferred());
 
 const dialog = document.getElementById("key-dialog");
 const typed = document.getElementById("key-value");
-const refused = document.getElementById("key-refused");
+const keyError = document.getElementById("key-refused");
 function askForKey(why) {
-  refused.textContent = why;
+  keyError.textContent = why;
   if (!dialog.open) dialog.showModal();
 }
 document.getElementById("key").addEventListener("click", () => askForKey(""));
@@ -90,10 +90,10 @@ dialog.addEventListener("close", () => {
   show();
 });
 
-const lost = document.getElementById("connection");
+const connectionBanner = document.getElementById("connection");
 document.addEventListener("connection", (event) => {
-  lost.hidden = event.detail;
-  lost.textContent = event.detail ? "" : "The service does not answer. This page retries every few seconds.";
+  connectionBanner.hidden = event.detail;
+  connectionBanner.textContent = event.detail ? "" : "The service does not answer. This page retries every few seconds.";
 });
 
 addEventListener("hashchange", () => {

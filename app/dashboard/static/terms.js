@@ -79,8 +79,8 @@ export function select(values, chosen) {
     "select",
     {},
     values.map((value) => {
-      const [own, shown] = Array.isArray(value) ? value : [value, value];
-      return h("option", { value: own, selected: own === chosen }, shown);
+      const [optionValue, shown] = Array.isArray(value) ? value : [value, value];
+      return h("option", { value: optionValue, selected: optionValue === chosen }, shown);
     }),
   );
 }

@@ -11,7 +11,7 @@ const POSSIBLE = {
   cancelled: ["retry", "delete"],
   succeeded: ["delete"],
 };
-const SURE = {
+const CONFIRMATIONS = {
   cancel: "Cancel this job? What it has learned so far is lost.",
   delete: "Delete this job with its model, its log and its checkpoints?",
 };
@@ -25,13 +25,13 @@ const NAMES = {
 };
 
 /**
- * @param {() => Promise} done refreshes the page after an action
+ * @param {() => Promise} refresh refreshes the page after an action
  */
-export function actions(job, done) {
+export function actions(job, refresh) {
   const timedOut = job.status === "failed" && job.error?.code === "timeout";
-  const told = h("small", { class: "is-bad", role: "alert" });
+  const errorElement = h("small", { class: "is-bad", role: "alert" });
   async function act(name, button) {
-    if (SURE[name] && !confirm(SURE[name])) return;
+    if (CONFIRMATIONS[name] && !confirm(CONFIRMATIONS[name])) return;
     button.disabled = true;
     const path = `gradient-accumulation/training/${job.id}`;
     try {
@@ -43,9 +43,9 @@ export function actions(job, done) {
         if (name === "retry") location.hash = `#/job/${answer.id}`;
       }
       announce(`${NAMES[name]}: done.`);
-      await done();
+      await refresh();
     } catch (error) {
-      told.textContent = error.message;
+      errorElement.textContent = error.message;
     } finally {
       button.disabled = false;
     }
@@ -66,6 +66,6 @@ export function actions(job, done) {
         NAMES[name],
       ),
     ),
-    told,
+    errorElement,
   );
 }

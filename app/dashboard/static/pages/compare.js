@@ -1,7 +1,7 @@
 /** Compares jobs' losses at the same number of samples seen, and how noisy each is relative to the first. */
 
 import { get } from "../api.js";
-import { chart, PALETTE, warm } from "../charts.js";
+import { chart, PALETTE, preload } from "../charts.js";
 import { fill, h, table } from "../dom.js";
 import { fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
@@ -21,10 +21,10 @@ const COLUMNS = [
   "Peak GiB",
   "Padding",
 ];
-const MOST = 10;
+const MAX_JOBS = 10;
 
 export async function show(main, { chosen, signal }) {
-  warm();
+  preload();
   const { data } = await get("gradient-accumulation/training?limit=100", signal);
   const trained = data.filter((job) => job.progress.step > 1);
   const ids = (chosen.get("ids") ?? "").split(",").filter(Boolean);
@@ -60,8 +60,8 @@ export async function show(main, { chosen, signal }) {
 
   async function compare() {
     figure.hidden = ids.length < 2;
-    if (ids.length < 2 || ids.length > MOST) {
-      fill(result, h("p", { class: "muted" }, `Choose two to ${MOST} jobs.`));
+    if (ids.length < 2 || ids.length > MAX_JOBS) {
+      fill(result, h("p", { class: "muted" }, `Choose two to ${MAX_JOBS} jobs.`));
       return;
     }
     try {
@@ -75,14 +75,14 @@ export async function show(main, { chosen, signal }) {
   }
 
   function showComparison({ jobs, loss, samples_seen: seen }) {
-    const hue = (place) => PALETTE[place % PALETTE.length];
+    const colourName = (place) => PALETTE[place % PALETTE.length];
     const name = (job) => `…${job.training_id.slice(-6)}: batch ${job.effective_batch_size}`;
     curve.draw(
       jobs.map((job, place) => ({
         x: seen,
         y: loss[job.training_id],
         name: name(job),
-        colour: hue(place),
+        colour: colourName(place),
         dash: place < PALETTE.length ? "solid" : "dot",
       })),
       { summary: jobs.map((job) => `${name(job)} ends at ${fixed(loss[job.training_id].at(-1))}`).join("; ") },
@@ -96,7 +96,7 @@ export async function show(main, { chosen, signal }) {
           h(
             "span",
             { class: "swatch" },
-            h("i", { class: `of-${hue(place)}` }),
+            h("i", { class: `of-${colourName(place)}` }),
             h("a", { href: `#/job/${job.training_id}` }, name(job)),
           ),
           `${number(job.effective_batch_size)} in ${number(job.stats.accumulation_steps)}`,

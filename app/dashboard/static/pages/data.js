@@ -4,13 +4,13 @@ import { fill, h, table } from "../dom.js";
 import { number, percent } from "../format.js";
 
 /** Puts the service's preview into a panel. */
-export function showData(panel, seen) {
-  const { lengths } = seen;
+export function showData(panel, preview) {
+  const { lengths } = preview;
   fill(
     panel,
     h("h2", {}, "The data, as the trainer will see them"),
     h("p", { class: "muted" }, h("mark", {}, "Marked"), " text counts toward the loss."),
-    seen.samples.map((sample) =>
+    preview.samples.map((sample) =>
       h(
         "figure",
         { class: "sample" },
@@ -22,33 +22,33 @@ export function showData(panel, seen) {
         h(
           "p",
           { class: "said" },
-          runs(sample).map(([counts, text]) => (counts ? h("mark", {}, text) : text)),
+          joinRuns(sample).map(([counts, text]) => (counts ? h("mark", {}, text) : text)),
         ),
       ),
     ),
     h(
       "p",
       {},
-      `${number(lengths.examples)} of ${number(seen.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
+      `${number(lengths.examples)} of ${number(preview.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
     ),
     lengths.over_max_length > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.over_max_length)} examples are longer than ${number(seen.max_length)} tokens.`,
+        `${number(lengths.over_max_length)} examples are longer than ${number(preview.max_length)} tokens.`,
       ),
     lengths.without_targets > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.without_targets)} examples have no token that counts within the first ${number(seen.max_length)} tokens.`,
+        `${number(lengths.without_targets)} examples have no token that counts within the first ${number(preview.max_length)} tokens.`,
       ),
     histogram(lengths.histogram),
   );
 }
 
 /** Joins neighbouring tokens that all count, or all do not count, into one text. */
-function runs({ tokens, counts }) {
+function joinRuns({ tokens, counts }) {
   const found = [];
   tokens.forEach((text, place) => {
     if (found.length && found.at(-1)[0] === counts[place]) found.at(-1)[1] += text;

@@ -2,7 +2,7 @@
 
 import { get, poll } from "../api.js";
 import { fill, h, table } from "../dom.js";
-import { bytes, moment, number, percent } from "../format.js";
+import { bytes, dateTime, number, percent } from "../format.js";
 
 export const TITLE = "GPUs";
 
@@ -12,17 +12,17 @@ export async function show(main, { signal }) {
   const gpus = h("section", { class: "panel", "aria-label": "GPUs" });
   const workers = h("section", { class: "panel", "aria-label": "Workers" });
   main.append(h("h1", {}, "GPUs and workers"), gpus, workers);
-  async function look() {
-    const [seen, there] = await Promise.all([
+  async function refresh() {
+    const [seen, workerAnswer] = await Promise.all([
       get("gradient-accumulation/gpus", signal),
       get("gradient-accumulation/workers", signal),
     ]);
     showGpus(gpus, seen);
-    showWorkers(workers, there.data);
+    showWorkers(workers, workerAnswer.data);
     return true;
   }
-  await look();
-  poll(look, EVERY, signal);
+  await refresh();
+  poll(refresh, EVERY, signal);
 }
 
 function showGpus(section, { gpu_info: seen, declared }) {
@@ -77,7 +77,7 @@ function showWorkers(section, workers) {
         h("span", { class: worker.alive ? "is-ok" : "muted" }, worker.alive ? "alive" : "silent"),
         worker.devices.map((device) => `${device.name ?? device.id} (${bytes(device.memory_bytes)})`).join(", "),
         worker.running.map(job),
-        moment(worker.last_heartbeat_at),
+        dateTime(worker.last_heartbeat_at),
       ]),
       "No worker has connected yet. Jobs wait until you start one with accrue worker.",
     ),

@@ -1,12 +1,12 @@
 /** One job: its progress, charts, events and result. */
 
 import { download, follow, get, poll } from "../api.js";
-import { chart, level, warm } from "../charts.js";
+import { chart, horizontalLine, preload } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
-import { bytes, duration, fixed, moment, number, percent } from "../format.js";
+import { bytes, dateTime, duration, fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
-import { badge, waits } from "./jobs.js";
+import { badge, waitingReason } from "./jobs.js";
 
 export const TITLE = "Job";
 
@@ -30,7 +30,7 @@ export async function show(main, { id, signal }) {
   const outcome = h("section", { class: "panel", "aria-label": "Outcome", hidden: true });
   const events = h("ol", { class: "events", reversed: true, tabindex: "0", "aria-label": "Events, newest first" });
   const charts = makeCharts();
-  warm();
+  preload();
 
   const first = await get(path, signal); // fails here if the job does not exist
   const measured = h(
@@ -52,14 +52,14 @@ export async function show(main, { id, signal }) {
   );
 
   let drawn = "";
-  let offered = "";
+  let shownActions = "";
   let status = null;
   async function look() {
     const job = await get(path, signal);
     state.show(job);
     const possible = `${job.status} ${job.requested}`;
-    if (possible !== offered) {
-      offered = possible;
+    if (possible !== shownActions) {
+      shownActions = possible;
       fill(acting, actions(job, look));
     }
     const progress = `${job.status} ${job.attempt} ${job.progress.step}`;
@@ -75,7 +75,7 @@ export async function show(main, { id, signal }) {
     await showOutcome(outcome, job, signal);
     return false;
   }
-  const tell = (event) => {
+  const showEvent = (event) => {
     events.prepend(
       h(
         "li",
@@ -90,7 +90,7 @@ export async function show(main, { id, signal }) {
     );
     if (events.childElementCount > MOST_EVENTS) events.lastElementChild.remove();
   };
-  await Promise.all([poll(look, EVERY, signal), follow(id, tell, signal)]);
+  await Promise.all([poll(look, EVERY, signal), follow(id, showEvent, signal)]);
 }
 
 function makeCharts() {
@@ -113,27 +113,27 @@ async function draw(charts, { data: lines, evaluations }, job) {
   const span = (name, digits) =>
     `from ${fixed(lines[0][name], digits)} to ${fixed(lines.at(-1)[name], digits)} over ${number(lines.at(-1).step)} steps`;
   const device = job.plan.devices[0];
-  const noisy = lines.filter((line) => line.noise_scale !== null);
-  charts.noise.element.hidden = !noisy.length;
-  const warm = lines.filter((line) => line.temperature_celsius !== null);
-  charts.heat.element.hidden = !warm.length;
-  const held = evaluations.filter((each) => each.loss !== null);
+  const withNoiseScale = lines.filter((line) => line.noise_scale !== null);
+  charts.noise.element.hidden = !withNoiseScale.length;
+  const withTemperature = lines.filter((line) => line.temperature_celsius !== null);
+  charts.heat.element.hidden = !withTemperature.length;
+  const evaluated = evaluations.filter((each) => each.loss !== null);
   const validation = {
-    x: held.map((each) => each.step),
-    y: held.map((each) => each.loss),
+    x: evaluated.map((each) => each.step),
+    y: evaluated.map((each) => each.loss),
     name: "on held-out samples",
     colour: "second",
     mode: "lines+markers",
   };
-  const best = held.length
-    ? ` On held-out samples: last ${fixed(held.at(-1).loss, 3)}, best ${fixed(Math.min(...validation.y), 3)}.`
+  const best = evaluated.length
+    ? ` On held-out samples: last ${fixed(evaluated.at(-1).loss, 3)}, best ${fixed(Math.min(...validation.y), 3)}.`
     : "";
   await Promise.all([
     charts.loss.draw(
       [
         trace("loss", "loss", { colour: "soft", width: 1 }),
         trace("loss_ema", "moving average"),
-        ...(held.length ? [validation] : []),
+        ...(evaluated.length ? [validation] : []),
       ],
       { summary: `Loss ${span("loss_ema", 3)}.${best}` },
     ),
@@ -159,26 +159,40 @@ async function draw(charts, { data: lines, evaluations }, job) {
       ],
       {
         summary: `Peak memory ${span("peak_gb", 2)} GiB, predicted at full length ${bytes(device.predicted_peak_bytes)}.`,
-        shapes: near(device, lines) ? [level(device.memory_limit_bytes / GIB, "bad")] : [],
+        shapes: isLimitNear(device, lines) ? [horizontalLine(device.memory_limit_bytes / GIB, "bad")] : [],
       },
     ),
-    noisy.length &&
+    withNoiseScale.length &&
       charts.noise.draw(
-        [{ x: noisy.map((line) => line.step), y: noisy.map((line) => line.noise_scale), name: "noise scale", colour: "ok" }],
+        [
+          {
+            x: withNoiseScale.map((line) => line.step),
+            y: withNoiseScale.map((line) => line.noise_scale),
+            name: "noise scale",
+            colour: "ok",
+          },
+        ],
         { summary: "Noise scale as measured." },
       ),
-    warm.length &&
+    withTemperature.length &&
       charts.heat.draw(
-        [{ x: warm.map((line) => line.step), y: warm.map((line) => line.temperature_celsius), name: "GPU", colour: "bad" }],
+        [
+          {
+            x: withTemperature.map((line) => line.step),
+            y: withTemperature.map((line) => line.temperature_celsius),
+            name: "GPU",
+            colour: "bad",
+          },
+        ],
         {
-          summary: `The GPU reached at most ${number(Math.max(...warm.map((line) => line.temperature_celsius)))} degrees Celsius.`,
+          summary: `The GPU reached at most ${number(Math.max(...withTemperature.map((line) => line.temperature_celsius)))} degrees Celsius.`,
         },
       ),
   ]);
 }
 
 /** Whether the memory limit is close enough to draw it without flattening the other lines. */
-function near(device, lines) {
+function isLimitNear(device, lines) {
   const highest = Math.max(device.predicted_peak_bytes / GIB, ...lines.map((line) => line.peak_gb ?? 0));
   return device.memory_limit_bytes / GIB < 3 * highest;
 }
@@ -217,7 +231,7 @@ function makeState() {
         "span",
         {},
         job.status === "queued"
-          ? waits(job)
+          ? waitingReason(job)
           : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`,
       ),
     );
@@ -231,7 +245,7 @@ function makeState() {
       memory: `${bytes(progress.memory_peak_bytes)} (predicted: at most ${bytes(plan.devices[0].predicted_peak_bytes)})`,
       samples: number(progress.samples_seen),
       device: `${job.device ?? plan.device}${plan.predicted ? " (predicted)" : `, ${plan.precision}`}`,
-      begun: moment(job.started_at),
+      begun: dateTime(job.started_at),
       attempt: number(job.attempt),
     };
     for (const [name, text] of Object.entries(shown)) values[name].textContent = text;
@@ -271,7 +285,7 @@ async function showOutcome(outcome, job, signal) {
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
       fact("Target tokens trained on", number(result.trained_tokens)),
       fact("Certificate", certificate, "certificate"),
-      noise && fact("Noise scale", noiseOf(noise), "noise_scale"),
+      noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),
       fact("Samples a second", number(stats.samples_per_second)),
       fact("Padding", percent(stats.padding_share)),
       fact("Memory prediction error", percent(stats.prediction_error), "prediction"),
@@ -310,7 +324,8 @@ function samples(completions) {
 }
 
 /** The noise scale with its 90 % interval. */
-const noiseOf = ({ value, low, high }) => `${number(value)} (${number(low)} to ${high === null ? "unbounded" : number(high)})`;
+const formatNoiseScale = ({ value, low, high }) =>
+  `${number(value)} (${number(low)} to ${high === null ? "unbounded" : number(high)})`;
 
 /** All settings of the job, requested ones and defaults. */
 function settings(job) {

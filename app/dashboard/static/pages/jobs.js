@@ -2,7 +2,7 @@
 
 import { get, poll, query } from "../api.js";
 import { h, liveTable } from "../dom.js";
-import { duration, fixed, moment, number } from "../format.js";
+import { dateTime, duration, fixed, number } from "../format.js";
 import { select } from "../terms.js";
 import { actions } from "./actions.js";
 
@@ -32,9 +32,9 @@ export function badge(job) {
 }
 
 /** Why a job waits; an empty string if it does not wait. */
-export function waits({ waiting }) {
+export function waitingReason({ waiting }) {
   if (!waiting) return "";
-  const when = waiting.predicted_start ? `, starts at ${moment(waiting.predicted_start)} at the earliest` : "";
+  const when = waiting.predicted_start ? `, starts at ${dateTime(waiting.predicted_start)} at the earliest` : "";
   return `Position ${number(waiting.queue_position)} in the queue: ${REASONS[waiting.reason] ?? waiting.reason}${when}.`;
 }
 
@@ -92,9 +92,9 @@ export async function show(main, { chosen, signal }) {
   }
 
   async function look() {
-    const asked = { limit: 50, status: status.value, user_id: label.value.trim(), after: chosen.get("after") };
-    const page = await get(`gradient-accumulation/training${query(asked)}`, signal);
-    newest.hidden = !asked.after;
+    const filters = { limit: 50, status: status.value, user_id: label.value.trim(), after: chosen.get("after") };
+    const page = await get(`gradient-accumulation/training${query(filters)}`, signal);
+    newest.hidden = !filters.after;
     older.hidden = !page.has_more;
     older.onclick = () => go({ after: page.last_id });
     list.show(page.data.map((job) => [job.id, cellsOf(job)]));
@@ -103,7 +103,7 @@ export async function show(main, { chosen, signal }) {
 
   /** For each cell, a string that it depends on and a function that creates it. */
   function cellsOf(job) {
-    const state = `${job.status} ${job.requested} ${waits(job)} ${job.error?.message}`;
+    const state = `${job.status} ${job.requested} ${waitingReason(job)} ${job.error?.message}`;
     const plain = (text) => [text, () => text];
     return [
       [
@@ -126,7 +126,7 @@ export async function show(main, { chosen, signal }) {
         state,
         () => [
           badge(job),
-          job.waiting && h("div", { class: "muted" }, waits(job)),
+          job.waiting && h("div", { class: "muted" }, waitingReason(job)),
           job.error && h("div", { class: "is-bad" }, job.error.message),
         ],
       ],
@@ -135,7 +135,7 @@ export async function show(main, { chosen, signal }) {
       plain(fixed(job.result?.final_loss ?? job.progress.loss_ema)),
       [
         `${job.started_at} ${took(job)}`,
-        () => (job.started_at ? [moment(job.started_at), h("div", { class: "muted" }, took(job))] : "–"),
+        () => (job.started_at ? [dateTime(job.started_at), h("div", { class: "muted" }, took(job))] : "–"),
       ],
       [`${job.status} ${job.requested}`, () => actions(job, look)],
     ];

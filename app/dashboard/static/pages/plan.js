@@ -1,7 +1,7 @@
 /** Plans a job: shows whether and how it fits, and starts it. */
 
-import { get, pause, post, query, Refused, upload } from "../api.js";
-import { chart, level } from "../charts.js";
+import { delay, get, post, query, ServiceError, upload } from "../api.js";
+import { chart, horizontalLine } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
 import { bytes, duration, number, percent } from "../format.js";
 import { field, select } from "../terms.js";
@@ -29,7 +29,7 @@ const DEFAULTS = {
 const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
 
 /** Maps the service's field names to the form's. */
-const OWN_NAMES = {
+const FORM_FIELDS = {
   model_name: "model",
   gpus: "gpus",
   num_gpus: "count",
@@ -54,7 +54,7 @@ export async function show(main, { chosen, signal }) {
     );
   const effective = h("output", { class: "effective", for: "field-target field-micro field-steps field-count" });
   // Shown on narrow screens only, where the full prediction is far below the form.
-  const briefly = h("p", { class: "briefly", "aria-live": "polite" });
+  const shortVerdict = h("p", { class: "briefly", "aria-live": "polite" });
   const result = h(
     "section",
     { class: "panel", "aria-label": "Prediction", "aria-live": "off" },
@@ -65,23 +65,23 @@ export async function show(main, { chosen, signal }) {
   const form = h("form", { onsubmit: (event) => event.preventDefault() });
   const speed = chart("Memory against speed", { x: "samples a second, measured on such a device", y: "peak memory, GiB" });
 
-  let asking = new AbortController();
+  let pendingPrediction = new AbortController();
   async function predict(wait) {
-    asking.abort();
-    asking = new AbortController();
-    const own = AbortSignal.any([asking.signal, signal]);
+    pendingPrediction.abort();
+    pendingPrediction = new AbortController();
+    const own = AbortSignal.any([pendingPrediction.signal, signal]);
     try {
-      await pause(wait, own);
+      await delay(wait, own);
       const shown = values();
       for (const within of [0, SIMULATED_WITHIN]) {
         const answer = await ask(shown, within, own);
         showAnswer(result, answer, shown, apply, speed);
-        briefly.textContent = verdict(answer);
-        briefly.className = `briefly ${answer.fits ? "is-ok" : "is-bad"}`;
+        shortVerdict.textContent = verdict(answer);
+        shortVerdict.className = `briefly ${answer.fits ? "is-ok" : "is-bad"}`;
       }
     } catch (error) {
       if (own.aborted) return;
-      if (!(error instanceof Refused)) throw error;
+      if (!(error instanceof ServiceError)) throw error;
       showRefusal(error);
       document.getElementById("speed").hidden = true;
       fill(result, h("p", { class: "verdict is-bad" }, "This cannot be planned"), h("p", {}, error.message));
@@ -92,12 +92,12 @@ export async function show(main, { chosen, signal }) {
   function changed(wait = AFTER_TYPING) {
     const shown = values();
     fill(starting);
-    history.replaceState(null, "", `#/plan${query(different(shown))}`);
+    history.replaceState(null, "", `#/plan${query(nonDefaults(shown))}`);
     for (const name of ["target"]) inputs[name].closest(".field").hidden = shown.batch !== "target";
     for (const name of ["micro", "steps"]) inputs[name].closest(".field").hidden = shown.batch === "target";
     const batch = effectiveBatch(shown);
     effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: enter whole numbers above zero";
-    briefly.textContent = "";
+    shortVerdict.textContent = "";
     clearRefusals(form);
     predict(wait).catch((error) => {
       if (!signal.aborted) fill(result, h("p", {}, error.message));
@@ -142,7 +142,7 @@ export async function show(main, { chosen, signal }) {
       field("steps", "Accumulation steps", inputs.steps, "steps"),
     ),
     effective,
-    briefly,
+    shortVerdict,
     h(
       "fieldset",
       { class: "fields" },
@@ -156,8 +156,8 @@ export async function show(main, { chosen, signal }) {
     h(
       "p",
       { class: "actions" },
-      h("button", { type: "button", class: "primary", id: "start", onclick: (event) => begin(event.target, false) }, "Start"),
-      h("button", { type: "button", onclick: (event) => begin(event.target, true) }, "Check only"),
+      h("button", { type: "button", class: "primary", id: "start", onclick: (event) => submitJob(event.target, false) }, "Start"),
+      h("button", { type: "button", onclick: (event) => submitJob(event.target, true) }, "Check only"),
       h("button", { type: "button", onclick: (event) => lookAtData(event.target) }, "Look at the data"),
     ),
     starting,
@@ -165,8 +165,8 @@ export async function show(main, { chosen, signal }) {
   form.addEventListener("input", () => changed());
 
   /** The Idempotency-Key: if an answer is lost, pressing Start again does not create a second job. */
-  let once = crypto.randomUUID?.() ?? String(Math.random());
-  async function begin(button, dry) {
+  let idempotencyKey = crypto.randomUUID?.() ?? String(Math.random());
+  async function submitJob(button, dry) {
     clearRefusals(form);
     if (!isComplete(values())) return;
     button.disabled = true;
@@ -174,13 +174,13 @@ export async function show(main, { chosen, signal }) {
       const job = await post(
         `${ROOT}/training/with-accumulation`,
         { ...request(values()), dry_run: dry },
-        { once: dry ? null : once },
+        { once: dry ? null : idempotencyKey },
       );
       if (!dry) location.hash = `#/job/${job.id}`;
       else fill(starting, h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(job)));
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      once = crypto.randomUUID?.() ?? String(Math.random());
+      if (!(error instanceof ServiceError)) throw error;
+      idempotencyKey = crypto.randomUUID?.() ?? String(Math.random());
       if (!showRefusal(error)) fill(starting, h("p", { class: "is-bad", role: "alert" }, error.message));
     } finally {
       button.disabled = false;
@@ -197,7 +197,7 @@ export async function show(main, { chosen, signal }) {
     try {
       showData(data, await get(`${ROOT}/datasets/${file}/preview${query({ model_name: model, max_length: length })}`, signal));
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
+      if (!(error instanceof ServiceError)) throw error;
       fill(data, h("p", { class: "is-bad", role: "alert" }, error.message));
     } finally {
       button.disabled = false;
@@ -214,7 +214,7 @@ export async function show(main, { chosen, signal }) {
         "div",
         {},
         h("section", { class: "panel", "aria-label": "What to train" }, form),
-        savedPlans(() => different(values()), load),
+        savedPlans(() => nonDefaults(values()), load),
       ),
       h("div", {}, result, data, h("section", { class: "panel", id: "speed", hidden: true }, speed.element)),
     ),
@@ -265,7 +265,7 @@ const check = (element) => {
 };
 
 /** The values that differ from the defaults. */
-function different(values) {
+function nonDefaults(values) {
   return Object.fromEntries(Object.entries(values).filter(([name, value]) => value !== (DEFAULTS[name] ?? "")));
 }
 
@@ -340,7 +340,7 @@ function clearRefusals(form) {
 function showRefusal(error) {
   const name = (error.field ?? "")
     .split(".")
-    .map((part) => OWN_NAMES[part] ?? part)
+    .map((part) => FORM_FIELDS[part] ?? part)
     .find((part) => document.getElementById(`wrong-${part}`));
   if (!name) return false;
   mark(name, error.message);
@@ -417,7 +417,7 @@ function showAnswer(result, answer, values, apply, speed) {
         `${number(other.accumulation_steps)} × ${number(other.micro_batch_size)}`,
         `${other.source === "formula" && answer.source !== "formula" ? "about " : ""}${bytes(other.peak_process_bytes)}`,
         number(other.predicted_samples_per_second),
-        takeIt(other, values, apply),
+        applyButton(other, values, apply),
       ]),
     ),
   );
@@ -425,7 +425,7 @@ function showAnswer(result, answer, values, apply, speed) {
 }
 
 /** The form values for a change that the service suggests; null if the form has no field for it. */
-const IN_THE_FORM = {
+const FORM_CHANGES = {
   micro_batch_size: (value, other) => ({ batch: "split", micro: value, steps: String(other.accumulation_steps) }),
   gradient_checkpointing: (value) => ({ checkpointing: value }),
   method: (value) => ({ method: value }),
@@ -436,11 +436,11 @@ const IN_THE_FORM = {
 };
 
 /** A button for a change such as `method: lora, gradient_checkpointing: true`. */
-function takeIt(other, values, apply) {
+function applyButton(other, values, apply) {
   const changes = other.change
     .split(", ")
     .map((each) => each.split(": "))
-    .map(([name, value]) => IN_THE_FORM[name]?.(value?.replaceAll('"', ""), other, values));
+    .map(([name, value]) => FORM_CHANGES[name]?.(value?.replaceAll('"', ""), other, values));
   if (!changes.every(Boolean)) return "";
   return h(
     "button",
@@ -455,16 +455,16 @@ function takeIt(other, values, apply) {
 }
 
 function showSpeed(answer, limit, speed) {
-  const ways = [
+  const alternatives = [
     { ...answer, change: "as planned", peak_process_bytes: answer.memory.peak_process_bytes },
     ...answer.alternatives,
   ].filter((way) => way.predicted_samples_per_second !== null);
-  document.getElementById("speed").hidden = ways.length < 2;
-  if (ways.length < 2) return;
+  document.getElementById("speed").hidden = alternatives.length < 2;
+  if (alternatives.length < 2) return;
   const points = {
-    x: ways.map((way) => way.predicted_samples_per_second),
-    y: ways.map((way) => way.peak_process_bytes / 2 ** 30),
-    text: ways.map((way) => way.change),
+    x: alternatives.map((way) => way.predicted_samples_per_second),
+    y: alternatives.map((way) => way.peak_process_bytes / 2 ** 30),
+    text: alternatives.map((way) => way.change),
     mode: "markers",
     name: "",
     hover: "%{text}: %{y:.2f} GiB, %{x:.3g}/s<extra></extra>",
@@ -479,8 +479,8 @@ function showSpeed(answer, limit, speed) {
     hover: points.hover,
   };
   speed.draw([points, own], {
-    summary: `${ways.length} alternatives; the smallest needs ${bytes(Math.min(...ways.map((way) => way.peak_process_bytes)))}.`,
-    shapes: [level(limit / 2 ** 30, "bad")],
+    summary: `${alternatives.length} alternatives; the smallest needs ${bytes(Math.min(...alternatives.map((way) => way.peak_process_bytes)))}.`,
+    shapes: [horizontalLine(limit / 2 ** 30, "bad")],
   });
 }
 
@@ -492,15 +492,15 @@ function memoryBar(memory, limit) {
   const rest = memory.peak_process_bytes - parts.reduce((sum, [, size]) => sum + size, 0);
   if (rest > 0) parts.push(["allocator", rest]);
   const scale = Math.max(limit, memory.peak_process_bytes) * 1.02;
-  const there = parts.filter(([, size]) => size > 0);
-  const said = there.map(([name, size]) => `${name} ${bytes(size)}`).join(", ");
+  const present = parts.filter(([, size]) => size > 0);
+  const description = present.map(([name, size]) => `${name} ${bytes(size)}`).join(", ");
   return h(
     "div",
     {},
     h(
       "div",
-      { class: "bar", role: "img", "aria-label": `Peak memory: ${said}; limit ${bytes(limit)}` },
-      there.map(([name, size]) =>
+      { class: "bar", role: "img", "aria-label": `Peak memory: ${description}; limit ${bytes(limit)}` },
+      present.map(([name, size]) =>
         sized(h("span", { class: `part-${name}`, title: `${name}: ${bytes(size)}` }), "width", (100 * size) / scale),
       ),
       sized(h("span", { class: "limit", title: `limit: ${bytes(limit)}` }), "left", (100 * limit) / scale),
@@ -508,7 +508,7 @@ function memoryBar(memory, limit) {
     h(
       "ul",
       { class: "legend" },
-      there.map(([name, size]) => h("li", {}, h("i", { class: `part-${name}` }), `${name} ${bytes(size)}`)),
+      present.map(([name, size]) => h("li", {}, h("i", { class: `part-${name}` }), `${name} ${bytes(size)}`)),
       h("li", {}, h("i", { class: "part-limit" }), `limit ${bytes(limit)}`),
     ),
   );

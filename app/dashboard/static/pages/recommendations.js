@@ -55,7 +55,7 @@ export async function show(main, { chosen, signal }) {
   const models = h("datalist", { id: "models" });
 
   async function recommend() {
-    const asked = {
+    const parameters = {
       training_id: job.value.trim(),
       model_name: job.value.trim() ? "" : model.value.trim(),
       target_batch_size: batch.value.trim(),
@@ -63,9 +63,9 @@ export async function show(main, { chosen, signal }) {
       method: method.value,
       dataset_size: samples.value.trim(),
     };
-    history.replaceState(null, "", `#/recommendations${query(asked)}`);
+    history.replaceState(null, "", `#/recommendations${query(parameters)}`);
     try {
-      showAll(result, await get(`gradient-accumulation/performance/recommendations${query(asked)}`, signal));
+      showAll(result, await get(`gradient-accumulation/performance/recommendations${query(parameters)}`, signal));
     } catch (error) {
       if (!signal.aborted) fill(result, h("p", { class: "is-bad", role: "alert" }, error.message));
     }
