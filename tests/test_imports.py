@@ -68,7 +68,7 @@ def layer(module: str) -> int:
 
 
 @pytest.mark.parametrize("source", [s for s in SOURCES if "app" in s.parts], ids=module_of)
-def test_modules_import_from_lower_layers_alone(source: Path) -> None:
+def test_modules_import_only_from_lower_layers(source: Path) -> None:
     module = module_of(source)
     own, package = layer(module), ".".join(module.split(".")[:2])
     modules = {module_of(each) for each in SOURCES}
@@ -92,7 +92,7 @@ def test_the_trainer_knows_the_contract_and_its_run_directory(source: Path) -> N
 
 
 @pytest.mark.parametrize("source", sorted(ROOT.glob("app/contract/*.py")), ids=module_of)
-def test_the_contract_needs_pydantic_alone(source: Path) -> None:
+def test_contract_imports_only_pydantic(source: Path) -> None:
     ours = within(imported(source), "app")
     assert ours == within(ours, "app.contract")
     third_party = {name.split(".")[0] for name in imported(source)} - {"app"} - set(sys.stdlib_module_names)
@@ -120,7 +120,7 @@ def test_planning_is_pure(source: Path) -> None:
         ("app.contract.spec", {"torch", "sqlalchemy", "fastapi", "pydantic_settings"}),
     ],
 )
-def test_what_a_module_loads(module: str, forbidden: set[str]) -> None:
+def test_modules_do_not_load_forbidden_packages(module: str, forbidden: set[str]) -> None:
     code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT

@@ -15,7 +15,7 @@ def test_every_setting_is_documented(document: str) -> None:
     assert missing == []
 
 
-def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCRUE_GPUS", "24GB,toaster")
     get_settings.cache_clear()
     with pytest.raises(BadSetting, match=r"ACCRUE_GPUS: .*toaster"):

@@ -16,7 +16,7 @@ def main(*, until_empty: bool = False) -> None:
     """Runs a supervisor until SIGTERM or SIGINT.
 
     Args:
-        until_empty: ends as soon as no job waits and none runs.
+        until_empty: whether to end as soon as no job is queued or running.
     """
     end_with_parent()
     settings = get_settings()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """Descriptors of a process's children (pidfds); none where the kernel does not offer them.
+    """Descriptors of a process's children (pidfds); an empty list if the kernel has no pidfds.
 
-    A child with process ids of its own is gone only once everything that it has started is gone.
+    A child with its own PID namespace has ended only once all of its descendants have ended.
     """
     found = []
     with contextlib.suppress(OSError, AttributeError):

@@ -1,7 +1,7 @@
 """A device is used by one trainer at a time, even with several workers: the trainer inherits a lock on it.
 
-The lock is the trainer's, not the worker's: it is free again as soon as the trainer is gone, also where its
-worker was halted and cannot say so.
+The trainer holds the lock, not the worker: the lock is free as soon as the trainer has ended, even if the
+worker is suspended and cannot release anything.
 """
 
 import fcntl
@@ -21,8 +21,8 @@ log = structlog.get_logger("accrue.worker")
 class DeviceLocks:
     """The locks of this machine's devices.
 
-    A GPU's is the machine's: workers of other services wait for it, too. The CPU's is the data folder's:
-    processors are shared by everybody, but two workers of one service take turns.
+    A GPU has one lock per machine, so that workers of other services wait for it too. The CPU has one lock
+    per data folder: all services share the processors, but two workers of one service take turns.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -31,8 +31,10 @@ class DeviceLocks:
         self._told: set[int | str] = set()
 
     def take(self, device: Device) -> int | None:
-        """The descriptor of a device's lock, which is held as long as it is open anywhere; None: another
-        worker's trainer has the device, which is logged once."""
+        """Takes a device's lock and returns its descriptor; the lock is held while any process has that open.
+
+        Returns None if another worker's trainer uses the device, and logs this once.
+        """
         path = self._path(device)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -28,23 +28,24 @@ from workers.run_directory import RunDirectory
 
 _ALL = TypeAdapter(list[LogLine])
 _READ_AT_ONCE = 2**18
-"""Bytes. With more, Python's garbage collector walks the rows that wait again and again: a third slower."""
+"""Bytes per read. Larger reads are a third slower: the garbage collector walks the pending rows
+repeatedly."""
 
 _EMPTY_LINES = re.compile(rb"\n+")
 _MOST_LINES_AT_ONCE = 5000
-"""A line takes time to look at even if it is empty, and the transaction keeps other writers waiting."""
+"""The maximum lines per read: even an empty line takes time, and other writers wait for the transaction."""
 
 _LONGEST_LINE = 2**20
 """Bytes of a log line or an event; our trainer writes far less."""
 
 _MOST_EVENT_BYTES = 2**26
-"""Of all events of a job; further ones are not stored."""
+"""The maximum size of all events of a job; further events are not stored."""
 
 _SECONDS_AT_ONCE = 0.1
-"""Then the caller commits: a long log is read in many short transactions."""
+"""The caller commits after this time, so that a long log is read in many short transactions."""
 
 _NEW_SECONDS = 10.0
-"""A line so old was there before: the GPU's temperature at that time is unknown."""
+"""Older lines get no GPU temperature: the temperature at their time is unknown."""
 
 _GIB = 2**30
 
@@ -81,10 +82,10 @@ class Position:
     tuning: dict[str, Any] | None = None
     """This attempt's sweep over micro-batches (app.contract.reports.Tuning)."""
     sums: Sums | None = None
-    """The sums so far; None: they must be computed anew."""
+    """The sums so far, or None if they must be recomputed."""
     window: WindowProgress | None = None
     caught_up: bool = True
-    """Whether everything that was there has been read."""
+    """Whether all available lines have been read."""
 
 
 def ingest(
@@ -97,10 +98,11 @@ def ingest(
     """Stores what the trainer has written since `position`.
 
     Args:
-        temperature_celsius: of its GPU now: that of the steps it has just made.
+        temperature_celsius: the current temperature of the trainer's GPU, stored with the newest steps.
 
     Returns:
-        The new position, true once the caller's transaction is committed; after a rollback the old one is.
+        The new position, valid once the caller's transaction is committed; after a rollback, the old one is
+        valid.
 
     Raises:
         transitions.LostJob: the job no longer belongs to this worker; nothing is stored.
@@ -143,8 +145,8 @@ def _warmed(lines: list[LogLine], temperature_celsius: float | None) -> list[Log
 
 
 def _summed(session: Session, job_id: str, sums: Sums | None, lines: list[LogLine]) -> Sums | None:
-    """The sums with new lines. What a later attempt makes again counts once: where the steps go back, those
-    before are summed up from the rows."""
+    """Adds new lines to the sums. If a later attempt repeats steps, the sums before them are recomputed from
+    the rows, so that each step counts once."""
     for line in lines:
         if sums is None or line.step != sums.step + 1:
             sums = _sums_before(session, job_id, line.step)
@@ -188,7 +190,7 @@ def _store_events(
 
 
 def _is_usable(event: EventLine) -> bool:
-    """Whether an event that results are made from has the figures for that."""
+    """Whether an event has the fields that results are computed from."""
     if event.type == "checkpoint":
         return _count(event.data.get("step")) is not None and isinstance(event.data.get("name", ""), str)
     if event.type == "evaluation":
@@ -198,7 +200,7 @@ def _is_usable(event: EventLine) -> bool:
 
 
 def _count(value: Any) -> int | None:
-    """A number of steps or windows in an event; None: it is none."""
+    """The value if it is a valid number of steps or windows, or else None."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and 0 <= value < 2**31 else None
 
@@ -244,7 +246,7 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
 
 
 def _new_events(run: RunDirectory, offset: int) -> tuple[list[tuple[int, bytes]], int]:
-    """New lines of the events, up to the most that is stored; then one that says so."""
+    """New lines of events, up to the maximum that is stored; then an event that reports the maximum."""
     if offset >= _MOST_EVENT_BYTES:
         return [], offset
     lines, end = _new_lines(run.events, offset)
@@ -280,18 +282,18 @@ def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
 
 
 def _with_offsets(content: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Lines with their offsets; empty lines are passed over, as far as they come in a row."""
+    """Lines with their offsets; consecutive empty lines count as one line."""
     at = 0
     while at < len(content):
         after = content.find(b"\n", at) + 1
         if after == at + 1:  # empty
-            after = _EMPTY_LINES.match(content, at).end()  # type: ignore[union-attr]  # it begins with one
+            after = _EMPTY_LINES.match(content, at).end()  # type: ignore[union-attr]  # there is at least one newline
         yield offset + at, content[at:after]
         at = after
 
 
 def _log_lines(raw: list[bytes]) -> list[LogLine]:
-    """The lines that are whole: one torn by a kill is passed over, and its step comes again."""
+    """Parses the complete lines. A line torn by a kill is skipped; the next attempt repeats its step."""
     with contextlib.suppress(ValidationError):
         return _ALL.validate_json(b"[" + b",".join(raw) + b"]")
     lines = []
@@ -302,7 +304,7 @@ def _log_lines(raw: list[bytes]) -> list[LogLine]:
 
 
 def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
-    """One row per step; where two attempts made it, the later one's stays."""
+    """Stores one row per step; if two attempts made the step, the later attempt's."""
     by_step: dict[int, LogLine] = {}
     for line in lines:
         if line.step not in by_step or line.attempt >= by_step[line.step].attempt:

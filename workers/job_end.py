@@ -24,7 +24,7 @@ def end_job(
     """Writes the job's next state: succeeded, failed, waiting again, paused or cancelled.
 
     Args:
-        status: the trainer's exit status; negative: the signal that ended it.
+        status: the trainer's exit status; negative if a signal ended the trainer.
         interrupted: whether the worker itself is stopping.
     """
     fence = running.fence
@@ -35,7 +35,7 @@ def end_job(
     if outcome is not None:
         queue.succeed(session, fence, outcome.model_dump(mode="json"))
     elif running.timed_out:
-        message = "The job ran longer than its timeout_seconds: resume continues it from its checkpoint."
+        message = "The job ran longer than its timeout_seconds: resume it to continue from its checkpoint."
         queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
     elif running.stopping or (status == INTERRUPTED and interrupted):
         queue.release(session, fence, running.stopping or "interrupted")
@@ -54,5 +54,5 @@ def end_job(
 
 
 def _is_the_machines(running: Running, failure: Failure) -> bool:
-    """Whether the machine failed and not the job, which then waits or goes to another device."""
+    """Whether the machine failed, not the job. Such a job is queued again, perhaps for another device."""
     return failure.code in RETRY_SECONDS and (failure.code != DEVICE_LOST or bool(running.failed_device))

@@ -41,7 +41,7 @@ class Launcher:
     def launch(self, job: Job, fence: Fence, device: Device, claimed_at: float, lock: int) -> Running:
         """Plans for the device, writes the run directory and starts the trainer in it.
 
-        The process comes last: what fails before it leaves nothing behind that runs.
+        The process is started last, so that an earlier failure leaves no process behind.
 
         Args:
             claimed_at: when the lease began, on the monotonic clock.
@@ -87,8 +87,10 @@ class Launcher:
         return Running(fence, device, trainer, run, claimed_at + self.settings.lease_seconds, times_out)
 
     def _check_room(self, spec: Spec) -> None:
-        """Raises:
-        OSError: the disk has no room for the checkpoints and the model that the job writes.
+        """Checks that the disk has space for the checkpoints and the model that the job writes.
+
+        Raises:
+            OSError: it has not.
         """
         free = shutil.disk_usage(self.settings.runs_dir).free
         if free < bytes_on_disk(spec):
@@ -110,7 +112,7 @@ class Launcher:
             return make_plan(spec, [device], known, predicted=False, threads=threads)
 
     def _times_out(self, spec: Spec, fence: Fence) -> float | None:
-        """When the job will have run for its `timeout_seconds`, on the monotonic clock."""
+        """The time on the monotonic clock at which the job reaches its `timeout_seconds`, or None."""
         if not spec.timeout_seconds:
             return None
         with self.database.reading() as session:
@@ -128,6 +130,7 @@ def _name(device: Device) -> str:
 
 
 def why_not_started(error: Exception) -> str:
-    """The message for the owner. Errors of the system may name paths, which stay in the worker's log."""
+    """The message for the job's owner. It shows only the type of other errors, since their text may contain
+    paths."""
     what = str(error).splitlines()[0] if isinstance(error, ValueError) else type(error).__name__
     return f"the trainer could not be started: {what}"

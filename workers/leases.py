@@ -1,7 +1,7 @@
 """Renews and enforces leases in threads of their own, so that no slow operation delays them.
 
-A trainer must be gone before another worker may take its job up. So one thread only looks at the clock,
-and another only speaks to the database, over a connection of its own that loses patience early.
+A trainer must have ended before another worker may claim its job. So one thread only watches the clock, and
+another only accesses the database, over its own connection with a short timeout.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from workers.trainer_process import TrainerProcess
 log = structlog.get_logger("accrue.worker")
 
 SILENT_SECONDS = 24 * 3600.0
-"""A worker that was silent this long is forgotten."""
+"""The row of a worker that was silent for this long is deleted."""
 
 _BEFORE_THE_LEASE_ENDS = 1.0
-"""Seconds in which a trainer that is killed is surely gone."""
+"""Trainers are killed this many seconds before their lease ends, which is enough time for them to end."""
 
 _LOOKED_AT_EVERY = 0.2
 
@@ -51,30 +51,32 @@ class Running:
     times_out: float | None
     position: Position = field(default_factory=Position)
     heard_at: float = field(default_factory=time.monotonic)
-    """When it was last looked at whether it had written anything."""
+    """When the supervisor last checked for new output of the trainer."""
     heard_bytes: int = 0
-    """What it had written by then."""
+    """The bytes of output that it had written by then."""
     requested: RequestedAction | None = None
-    """What people want of the job, as of the last renewal."""
+    """The state that a user has requested, as of the last renewal."""
     stopping: str | None = None
-    """Why the trainer is to stop."""
+    """Why the trainer must stop, or None."""
     timed_out: bool = False
     stuck: bool = False
-    """It was ended since it made no progress."""
+    """Whether the trainer was ended because it made no progress."""
     broken: Failure | None = None
-    """An unexpected error of the worker about this job, which counts as a crash; its reports are ignored."""
+    """An unexpected error of the worker while handling this job. It counts as a crash; further reports are
+    ignored."""
     failed_device: bool | None = None
-    """Whether the trainer's device does not work any more; None: nobody has reported that, or not checked."""
+    """Whether the trainer's device has failed, or None if no failure was reported or it was not checked
+    yet."""
     lost: bool = False
-    """The job belongs to another worker, or may do so: the trainer was killed."""
+    """Whether the job may belong to another worker now; if so, the trainer was killed."""
 
 
 class LeaseKeeper:
     """Sends the heartbeat, renews the leases, and kills trainers whose lease it could not renew.
 
     Args:
-        running: what the supervisor runs at the moment.
-        devices: of this machine.
+        running: returns the trainers that the supervisor runs at the moment.
+        devices: returns the devices of this machine.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class LeaseKeeper:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Both threads, until the end of the block."""
+        """Runs both threads until the end of the block."""
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in (("leases", self._beat_on), ("deadlines", self._enforce_on))
@@ -109,9 +111,9 @@ class LeaseKeeper:
                 thread.join(self._settings.lease_seconds)
 
     def beat(self, database: Database) -> None:
-        """One round: every lease, the worker's own sign of life, and the return of lost jobs to the queue.
+        """One round: renews the leases, sends the worker's heartbeat, and returns lost jobs to the queue.
 
-        Its own leases come first: should the clock have jumped ahead, they are not lost.
+        The worker's own leases come first, so that they are not lost if the clock has jumped ahead.
         """
         for running in self._running():
             if not running.lost:
@@ -145,7 +147,9 @@ class LeaseKeeper:
             except (SQLAlchemyError, ReplacedDatabase) as error:
                 log.warning("the database did not answer", error=str(error).splitlines()[0])
             except Exception:
-                log.exception("a round of leases failed")  # the next one may not: this thread must go on
+                log.exception(
+                    "a round of leases failed"
+                )  # the next round may succeed: this thread must go on
             self._stopped.wait(self._settings.heartbeat_seconds)
         database.close()
 
@@ -154,7 +158,7 @@ class LeaseKeeper:
             try:
                 self.enforce()
             except Exception:
-                log.exception("a look at the deadlines failed")
+                log.exception("checking the deadlines failed")
 
     def _renew(self, database: Database, running: Running) -> None:
         asked_at = time.monotonic()

@@ -27,19 +27,19 @@ class ProfilerProcess:
         self._started_at = float("-inf")
 
     def keep_alive(self) -> None:
-        """Starts it, or starts it again some time after it died."""
+        """Starts the profiler, or restarts it if it died some time ago."""
         if self._process is not None and self._process.poll() is None:
             return
         if time.monotonic() < self._started_at + _STARTED_AGAIN_AFTER:
             return
         if self._process is not None:
-            log.warning("the profiler ended, and is started again", status=self._process.returncode)
+            log.warning("the profiler ended and is restarted", status=self._process.returncode)
         self._let_go()
         self._started_at = time.monotonic()
         self._start()
 
     def end(self) -> None:
-        """Ends it now; the next one takes over its requests."""
+        """Kills the profiler. The next profiler takes over its requests."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

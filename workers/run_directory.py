@@ -4,19 +4,19 @@
     metrics.jsonl    a line per optimizer step          }
     events.jsonl     a line per event                   } appended by the trainer, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
-    base_model.json  what those files are known by, so that every attempt trains from the same
+    base_model.json  identifies those files, so that every attempt trains from the same ones
     data/            the tokenised samples              }
     checkpoints/     step-00000050/, ...                } written by the trainer
     model/           the trained model                  }
-    progress.json    how far the current window is, at most once a second
+    progress.json    progress within the current window, written at most once a second
     completions.json how the model completes held-out prompts, before and after
     outcome.json     how a successful run ended         }
     failure.json     why an attempt failed, if it could say so
     trainer.log      what the trainer printed
-    finish           says that training is to end early, with a model (written by the supervisor)
+    finish           requests that training ends early, with a model (written by the supervisor)
     lock             held by the trainer while it lives
 
-Needs the standard library and pydantic.
+Needs only the standard library and pydantic.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ INTERRUPTED = 75
 """Exit status of a trainer that was stopped and has written a checkpoint (EX_TEMPFAIL)."""
 
 DISK_FULL = 74
-"""Exit status of a trainer that could not write, and perhaps not even say so (EX_IOERR)."""
+"""Exit status of a trainer that could not write, perhaps not even failure.json (EX_IOERR)."""
 
 NO_ROOM = Failure(
     code="disk_full",
@@ -52,7 +52,8 @@ LIFELINE_VARIABLE = "ACCRUE_LIFELINE_FD"
 """A pipe that the supervisor holds open: its end of file ends the trainer."""
 
 SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
-"""Silence on that pipe for so long ends the trainer too: the supervisor is halted, and its lease runs out."""
+"""Seconds without data on that pipe after which the trainer ends: the supervisor hangs and its lease runs
+out."""
 
 
 PROGRESS_EVERY_SECONDS = 1.0
@@ -64,14 +65,14 @@ HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
 
 
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
-"""A pipe from which the trainer reads the hub's token once, so that it is in no environment."""
+"""A pipe from which the trainer reads the hub's token once, so that no environment contains the token."""
 
 
 Content = TypeVar("Content", bound=BaseModel)
 
 
 _LARGEST = {"progress.json": 2**16, "failure.json": 2**16, "outcome.json": 2**20, "completions.json": 2**22}
-"""Bytes of what a trainer leaves, by the file's name."""
+"""The maximum size in bytes of a trainer's files, by name."""
 
 
 class RunDirectoryInUse(Exception):
@@ -92,15 +93,18 @@ class RunDirectory:
         self.log = path / "trainer.log"
 
     def write_assignment(self, assignment: Assignment) -> None:
-        """Lays the directory for an attempt, and removes what an earlier one said of its end."""
+        """Prepares the directory for an attempt, and removes the result of an earlier one."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for end in ("failure.json", "outcome.json", _FINISH):
             (self.path / end).unlink(missing_ok=True)
         write_whole(self.path / "spec.json", assignment.model_dump_json(indent=1))
 
     def assignment(self) -> Assignment:
-        """Raises:
-        OSError, pydantic.ValidationError: there is none, or it is not an assignment.
+        """Reads the assignment.
+
+        Raises:
+            OSError: there is none.
+            pydantic.ValidationError: the file is not an assignment.
         """
         with open_plain(self.path, "spec.json") as file:
             return Assignment.model_validate_json(file.read())
@@ -112,7 +116,7 @@ class RunDirectory:
         return self._read("outcome.json", Outcome)
 
     def write_progress(self, progress: WindowProgress) -> None:
-        """Not made durable: it is of no use after a power cut."""
+        """Writes the progress without flushing it to disk: it is of no use after a power failure."""
         partial = self.path / ".progress.json.partial"
         with create_plain(partial) as file:
             file.write(progress.model_dump_json().encode())
@@ -122,12 +126,12 @@ class RunDirectory:
         return self._read("progress.json", WindowProgress)
 
     def ask_to_finish(self) -> None:
-        """The trainer is to end after the current window and save its model."""
-        with contextlib.suppress(NotPlain):  # whatever lies there counts as the mark
+        """Requests that the trainer ends after the current window and saves its model."""
+        with contextlib.suppress(NotPlain):  # anything at that path counts as the request
             append_plain(self.path / _FINISH).close()
 
     def is_to_finish(self) -> bool:
-        return os.path.lexists(self.path / _FINISH)  # also where the trainer has put a broken link there
+        return os.path.lexists(self.path / _FINISH)  # even if the trainer has put a broken link there
 
     def write_completions(self, completions: Completions) -> None:
         write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))
@@ -142,14 +146,14 @@ class RunDirectory:
         return self._read("failure.json", Failure)
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
-        """The content of a file; None: it does not exist, or is not a plain file."""
+        """The content of a file, or None if it does not exist or is not a plain file."""
         with contextlib.suppress(NotPlain):
             content = read_plain(self.path, name, max_bytes=_LARGEST.get(name, MAX_BYTES))
             return None if content is None else kind.model_validate_json(content)
         return None
 
     def bytes_written(self) -> int:
-        """What lies in the directory, be it data or what the trainer printed: it changes while it works."""
+        """The size of all files in the directory, including output. It changes while the trainer works."""
         sizes = 0
         for path in (*self.path.glob("*"), *self.path.glob("*/*")):
             with contextlib.suppress(OSError):
@@ -158,7 +162,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, wait_seconds: float = 30.0) -> Iterator[None]:
-        """Holds the directory for one trainer; the kernel lets go of it when the process ends.
+        """Holds the directory for one trainer; the kernel releases it when the process ends.
 
         Raises:
             RunDirectoryInUse: another process still holds it after the wait.
@@ -203,10 +207,10 @@ class Reporter:
         self._progress_at = time.monotonic()
 
     def progress(self, step: int, micro_step: int, accumulation_step: int) -> None:
-        """How far the current window is, at most once a second.
+        """Reports the progress within the current window, at most once a second.
 
         Args:
-            micro_step: of the run, before this window.
+            micro_step: the run's micro-steps before this window.
         """
         now = time.monotonic()
         if now - self._progress_at < PROGRESS_EVERY_SECONDS:
@@ -260,7 +264,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """The file is either the old one or the whole new one, also after a power cut."""
+    """Replaces a file atomically: even after a power failure, it has either the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
     with create_plain(partial) as file:
         file.write(content.encode())

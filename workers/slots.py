@@ -11,16 +11,17 @@ from workers.trainer_process import works
 log = structlog.get_logger("accrue.worker")
 
 ASIDE_SECONDS = 600.0
-"""A GPU that failed is tried again after so long."""
+"""Seconds after which a GPU that failed is tried again."""
 
 _MISSED_SECONDS = 30.0
-"""A GPU that nvidia-smi does not show for so long is gone; for a moment it may only not have answered."""
+"""Seconds after which a GPU that nvidia-smi does not show is gone; briefly, nvidia-smi may just not
+answer."""
 
 
 class Slots:
-    """A slot for each GPU; the CPU, where there was no GPU at the start.
+    """A slot for each GPU, or a single slot for the CPU if there was no GPU at the start.
 
-    That is decided once: a GPU that is gone for a moment makes no CPU worker.
+    This is decided only once: if a GPU disappears for a moment, the worker does not switch to the CPU.
     """
 
     def __init__(self, *, on_cpu: bool | None = None) -> None:
@@ -40,7 +41,7 @@ class Slots:
         return [device for device in self.there() if self._aside_until.get(device.id, 0.0) <= now]
 
     def temperature(self, device: Device) -> float | None:
-        """Degrees Celsius of a GPU, as of a moment ago; None: unknown, as of a CPU."""
+        """A GPU's recent temperature in degrees Celsius, or None if unknown, as for a CPU."""
         if device.kind == "cpu":
             return None
         return next((gpu.temperature_celsius for gpu in gpus.detected() if gpu.id == device.id), None)

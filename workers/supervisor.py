@@ -1,8 +1,8 @@
 """One process per machine: claims jobs for free devices, runs a trainer for each, watches, finishes.
 
-The loop is a single thread, so that the parent-death signal of its trainers means its own death. Each
-turn does a little of everything: first what must not wait for the database, then news from the trainers, then
-claims. Leases have threads of their own (leases.py).
+The loop is a single thread, since trainers get their parent-death signal when the thread that started them
+ends. Each turn first does what must not wait for the database, then stores the trainers' reports, then claims
+jobs. Leases have their own threads (leases.py).
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from workers.slots import Slots
 log = structlog.get_logger("accrue.worker")
 
 _TURN_SECONDS = 0.25
-"""The longest that a trainer's reports are stored in one turn."""
+"""The maximum time that one turn spends on storing one trainer's reports."""
 
 
 @dataclass
@@ -53,14 +53,15 @@ class Supervisor:
     id: str = field(default_factory=lambda: new_id("worker"))
     running: list[Running] = field(default_factory=list)
     leaving: list[Running] = field(default_factory=list)
-    """Killed, and not gone yet: they hold their device until then."""
+    """Killed trainers that have not ended yet, and hold their devices until then."""
     stopped: bool = False
     hurried: bool = False
-    """Told to stop a second time: trainers are killed, and their jobs go on from the last checkpoint."""
+    """Whether a stop was requested twice: trainers are killed, and their jobs resume from the last
+    checkpoint."""
     draining: bool = False
-    """Claims nothing more, and ends when nothing runs."""
+    """Whether the worker claims no more jobs, and ends when none runs."""
     until_empty: bool = False
-    """Ends when nothing runs and nothing waits."""
+    """Whether the worker ends when no job is running or queued."""
 
     def __post_init__(self) -> None:
         self.locks = DeviceLocks(self.settings)
@@ -113,7 +114,7 @@ class Supervisor:
         self.draining = True
 
     def turn(self) -> None:
-        """One look at everything that runs. Leases are kept elsewhere (`LeaseKeeper`)."""
+        """Handles every running trainer once. Leases are renewed elsewhere (`LeaseKeeper`)."""
         for running in list(self.running):
             with self._guarded(running):
                 self._enforce_limits(running)
@@ -123,7 +124,7 @@ class Supervisor:
                 self._store_progress(running)
 
     def _enforce_limits(self, running: Running) -> None:
-        """What must be done about a trainer, whatever the database says."""
+        """Enforces a trainer's limits and requests. This does not use the database."""
         now = time.monotonic()
         if running.lost:
             self._lose(running)
@@ -131,7 +132,7 @@ class Supervisor:
             running.trainer.kill()
         elif running.trainer.status() is not None:
             if self.stopped and now > running.lease_ends:
-                self._forget(running)  # its end could not be written: the next worker takes the job up
+                self._forget(running)  # its end could not be stored: the next worker claims the job
         elif running.requested == "stop" and not running.run.is_to_finish():
             running.run.ask_to_finish()
         elif running.requested in ("pause", "cancel") and not running.stopping:
@@ -168,7 +169,7 @@ class Supervisor:
         return False
 
     def _claim_for_free_devices(self) -> bool:
-        """Whether any job was claimed."""
+        """Claims a job for each free device. Returns whether any job was claimed."""
         taken = {running.device.id for running in (*self.running, *self.leaving)}
         claimed = False
         for device in self.slots.usable():
@@ -179,7 +180,7 @@ class Supervisor:
                 if not self._claim(device, lock):
                     break
             finally:
-                os.close(lock)  # by now the trainer's, if there is one
+                os.close(lock)  # the trainer has inherited it, if one was started
             claimed = True
         return claimed
 
@@ -206,8 +207,9 @@ class Supervisor:
         return True
 
     def _store_progress(self, running: Running) -> None:
-        """Stores what the trainer has reported, and its end if it has ended. What is left after a moment
-        follows in the next turn: a trainer that reports endlessly does not keep the others waiting."""
+        """Stores what the trainer has reported, and the job's end if the trainer has ended. After
+        `_TURN_SECONDS`, the rest is left for the next turn, so that endless reports do not delay other
+        trainers."""
         status, until = running.trainer.status(), time.monotonic() + _TURN_SECONDS
         if running.broken is not None:
             self._end_broken(running, status)
@@ -230,7 +232,9 @@ class Supervisor:
             self._forget(running)
 
     def _ingest(self, session: Session, running: Running, status: int | None) -> Position:
-        if status not in (None, 0) and running.requested == "cancel":  # its last reports may be long
+        if (
+            status not in (None, 0) and running.requested == "cancel"
+        ):  # skip its last reports, which may be long
             return replace(running.position, caught_up=True)
         warm = self.slots.temperature(running.device)
         return ingest(session, running.run, running.fence, running.position, warm)
@@ -248,7 +252,7 @@ class Supervisor:
         self._forget(running)
 
     def _check_device(self, running: Running) -> None:
-        """A trainer that says that its device has failed is believed only if the device really fails."""
+        """Checks the device if the trainer reported its failure, and sets it aside if the check fails too."""
         failure = running.run.failure()
         if failure is not None and failure.code == DEVICE_LOST and running.failed_device is None:
             running.failed_device = self.slots.has_failed(running.device)
@@ -265,7 +269,7 @@ class Supervisor:
             running.trainer.ask_to_stop(self.settings.stop_grace_seconds)
 
     def _lose(self, running: Running) -> None:
-        """The job belongs to another worker, or will soon: its trainer must end before that."""
+        """Kills the trainer of a job that belongs to another worker, or soon will."""
         log.warning("lost the job", job=running.fence.job_id, attempt=running.fence.attempt)
         running.trainer.kill()
         self.running.remove(running)
@@ -283,10 +287,10 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _guarded(self, running: Running | None) -> Iterator[None]:
-        """No trouble with one job, and none with the database, ends the worker.
+        """Keeps errors of one job, or of the database, from ending the worker.
 
-        A database that does not answer is asked again at the next turn; leases decide meanwhile. The one
-        broad except of the supervisor: an unexpected error about a job is that job's crash.
+        If the database does not answer, the next turn tries again; until then, the leases decide. This is the
+        supervisor's only broad except: an unexpected error while handling a job counts as that job's crash.
         """
         try:
             yield
@@ -301,6 +305,6 @@ class Supervisor:
                 return
             log.exception("unexpected error", job=running.fence.job_id if running else None)
             if running is not None and running.broken is None:
-                message = f"{type(error).__name__} in the worker, whose log says more"
+                message = f"{type(error).__name__} in the worker: see the worker's log"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()

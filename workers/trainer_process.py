@@ -39,8 +39,10 @@ _WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
 
 
 def check_network_can_be_kept_away() -> None:
-    """Raises:
-    BadSetting: this machine does not let processes be started without a network.
+    """Checks that this machine can start processes without a network.
+
+    Raises:
+        BadSetting: it cannot.
     """
     try:
         tried = subprocess.run([*_WITHOUT_NETWORK, "true"], capture_output=True, text=True, check=False)
@@ -58,7 +60,8 @@ def check_network_can_be_kept_away() -> None:
 class TrainerProcess:
     """`python -m workers.training` on one run directory and one device.
 
-    The parent-death signal is bound to the thread that makes this object: it must outlive the trainer.
+    The parent-death signal is bound to the thread that creates this object: that thread must outlive the
+    trainer.
     """
 
     def __init__(
@@ -73,12 +76,13 @@ class TrainerProcess:
     ) -> None:
         """
         Args:
-            silence_seconds: without a `sign_of_life()` for so long it ends by itself, which must be before
-                its lease does.
-            network: whether it may use it.
-            device_lock: a descriptor that it keeps open while it lives.
-            view: what it is to see of which folder, where the machine allows that (`isolation.named_view`);
-                empty: everything.
+            silence_seconds: after this time without a `sign_of_life()`, the trainer ends by itself; it must
+            be
+                shorter than the lease.
+            network: whether the trainer may use the network.
+            device_lock: a descriptor that the trainer keeps open as long as it lives.
+            view: the files of a folder that the trainer may see, where the machine supports this
+                (`isolation.named_view`); empty for no restriction.
 
         Raises:
             OSError: the process cannot be started.
@@ -110,31 +114,32 @@ class TrainerProcess:
             os.close(theirs)
             os.close(token)
         self._inner: list[int] = []
-        """Descriptors of its children when it was killed: the kernel ends them, with all of theirs, a moment
-        later than itself."""
+        """Descriptors of the trainer's children when it was killed: the kernel ends them and their
+        descendants slightly later than the trainer."""
         self._kill_at: float | None = None
         self._closed = False
         self._signalling = threading.Lock()
-        """Held from checking that it lives until it is signalled: reaped in between, its id may be reused."""
+        """Held while checking that the process lives and signalling it, since a reaped process's id may be
+        reused."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def status(self) -> int | None:
-        """The exit status; null while it, or something that it has started, lives."""
+        """The exit status, or None while the trainer or one of its children is alive."""
         with self._signalling:
             status = self._process.poll()
             return status if status is None or are_gone(self._inner) else None
 
     def sign_of_life(self) -> None:
-        """Tells the trainer that its lease holds."""
+        """Signals to the trainer that its lease is still valid."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError), self._signalling:
             if not self._closed:
                 os.write(self._lifeline, b".")
 
     def ask_to_stop(self, grace_seconds: float) -> None:
-        """SIGTERM now; `overdue` once the grace is over."""
+        """Sends SIGTERM; the trainer is `overdue` after the grace period."""
         self._kill_at = time.monotonic() + grace_seconds
         with self._signalling:
             if self._process.poll() is None:
@@ -142,11 +147,11 @@ class TrainerProcess:
 
     @property
     def overdue(self) -> bool:
-        """Whether it was to stop, and has not done so in time."""
+        """Whether the grace period of a requested stop is over."""
         return self._kill_at is not None and time.monotonic() > self._kill_at
 
     def kill(self) -> None:
-        """Ends it and its own children: it leads a session of its own."""
+        """Kills the trainer and its children, which are in a session of their own."""
         with self._signalling:
             if self._process.poll() is None:
                 self._inner = self._inner or children_of(self.pid)
@@ -154,7 +159,8 @@ class TrainerProcess:
                     os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Lets go of a trainer that has ended; should it still die slowly, its lifeline is cut."""
+        """Releases the resources of a trainer that has ended; closing its lifeline ends what still runs of
+        it."""
         with self._signalling:
             if not self._closed:
                 self._closed = True
@@ -173,7 +179,7 @@ def _pipe_with(secret: str) -> int:
 
 
 def why_it_ended(status: int) -> Failure:
-    """What an exit status says where the trainer itself could not."""
+    """The failure that an exit status means, if the trainer itself could not report one."""
     if status == DISK_FULL:
         return NO_ROOM
     if status >= 0:
@@ -185,12 +191,12 @@ def why_it_ended(status: int) -> Failure:
 
 
 def is_passed_on(name: str) -> bool:
-    """Whether an environment variable of ours is a trainer's to know."""
+    """Whether an environment variable is passed on to trainers."""
     return name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
 
 
 def works(device: Device) -> bool:
-    """Whether a GPU can still compute: a new process tries it, which takes some seconds."""
+    """Whether a GPU can still compute. A new process tries this, which takes some seconds."""
     command = [sys.executable, "-c", "import torch; torch.ones(8, device='cuda').sum().item()"]
     try:
         tried = subprocess.run(

@@ -199,7 +199,7 @@ def test_a_model_without_weights_fails_with_the_reason_and_the_queue_moves_on(sh
 
 
 @pytest.mark.thorough
-def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, tmp_path: Path) -> None:
+def test_accrue_tune_measures_micro_batches_and_plans_use_the_result(shared: Accrue, tmp_path: Path) -> None:
     data = tmp_path / "book.jsonl"
     data.write_text(
         "".join(json.dumps({"text": "All work and no play. " * (1 + n % 9)}) + "\n" for n in range(60))
@@ -223,7 +223,7 @@ def test_the_command_measures_micro_batches_and_plans_go_by_it(shared: Accrue, t
     assert kinds.count("tuned") == 1
 
 
-def test_behind_a_proxy_that_takes_a_path_off(accrue: Accrue) -> None:
+def test_the_service_works_behind_a_proxy_that_strips_a_prefix(accrue: Accrue) -> None:
     accrue.start("serve", ACCRUE_ROOT_PATH="/accrue")
     until(accrue.answers, 20)
     assert accrue.get("/openapi.json")["servers"] == [{"url": "/accrue"}]

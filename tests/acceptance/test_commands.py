@@ -23,9 +23,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
-def test_each_has_a_help_that_says_what_it_does(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_a_help_text(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         app([*words, "--help"], prog_name="accrue")
     assert ended.value.code == 0
@@ -34,7 +32,7 @@ def test_each_has_a_help_that_says_what_it_does(
     assert "." in summary
 
 
-def test_each_is_run() -> None:
+def test_every_command_is_covered_by_a_test() -> None:
     here = Path(__file__)
     for words in commands():
         requested = ", ".join(f'"{word}"' for word in words)
@@ -87,14 +85,14 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_what_is_refused_leaves_no_file(shared: Accrue, data: Path) -> None:
+def test_a_rejected_submission_leaves_no_file(shared: Accrue, data: Path) -> None:
     before = run(shared, "files", "--json")
     run(shared, "submit", str(data), "--dry-run")
     assert "longer than" in run(shared, "submit", str(data), "--max-length", "99999", status=1)
     assert run(shared, "files", "--json") == before
 
 
-def test_what_happens_is_followed_to_the_end(shared: Accrue, data: Path) -> None:
+def test_logs_follow_shows_events_to_the_end(shared: Accrue, data: Path) -> None:
     requested = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
     job_id = run(shared, *requested, "--validation-split", "0.2").split()[0]
     told = [json.loads(line) for line in run(shared, "logs", job_id, "--follow", "--json").splitlines()]
@@ -119,7 +117,7 @@ def test_a_file_is_uploaded_once(shared: Accrue, tmp_path: Path) -> None:
     assert shared.job(run(shared, *requested).split()[0])["dataset"]["file_id"] != file_id
 
 
-def test_whoever_watches_is_warned(shared: Accrue, data: Path) -> None:
+def test_watch_shows_warnings(shared: Accrue, data: Path) -> None:
     requested = (
         "submit",
         str(data),
@@ -156,7 +154,7 @@ def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data:
     assert job_id not in run(shared, "jobs", "--limit", "100")
 
 
-def test_what_accumulating_costs_is_measured_and_drawn(shared: Accrue, tmp_path: Path) -> None:
+def test_benchmark_measures_and_plots_the_cost_of_accumulation(shared: Accrue, tmp_path: Path) -> None:
     small = ("--micro-batch", "2", "--max-length", "16", "--micro-batches", "16", "--rounds", "1")
     said = run(shared, "benchmark", *small, "--png", str(tmp_path / "cost.png"))
     assert "accumulation steps" in said
@@ -212,7 +210,7 @@ def test_models_files_and_devices(shared: Accrue, data: Path) -> None:
     assert "alive" in run(shared, "gpus")
 
 
-def test_for_whoever_runs_it(shared: Accrue, tmp_path: Path) -> None:
+def test_administration_commands(shared: Accrue, tmp_path: Path) -> None:
     assert "newest revision" in run(shared, "migrate")
     (shared.data.parent / "models").mkdir(exist_ok=True)
     found = json.loads(run(shared, "doctor", "--json"))
@@ -225,7 +223,7 @@ def test_for_whoever_runs_it(shared: Accrue, tmp_path: Path) -> None:
         shared.env["ACCRUE_DATA_DIR"] = str(shared.data)
 
 
-def test_the_demo_says_so_where_the_model_learned_too_little(shared: Accrue, tmp_path: Path) -> None:
+def test_the_demo_fails_if_the_model_learned_too_little(shared: Accrue, tmp_path: Path) -> None:
     done = shared.command("demo", "--folder", str(tmp_path / "demo"), "--steps", "2")
     assert done.returncode == 1
     assert "learned less than it should" in done.stdout
@@ -247,7 +245,7 @@ def test_keys(accrue: Accrue) -> None:
     assert not (accrue.data / "elsewhere").exists()
 
 
-def test_what_goes_wrong_is_one_line_with_the_remedy(shared: Accrue, data: Path) -> None:
+def test_errors_are_one_line_with_a_remedy(shared: Accrue, data: Path) -> None:
     assert "ACCRUE_MODELS_DIR" in run(shared, "submit", str(data), "--model", "no/such", status=1)
     assert "start one with accrue up" in run(shared, "jobs", "--url", "http://127.0.0.1:9", status=1)
     assert "No job has the id" in run(shared, "watch", "ftjob-nothing", status=1)

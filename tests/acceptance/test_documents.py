@@ -49,7 +49,7 @@ def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
 
 
 @pytest.mark.parametrize("name", with_blocks("bash"))
-def test_its_commands_run_as_they_stand(accrue: Accrue, tmp_path: Path, name: str) -> None:
+def test_documented_commands_run_unchanged(accrue: Accrue, tmp_path: Path, name: str) -> None:
     """One after another; a plan may say that it does not fit, which is status 2."""
     write_texts(tmp_path / "data.jsonl", count=64)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -85,7 +85,7 @@ def open_again(accrue: Accrue) -> None:
 
 
 @pytest.mark.parametrize("name", with_blocks("python"))
-def test_its_python_runs_as_it_stands(accrue: Accrue, tmp_path: Path, name: str) -> None:
+def test_documented_python_runs_unchanged(accrue: Accrue, tmp_path: Path, name: str) -> None:
     write_texts(tmp_path / "data.jsonl", count=64)
     for example in blocks(name, "python"):
         script = example.replace("http://localhost:8000", accrue.url)
@@ -96,7 +96,7 @@ def test_its_python_runs_as_it_stands(accrue: Accrue, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_its_links_lead_somewhere(name: str) -> None:
+def test_links_in_documents_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         if not target.startswith("http"):
@@ -104,13 +104,13 @@ def test_its_links_lead_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_its_make_targets_are_there(name: str) -> None:
+def test_documented_make_targets_exist(name: str) -> None:
     there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     told = re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE)
     assert set(told) <= there
 
 
-def test_every_command_is_told_of() -> None:
+def test_every_command_is_documented() -> None:
     text = (ROOT / "docs/commands.md").read_text()
     groups = ("keys",)  # which do nothing by themselves
     for words in commands():

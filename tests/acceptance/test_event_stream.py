@@ -49,7 +49,7 @@ def test_a_follower_who_lost_the_connection_misses_nothing(shared: Accrue) -> No
     assert ended.status_code == 204
 
 
-def test_many_follow_at_once(shared: Accrue) -> None:
+def test_many_clients_follow_at_the_same_time(shared: Accrue) -> None:
     jobs = [submit(shared, max_steps=10) for _ in range(3)]
 
     async def all_of_them() -> list[Any]:
@@ -60,7 +60,7 @@ def test_many_follow_at_once(shared: Accrue) -> None:
     assert seen == [expected[n % 3] for n in range(60)]
 
 
-def test_the_service_ends_though_somebody_follows(accrue: Accrue) -> None:
+def test_the_service_stops_despite_open_event_streams(accrue: Accrue) -> None:
     accrue.serve()
     job_id = submit(accrue)  # no worker: nothing will end it
     with accrue.http.stream("GET", f"{TRAINING}/{job_id}/events", headers=STREAM) as answer:

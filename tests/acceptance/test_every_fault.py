@@ -95,7 +95,7 @@ def test_a_worker_killed_at(accrue: Accrue, undisturbed: dict[str, Any], point: 
     holds(accrue, job_id, undisturbed)
 
 
-def test_a_worker_stopped_past_its_lease_and_continued(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
+def test_a_worker_suspended_past_its_lease_and_continued(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
     accrue.serve()
     first = accrue.start("worker")
     job_id = submit(accrue)
@@ -114,7 +114,9 @@ def test_a_worker_stopped_past_its_lease_and_continued(accrue: Accrue, undisturb
     assert first.poll() is None
 
 
-def test_a_trainer_stopped_past_its_lease_and_continued(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
+def test_a_trainer_suspended_past_its_lease_and_continued(
+    accrue: Accrue, undisturbed: dict[str, Any]
+) -> None:
     accrue.serve()
     accrue.start("worker")
     job_id = submit(accrue)
@@ -128,9 +130,7 @@ def test_a_trainer_stopped_past_its_lease_and_continued(accrue: Accrue, undistur
     holds(accrue, job_id, undisturbed)
 
 
-def test_everything_killed_at_once_and_what_was_not_synced_lost(
-    accrue: Accrue, undisturbed: dict[str, Any]
-) -> None:
+def test_everything_killed_with_unsynced_writes_lost(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
     service = accrue.start("serve")
     until(accrue.answers, 20)
     worker = accrue.start("worker")
@@ -154,7 +154,7 @@ def test_everything_killed_at_once_and_what_was_not_synced_lost(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped", "manifest gone"])
-def test_the_newest_checkpoint(accrue: Accrue, undisturbed: dict[str, Any], damage: str) -> None:
+def test_the_newest_checkpoint_damaged(accrue: Accrue, undisturbed: dict[str, Any], damage: str) -> None:
     accrue.serve()
     worker = accrue.start("worker")
     job_id = submit(accrue)
@@ -318,7 +318,7 @@ def test_a_database_that_is_locked_past_the_lease(accrue: Accrue, undisturbed: d
     assert worker.poll() is None
 
 
-def test_two_workers_on_one_queue_do_each_job_once(accrue: Accrue) -> None:
+def test_two_workers_on_one_queue_run_each_job_once(accrue: Accrue) -> None:
     accrue.serve()
     for _ in range(2):
         accrue.start("worker")
@@ -329,7 +329,7 @@ def test_two_workers_on_one_queue_do_each_job_once(accrue: Accrue) -> None:
         assert accrue.job(job_id)["attempt"] == 1
 
 
-def test_cancelling_while_it_ends_leaves_one_end(accrue: Accrue) -> None:
+def test_cancelling_during_the_end_records_a_single_end(accrue: Accrue) -> None:
     accrue.serve()
     accrue.start("worker")
     body = {"dataset_config": {"texts": ["one", "two"]}, "training_config": {"max_steps": 2}}
@@ -386,7 +386,7 @@ def killed_at(accrue: Accrue, job_id: str, step: int) -> bool:
     return True
 
 
-def test_digests_tell_bits_apart(tmp_path: Path) -> None:
+def test_digests_differ_for_a_single_bit(tmp_path: Path) -> None:
     """The oracle itself: one bit more or less is another end."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(b"\x00" * 100)

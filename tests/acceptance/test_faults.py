@@ -42,7 +42,7 @@ def test_a_killed_trainer_s_job_resumes_and_ends_bit_for_bit_the_same(
     assert kinds.count("started") == 2
 
 
-def test_a_killed_worker_takes_its_trainer_along_and_another_takes_the_job_up(
+def test_a_killed_worker_s_trainer_ends_and_another_worker_claims_the_job(
     accrue: Accrue, undisturbed: dict[str, Any]
 ) -> None:
     accrue.serve()
@@ -60,7 +60,7 @@ def test_a_killed_worker_takes_its_trainer_along_and_another_takes_the_job_up(
     assert end_of(accrue, job_id) == undisturbed
 
 
-def test_a_worker_that_is_told_to_stop_gives_its_job_back_with_a_checkpoint(
+def test_a_stopped_worker_returns_its_job_with_a_checkpoint(
     accrue: Accrue, undisturbed: dict[str, Any]
 ) -> None:
     accrue.serve()
@@ -113,7 +113,7 @@ def test_a_job_that_takes_too_long_fails(shared: Accrue) -> None:
     assert (job["status"], job["error"]["code"]) == ("failed", "timeout")
 
 
-def test_up_runs_both_and_ends_both(accrue: Accrue) -> None:
+def test_accrue_up_starts_and_stops_service_and_worker(accrue: Accrue) -> None:
     both = accrue.start("up")
     until(accrue.answers, 20)
     until(lambda: accrue.get("/readyz")["workers"] == 1, 20)

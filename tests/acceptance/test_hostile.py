@@ -104,14 +104,14 @@ def test_a_model_s_name_is_never_a_path(accrue: Accrue, name: str) -> None:
     refused(accrue.http.post(CALCULATE, json={"model_name": name, "target_effective_batch_size": 8}))
 
 
-def test_a_link_out_of_the_models_folder_leads_nowhere(accrue: Accrue) -> None:
+def test_links_out_of_the_models_folder_are_not_followed(accrue: Accrue) -> None:
     body = {"model_name": "link", "dataset_config": {"texts": ["one"]}}
     refused(accrue.http.post(f"{TRAINING}/with-accumulation", json=body))
 
 
 @pytest.mark.parametrize("number", STRANGE_NUMBERS)
 @pytest.mark.parametrize("field", ["target_effective_batch_size", "gradient_clipping", "accumulation_steps"])
-def test_a_number_is_one(accrue: Accrue, field: str, number: str) -> None:
+def test_non_finite_numbers_are_rejected(accrue: Accrue, field: str, number: str) -> None:
     body = f'{{"{field}": {number}}}'
     answer = accrue.http.post(CONFIG, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (201, 400, 422), answer.text
@@ -127,7 +127,7 @@ def test_a_number_is_one(accrue: Accrue, field: str, number: str) -> None:
         b'{"__proto__": {"x": 1}}', b'{"target_effective_batch_size": [8]}',
     ],
 )  # fmt: skip
-def test_a_body_that_is_none(accrue: Accrue, body: bytes) -> None:
+def test_invalid_bodies_are_rejected(accrue: Accrue, body: bytes) -> None:
     refused(accrue.http.post(CONFIG, content=body, headers={"Content-Type": "application/json"}))
 
 
@@ -162,7 +162,7 @@ NO_TRAINING_FILES = {
 
 
 @pytest.mark.parametrize("content", NO_TRAINING_FILES.values(), ids=NO_TRAINING_FILES)
-def test_a_file_that_is_no_training_file(accrue: Accrue, content: bytes) -> None:
+def test_invalid_training_files_are_rejected(accrue: Accrue, content: bytes) -> None:
     files = {"file": ("../../evil.jsonl", content)}
     refused(accrue.http.post("/v1/files", files=files, data={"purpose": "fine-tune"}))
     assert not list((accrue.data / "files").iterdir())
@@ -177,7 +177,7 @@ def test_a_file_s_name_is_a_label(accrue: Accrue) -> None:
     accrue.http.delete(f"/v1/files/{made['id']}")
 
 
-def test_a_flood_of_headers(accrue: Accrue) -> None:
+def test_too_many_headers_are_rejected(accrue: Accrue) -> None:
     with socket.create_connection(("127.0.0.1", accrue.port), 10) as raw:
         raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         with contextlib.suppress(OSError):  # hangs up on us

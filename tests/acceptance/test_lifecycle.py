@@ -69,7 +69,7 @@ def test_a_second_worker_waits_for_the_first_ones_trainer_and_says_so(accrue: Ac
     assert accrue.ended(second)["status"] == "succeeded"
 
 
-def test_whether_a_database_changed_is_known_without_a_query(database: Database, settings: Settings) -> None:
+def test_database_changes_are_detected_without_a_query(database: Database, settings: Settings) -> None:
     changes = ChangeDetector(database)
     assert changes.any()
     if database.is_sqlite:

@@ -116,7 +116,7 @@ def test_errors_say_what_is_wrong(client: openai.OpenAI, training_file: str) -> 
         client.files.retrieve(training_file)
 
 
-def test_chats_arrive_as_they_were(client: openai.OpenAI) -> None:
+def test_uploaded_chats_are_returned_unchanged(client: openai.OpenAI) -> None:
     lines = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
         for _ in range(3)

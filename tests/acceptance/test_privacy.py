@@ -16,7 +16,7 @@ CANARY = f"canary{secrets.token_hex(8)}"
 ROOT = "/gradient-accumulation"
 
 
-def test_training_text_and_key_are_told_to_nobody(accrue: Accrue, tmp_path: Path) -> None:
+def test_training_text_and_keys_are_never_exposed(accrue: Accrue, tmp_path: Path) -> None:
     debugging = {"ACCRUE_LOG_LEVEL": "DEBUG", "ACCRUE_LOG_FORMAT": "json", "ACCRUE_AUDIT_READS": "true"}
     accrue.serve(**debugging)
     accrue.key = accrue.command("keys", "create", "private", "--scope", "admin").stdout.strip()

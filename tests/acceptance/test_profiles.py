@@ -16,7 +16,7 @@ CALCULATE = "/gradient-accumulation/calculate-batch-size"
 PROFILES = "/gradient-accumulation/profiles"
 
 
-def test_the_profiler_simulates_what_is_asked_for_and_reads_data(accrue: Accrue, tmp_path: Path) -> None:
+def test_the_profiler_serves_profile_and_preview_requests(accrue: Accrue, tmp_path: Path) -> None:
     accrue.serve()
     requested = tmp_path / "asked.jsonl"
     requested.write_text('{"prompt": "Whose wörk?", "completion": " Mine."}\n' * 5)

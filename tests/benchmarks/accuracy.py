@@ -1,10 +1,9 @@
 """`make accuracy`: compares simulated with true peak memory, over model families and options.
 
-On a machine without a GPU the truth is the peak of live tensor bytes while the real trainer works through
-its second window on the CPU: what its weights and states hold, and what the allocator reports to PyTorch's
-profiler. That proves the bookkeeping; no claim about GPUs is made from it. Writes results/accuracy.json,
-accuracy.md and accuracy.png; with `--draw 60 --seed 1` combinations drawn at random are compared instead,
-and nothing is written.
+Without a GPU, the true peak is that of live tensor bytes during the trainer's second window on the CPU: the
+bytes of weights and optimizer states, plus what the allocator reports to PyTorch's profiler. This verifies
+the bookkeeping, but nothing about GPUs. It writes results/accuracy.json, accuracy.md and accuracy.png. With
+`--draw 60 --seed 1` it compares random combinations instead, and writes nothing.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from tests.benchmarks.true_peak import ROOT
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 TOLD_ABOVE = 0.01
-"""Errors of drawn combinations above this are told with the model's shape."""
+"""The shape of a random model is printed if its relative error is larger than this."""
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7, "num_attention_heads": 5,
@@ -70,7 +69,7 @@ class Case:
     micro_batches: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
-    """Fields of the family's config that are otherwise."""
+    """Fields that override the family's config."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -121,7 +120,7 @@ CASES = [
 
 
 def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
-    """By a simulation, as the service would ask for it."""
+    """The peak that a simulation predicts, with the recipe that the service would use."""
     from app.contract.memory_profile import Recipe
     from app.planning.estimate import ByProfile
     from workers.profiling.profile import make_profile
@@ -135,7 +134,7 @@ def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
 
 
 def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
-    """By the trainer itself, in a process of its own; with the recipe that it was run by."""
+    """The peak of the trainer itself, in its own process, and the recipe of that run."""
     requested = {"config": case.config, "rows": case.rows, "sequence": case.sequence,
              "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder)}  # fmt: skip
     command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(requested)]
@@ -149,8 +148,10 @@ def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose family or options contain this")
-    parser.add_argument("--draw", type=int, default=0, help="so many combinations at random instead")
-    parser.add_argument("--seed", type=int, default=None, help="of the draw; without it, a new one")
+    parser.add_argument("--draw", type=int, default=0, help="compare this many random combinations instead")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the random draw; a new one by default"
+    )
     requested = parser.parse_args()
     cases = CASES
     if requested.draw:
@@ -173,10 +174,10 @@ def main() -> None:
 
 
 def compared(case: Case, folder: Path) -> dict[str, Any] | None:
-    """A case's figures; null where the trainer took the model's own logits, which no recipe tells of.
+    """Compares one case; None if the trainer used the model's own logits, which no recipe describes.
 
-    What the trainer changes otherwise is part of the comparison: where it pads instead of packing, its recipe
-    says so, and that a model has no sdpa attention the simulation finds out by itself.
+    Other changes that the trainer makes are part of the comparison: its recipe says whether it pads instead
+    of packing, and the simulation detects a model without sdpa attention.
     """
     true = true_bytes(case, folder)
     if true["own_logits"]:
@@ -202,7 +203,7 @@ def compared(case: Case, folder: Path) -> dict[str, Any] | None:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the relative errors: the mean size, the 95th percentile of the sizes, and the worst under."""
+    """The mean and the 95th percentile of the absolute relative errors, and the extremes of the errors."""
     sizes = [abs(row["error"]) for row in rows]
     return {
         "combinations": len(rows),
@@ -214,7 +215,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def write(rows: list[dict[str, Any]], summary: dict[str, float]) -> None:
-    """The figures, a table and a chart."""
+    """Writes the figures, a table and a chart."""
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "pytorch_optimizer")}
     about = {
         "date": datetime.now(UTC).date().isoformat(), "device": f"CPU, {platform.machine()}",
@@ -243,7 +244,7 @@ def write(rows: list[dict[str, Any]], summary: dict[str, float]) -> None:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Predicted against true."""
+    """Plots the predicted peaks over the true ones."""
     import matplotlib
 
     matplotlib.use("Agg")

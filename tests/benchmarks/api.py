@@ -1,8 +1,8 @@
 """`make bench-api`: a real service and a load generator on the same cores, with a large database.
 
-Ten thousand jobs with ten million steps are laid into SQLite, and then: one job asked for again and again;
-jobs submitted, each durable before it is acknowledged; series, statistics and lists of jobs drawn at random;
-500 followers of as many jobs, who must all get every event. Writes results/api.json.
+The database is SQLite with ten thousand jobs and ten million steps. The benchmark measures reads of one job
+and of random jobs, their series, statistics and lists; submissions, each durable before it is acknowledged;
+and 500 followers of 500 jobs, each of which must receive every event. It writes results/api.json.
 """
 
 import argparse
@@ -42,7 +42,7 @@ RESULT = {
 
 
 class Bench:
-    """The service, and what was measured of it."""
+    """A running service, and what was measured on it."""
 
     def __init__(self, accrue: Accrue, jobs: int, steps: int, seconds: float) -> None:
         self.accrue, self.jobs, self.steps, self.seconds = accrue, jobs, steps, seconds
@@ -57,7 +57,7 @@ class Bench:
         return self.job_id(random.randrange(self.jobs))
 
     def fill(self) -> None:
-        """Jobs of which one in twenty waits and the others have succeeded, all with as many steps."""
+        """Inserts jobs with equally many steps: one in twenty is queued, the others have succeeded."""
         model = self.accrue.submit(dataset_config={"file_id": self.file_id}, target_effective_batch_size=32)
         with closing(sqlite3.connect(self.path)) as connection:
             connection.execute("PRAGMA synchronous=OFF")
@@ -73,7 +73,7 @@ class Bench:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def load(self, name: str, requests: Iterator[bytes], connections: int, expected: int = 200) -> Load:
-        """One figure. Every answer must be as expected."""
+        """Measures one kind of request. Every response must have the expected status."""
         ask(self.accrue.port, requests, connections, min(2.0, self.seconds))
         load = ask(self.accrue.port, requests, connections, self.seconds)
         assert set(load.statuses) == {expected}, load.statuses
@@ -88,7 +88,7 @@ class Bench:
         return load
 
     def read(self) -> None:
-        """What is asked for all the time."""
+        """Measures the most frequent reads."""
         self.load("job", repeat(get(f"{TRAINING}/{self.some_job()}")), 16)
         self.load("any job", _each(lambda: get(f"{TRAINING}/{self.some_job()}")), 16)
         series = _each(lambda: get(f"{TRAINING}/{self.some_job()}/metrics?points=500"))
@@ -98,7 +98,7 @@ class Bench:
         self.load("list of jobs", _each(lambda: get(f"{TRAINING}?after={self.some_job()}")), 1)
 
     def submit(self) -> None:
-        """Every job that is acknowledged is there."""
+        """Measures submissions, and checks that every acknowledged job is stored."""
         body = {
             "model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": self.file_id},
             "target_effective_batch_size": 32, "metadata": {"by": "bench"},
@@ -115,7 +115,8 @@ class Bench:
             assert after - warm >= len(load.latencies)
 
     def follow(self) -> None:
-        """Followers of as many jobs; events are told to all of them, the last of which ends them."""
+        """Measures event streams: each follower must receive all events of its job; the last event ends the
+        job."""
         memory = psutil.Process(self.accrue.processes[0].pid).memory_info
         began = time.perf_counter()
         received = uvloop.run(self._follow())
@@ -188,7 +189,7 @@ def _copy_jobs(connection: sqlite3.Connection, model: str, count: int) -> None:
 
 
 def _make_steps(connection: sqlite3.Connection, steps: int) -> None:
-    """Of every job, with a loss that falls."""
+    """Inserts the steps of every job, with a falling loss."""
     connection.execute(
         """WITH RECURSIVE counted(step) AS
              (SELECT 1 UNION ALL SELECT step + 1 FROM counted WHERE step < :steps)
@@ -219,8 +220,8 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
-    parser.add_argument("--steps", type=int, default=1_000, help="of each job")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=1_000, help="steps of each job")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
     requested = parser.parse_args()
     assert requested.jobs >= 20 * FOLLOWERS, "followers need jobs that wait"
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as accrue:

@@ -27,7 +27,7 @@ def resident(name: str) -> int:
 
 
 def forget_peak() -> int:
-    """Begins a new high-water mark; gives what is resident now."""
+    """Resets the high-water mark. Returns the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
@@ -59,7 +59,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         try:
             train(training)
         except StopRequested:
-            raise AssertionError("nobody asked it to stop") from None
+            raise AssertionError("the trainer stopped without a request") from None
         peak = resident("VmHWM")
         training.loader.close()
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -145,10 +145,10 @@ def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class BareBeside:
-    """Before each micro-batch of a window, the same one in the plain loop that anyone would write.
+    """Runs each micro-batch of a window in a plain training loop first, just before the trainer runs it.
 
-    Its backwards add up in gradients of its own. The two alternate within a second of each other, so that
-    the machine's moods, several per cent from one window to the next, fall on both alike.
+    The plain loop accumulates into separate gradients. Both loops alternate within a second, so that
+    variations of the machine's speed, which reach several percent between windows, affect both equally.
     """
 
     def __init__(self, training: "Training", batches: list["MicroBatch"], denominator: float) -> None:
@@ -158,7 +158,7 @@ class BareBeside:
         self.passes: list[float] = []
         """Seconds of each bare forward and backward."""
         self.seconds = 0.0
-        """All of it, with the exchange of the gradients."""
+        """Total seconds, including the exchange of the gradients."""
 
     def __call__(self) -> bool:
         began = time.perf_counter()
@@ -181,7 +181,7 @@ class BareBeside:
 
 
 def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A window of 16 equal micro-batches, less its optimizer, over 16 bare forwards and backwards."""
+    """The time of a window of 16 equal micro-batches without its optimizer, relative to 16 bare passes."""
     from workers.run_directory import Reporter
     from workers.training import accumulate
     from workers.training.start import start

@@ -1,8 +1,8 @@
 """`make bench-dashboard`: load time of the first page and frame rate of a live one, with a large database.
 
-Ten thousand jobs with ten million steps, as in `make bench-api`; the first pages are opened by a browser that
-has nothing kept, and then a job of a hundred thousand steps is looked at while it makes twenty more a second.
-Needs a Chromium (`make test-browser` installs one). Writes results/dashboard.json.
+The database has ten thousand jobs and ten million steps, as in `make bench-api`. A browser with an empty
+cache opens each page; then it shows a job of a hundred thousand steps while twenty steps are added per
+second. Needs a Chromium (`make test-browser` installs one). Writes results/dashboard.json.
 """
 
 import argparse
@@ -40,7 +40,7 @@ FRAMES = """seconds => new Promise((resolve) => {
 
 
 def first_use(browser: Browser, url: str, address: str, shown: str) -> dict[str, Any]:
-    """Seconds until something of use is seen, by a browser that was never here."""
+    """Seconds until a page shows its first useful content, in a browser with an empty cache."""
     seconds = []
     for _ in range(ROUNDS):
         context = browser.new_context()
@@ -54,7 +54,7 @@ def first_use(browser: Browser, url: str, address: str, shown: str) -> dict[str,
 
 
 class LiveJob:
-    """A job that runs, by rows written as a worker writes them."""
+    """Simulates a running job: writes rows as a worker would."""
 
     def __init__(self, path: Path, job_id: str) -> None:
         self.path, self.job_id, self.step = path, job_id, LIVE_STEPS
@@ -131,8 +131,10 @@ def live(browser: Browser, url: str, job: LiveJob, seconds: float) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
-    parser.add_argument("--steps", type=int, default=1_000, help="of each job")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the live page")
+    parser.add_argument("--steps", type=int, default=1_000, help="steps of each job")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="duration of the measurement of the live page"
+    )
     requested = parser.parse_args()
     path = chromium()
     assert path is not None, "no Chromium here: make test-browser installs one"

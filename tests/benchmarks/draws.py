@@ -10,11 +10,11 @@ from typing import Any
 from tests.benchmarks.accuracy import FAMILIES, Case
 
 MOST_WEIGHTS = 24_000_000
-"""Parameters of embedding and output head together, at most."""
+"""The maximum number of parameters in the embedding and the output head together."""
 
 
 def draw(count: int, seed: int) -> list[Case]:
-    """So many cases; a longer draw of the same seed begins with a shorter one."""
+    """Draws `count` cases. With the same seed, a longer draw begins with the cases of a shorter one."""
     random = Random(seed)
     return [drawn(random) for _ in range(count)]
 
@@ -34,7 +34,7 @@ def drawn(random: Random) -> Case:
 
 
 def options_of(family: str, random: Random) -> dict[str, Any]:
-    """Options as `true_peak` takes them; those that are as by default are left out."""
+    """Options as `true_peak` takes them, without those that have their default value."""
     optimizers = ["adamw", "sgd", "adafactor", "lion", "lamb", "lars"]
     found: dict[str, Any] = {
         "method": random.choice(["full", "lora"]),
@@ -53,7 +53,7 @@ def options_of(family: str, random: Random) -> dict[str, Any]:
 
 
 def shape_of(family: str, random: Random) -> dict[str, Any]:
-    """Fields of the family's config that make it another size."""
+    """Random sizes for the family's config."""
     heads = random.randint(1, 8)
     width = 2 * random.randint(8, 36)  # rotary embeddings take pairs
     if family == "mixtral":

@@ -11,7 +11,7 @@ import uvloop
 
 @dataclass
 class Load:
-    """What a round of requests came to."""
+    """The result of a round of requests."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -28,18 +28,18 @@ class Load:
 
 
 def get(path: str) -> bytes:
-    """A request as it goes over the wire."""
+    """A GET request, in bytes."""
     return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
 
 
 def post(path: str, body: bytes) -> bytes:
-    """The same, of JSON."""
+    """A POST request with a JSON body, in bytes."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def ask(port: int, requests: Iterator[bytes], connections: int, seconds: float) -> Load:
-    """Sends requests over so many connections until the time is over; every answer is read whole."""
+    """Sends requests over several connections for some seconds, and reads every response completely."""
     return uvloop.run(_ask(port, requests, connections, seconds))
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks train: models made from configs, and the standard library's docstrings."""
+"""Models and data for the benchmarks: models made from configs, and the standard library's docstrings."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ RATE = 3e-4
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama of so many layers and width, and the windows that it is timed over."""
+    """The layers and width of a Llama, and the number of windows that are timed."""
 
     layers: int
     width: int
@@ -42,7 +42,8 @@ def _docstrings() -> list[str]:
 
 
 def write_docstrings(path: Path, samples: int, fixed: int | None = None) -> None:
-    """So many docstrings as text; `fixed`: joined, so that each is longer than so many tokens."""
+    """Writes docstrings as texts. `fixed`: joins and recuts them so that each is longer than that many
+    tokens."""
     texts = _docstrings()
     order = np.random.default_rng(SEED).permutation(len(texts))
     if fixed is not None:
@@ -88,7 +89,7 @@ def make_model(size: Size, folder: Path, data: Path) -> None:
 def lay_run(
     folder: Path, model: Path, data: Path, cut: MicroBatchRule | None, windows: int, max_length: int
 ) -> RunDirectory:
-    """A run directory for so many windows of the data, in one epoch's order; cut as planned, or as said."""
+    """Creates a run directory for `windows` windows in one epoch's order; `cut` overrides the plan's rule."""
     examples = len(data.read_text().splitlines())
     spec: Spec = make_spec(
         seed=SEED,
@@ -120,6 +121,6 @@ def lay_run(
 
 
 def order_of_samples(samples: int) -> list[int]:
-    """The order in which the trainer sees them in its first epoch."""
+    """The order in which the trainer reads the samples in its first epoch."""
     order: list[int] = epoch_order(samples, SEED, 0).tolist()
     return order

@@ -1,7 +1,7 @@
 """`make bench-memory`: peak memory of a window of 64 samples in 1 to 64 accumulation steps.
 
-Measured, by the live tensor bytes of the trainer's own window on the CPU, and predicted, by simulation. The
-batch is the same for all, and so is the gradient. Writes results/memory.json and memory.png.
+The peak is measured as live tensor bytes of the trainer's own window on the CPU, and predicted by simulation.
+The batch is the same in all cases, and so is the gradient. Writes results/memory.json and memory.png.
 """
 
 import json
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def measured(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The points of one way to train."""
+    """Measures the peaks of one way to train, by number of accumulation steps."""
     points: list[dict[str, Any]] = []
     estimate: Estimate | None = None
     for steps in STEPS:

@@ -1,9 +1,9 @@
 """`make bench-queue`: claims per second over four processes, and log lines stored per second.
 
-On SQLite, or with --postgresql on a server of its own. Every claim is a transaction of its own, durable
-before the next, as a worker makes it; each is checked to be the only one of its job. Lines go the way that a
-worker stores them, from a file as a trainer writes it. Each is measured in several rounds, of which the
-median counts. Writes results/queue.json.
+It uses SQLite or, with --postgresql, a PostgreSQL server that it starts. As in a worker, every claim is its
+own durable transaction; the benchmark checks that each job is claimed only once. Log lines are stored by the
+worker's code, from a file in the trainer's format. The figures are medians of several rounds. Writes
+results/queue.json.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PROCESSES = 4
 
 
 def fill(database: Database, count: int) -> None:
-    """So many queued jobs, all alike."""
+    """Inserts `count` identical queued jobs."""
     first = submitted(database)
     with database.writing() as session:
         row = session.get_one(Job, first)
@@ -60,7 +60,7 @@ def claim_all(told: tuple[str, int]) -> list[str]:
 
 
 def claims_per_second(url: str, count: int) -> float:
-    """Over four processes at once; every job is claimed once."""
+    """Claims per second of four concurrent processes; checks that every job is claimed once."""
     database = Database(url)
     fill(database, count)
     with ProcessPoolExecutor(PROCESSES) as pool:
@@ -80,7 +80,7 @@ def _warm(number: int) -> None:
 
 
 def lines_per_second(url: str, folder: Path, count: int) -> float:
-    """Log lines of one job from its file to rows, in the pieces that a worker reads at once."""
+    """Log lines per second from a job's file to rows, in chunks of a worker's size."""
     database = Database(url)
     submitted(database)
     with database.writing() as session:

@@ -1,8 +1,8 @@
 """Trains under recommended plans with capped memory: no run may need more than its plan allows.
 
 Ten combinations, each on a device declared so small that memory decides the micro-batch, with data of
-unequal lengths. The cap is the peak that was predicted for the plan, plus the margin that the plan keeps
-free; the truth is the peak of live tensor bytes over all windows but the first, from the allocator's events.
+unequal lengths. The cap is the predicted peak of the plan plus the plan's safety margin. It is compared
+with the peak of live tensor bytes over all windows but the first, from the allocator's events.
 `make accuracy` runs it and writes results/recommended.json and recommended.md.
 """
 
@@ -64,7 +64,7 @@ CASES = [
 
 
 def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Plans for a device with room for a few rows, trains, and counts."""
+    """Plans for a device with memory for a few rows, trains, and measures the peak."""
     folder.mkdir()
     random = np.random.default_rng(0)
     lengths = random.integers(8, 3 * requested["sequence"] // 2, EXAMPLES)
@@ -122,7 +122,7 @@ def main() -> None:
             print(f"{case.family:9} {case.told:36} {result['rows']:g} rows: peak {sizes}", flush=True)
     write(found)
     over = [row for row in found if row["peak_bytes"] > row["cap_bytes"] or row["recoveries"]]
-    print(f"{len(found) - len(over)} of {len(found)} kept within the cap, without recovering from anything")
+    print(f"{len(found) - len(over)} of {len(found)} stayed within the cap, without recovering from OOM")
     sys.exit(bool(over))
 
 
@@ -136,7 +136,7 @@ def write(found: list[dict[str, Any]]) -> None:
     lines = [
         f"{len(found)} jobs of {WINDOWS} windows, planned for a device with memory for {ROOM_FOR} rows of "
         f"{CASES[0].sequence} tokens, on data of unequal lengths ({about['date']}, CPU, torch "
-        f"{about['torch']}). Live tensor bytes at their highest, beside the prediction plus the margin. "
+        f"{about['torch']}). The peak of live tensor bytes is compared with the prediction plus the margin. "
         "Repeat with `make accuracy`.",
         "",
         "| family | options | rows planned | predicted MiB | cap MiB | peak MiB | recoveries |",

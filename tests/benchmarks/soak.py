@@ -1,8 +1,9 @@
-"""`make soak`: an hour of small jobs under random faults; nothing lost, nothing twice, nothing that grows.
+"""`make soak`: runs small jobs under random faults for an hour; checks for lost or repeated jobs and for
+leaks.
 
-One service and one worker live for the whole time, and are watched: resident memory and open handles, each
-minute. Faults fall on everything else: trainers are killed and stopped, a second worker is killed, stopped
-past its lease and started again, jobs are paused, resumed and cancelled. Writes results/soak.json.
+One service and one worker run for the whole time; the test records their resident memory and open handles
+every minute. Faults hit everything else: trainers are killed or suspended; a second worker is killed,
+suspended past its lease and restarted; jobs are paused, resumed and cancelled. Writes results/soak.json.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from tests.harness.service import ENDED, TRAINING, Accrue, running
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 6
-"""Jobs that wait or run at a time."""
+"""The number of jobs that are queued or running at any time."""
 WARM_SECONDS = 120.0
 
 
@@ -92,7 +93,8 @@ class Soak:
             self.accrue.http.post(f"{TRAINING}/{job_id}/cancel")
 
     def look(self) -> None:
-        """Forgets those that have ended; a pause that came after its resume is taken back."""
+        """Drops ended jobs from the open ones, and resumes jobs whose pause took effect after their
+        resume."""
         for job_id in list(self.open):
             status = self.accrue.job(job_id)["status"]
             if status in ENDED:
@@ -128,7 +130,7 @@ def usage(process: subprocess.Popen[bytes]) -> dict[str, int]:
 
 
 def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
-    """Jobs and faults for so long; gives what was used, minute by minute."""
+    """Submits jobs and injects faults for some seconds. Returns the resource usage of each minute."""
     faults: list[Callable[[], None]] = [
         soak.kill_trainer, soak.kill_trainer, soak.stop_trainer_for_a_while, soak.kill_worker,
         soak.stop_worker_past_its_lease, soak.end_worker, soak.pause_and_resume, soak.cancel,
@@ -155,7 +157,7 @@ def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
 
 
 def judge(soak: Soak) -> dict[str, int]:
-    """Every acknowledged job has one end, and no two trainers wrote one log."""
+    """Counts lost jobs, and jobs with several ends or a log in which attempts alternate."""
     until(lambda: soak.look() is None and not soak.open, 600)  # type: ignore[func-returns-value]
     ends: Counter[str] = Counter()
     lost = doubled = 0
@@ -199,7 +201,7 @@ def main() -> None:
     (RESULTS / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({name: value for name, value in result.items() if name != "used"}, indent=1))
     if result["lost"] or result["doubled"] or any(share > 0.05 for share in growth.values()):
-        raise SystemExit("something was lost, doubled, or grew")
+        raise SystemExit("a job was lost or doubled, or resource usage grew")
 
 
 if __name__ == "__main__":

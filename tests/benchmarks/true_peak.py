@@ -36,7 +36,7 @@ CPU = Device("cpu", "CPU", 2**40, "cpu")
 
 
 class Inline(Executor):
-    """The profiler sees only the threads that it was started on: the loader's work is done on ours."""
+    """Runs the loader's work on the calling thread: the profiler records only the thread that started it."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -73,10 +73,10 @@ def lay_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) -> Ru
 
 
 def make_model(told: dict[str, Any], model: Path) -> Path:
-    """A model of random weights from its config, with a tokenizer of bytes."""
+    """A model with random weights from its config, and a byte-level tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    ensure_tiny_gpt2(model)  # its tokenizer of bytes
+    ensure_tiny_gpt2(model)  # for its byte-level tokenizer
     for left in model.glob("*.safetensors"):
         left.unlink()
     fields = dict(told)
@@ -87,7 +87,7 @@ def make_model(told: dict[str, Any], model: Path) -> Path:
 
 
 def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
-    """The job that a combination stands for."""
+    """The spec of a combination."""
     options = dict(requested["options"])
     optimizer = make_optimizer(options.pop("optimizer", "adamw"))
     if optimizer.name == "sgd":
@@ -123,7 +123,7 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
 
 
 def held_bytes(training: Training) -> int:
-    """What weights, buffers and the optimizer's states hold between two windows."""
+    """The bytes of weights, buffers and optimizer states between two windows."""
     tensors = [*training.replica.model.parameters(), *training.replica.model.buffers()]
     for state in training.replica.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
@@ -132,7 +132,7 @@ def held_bytes(training: Training) -> int:
 
 
 def measure(run: RunDirectory) -> dict[str, Any]:
-    """Works through a window, and measures the next."""
+    """Trains one window, and measures the peak of the next."""
     assignment = run.assignment()
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
         training, _ = start(run, assignment, reporter, trackers, lambda: False)

@@ -1,8 +1,8 @@
 """`make bench-variance`: how much window losses scatter at micro-batch 2 with 1, 4 and 16 accumulation steps.
 
-The built-in model on the standard library's docstrings, the same learning rate and number of steps for all.
-The variance is that of the losses of the last steps around a straight line through them, so that learning
-itself does not count. Writes results/variance.json and variance.png.
+It trains the built-in model on the standard library's docstrings, always with the same learning rate and
+number of steps. The variance is that of the last steps' losses around a line fitted to them, so that the
+progress of learning does not count. Writes results/variance.json and variance.png.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def main() -> None:
     draw(curves, variances, RESULTS / "variance.png")
     for accumulation, variance in variances.items():
         print(f"accumulation {accumulation:2}: variance of the loss {variance:.5f}")
-    print(f"16 over 1: {result['ratio_16_to_1']:.3f} (promised: at most 0.5)")
+    print(f"variance at 16 relative to 1: {result['ratio_16_to_1']:.3f} (promised: at most 0.5)")
 
 
 if __name__ == "__main__":

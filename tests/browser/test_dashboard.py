@@ -114,7 +114,7 @@ def restart(service: Accrue, meanwhile: Callable[[], None]) -> None:
     service.processes.insert(0, service.processes.pop())
 
 
-def test_the_effective_batch_is_there_as_one_types(page: Page) -> None:
+def test_the_effective_batch_updates_while_typing(page: Page) -> None:
     page.goto("./")
     label = page.locator("output")
     expect(label).to_have_text("→ Effective batch: 32")
@@ -141,7 +141,7 @@ def test_the_effective_batch_that_is_shown_is_the_one_that_is_trained(page: Page
     expect(told).to_have_count(0)  # of what is typed now nothing was checked
 
 
-def test_a_file_that_is_not_taken_leaves_none_chosen(
+def test_a_rejected_upload_clears_the_selected_file(
     page: Page, data: Path, tmp_path: Path, noticed: Noticed
 ) -> None:
     page.goto("./")
@@ -156,7 +156,7 @@ def test_a_file_that_is_not_taken_leaves_none_chosen(
     noticed.faults.clear()  # a browser writes every answer of 400 into its console
 
 
-def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) -> None:
+def test_plan_settings_are_in_the_url_and_can_be_saved_under_a_name(page: Page) -> None:
     page.goto("./")
     page.get_by_label("Model", exact=True).fill("meta-llama/Llama-3.1-8B")
     plan(page, GPU_to_plan_for="24GB")
@@ -176,7 +176,7 @@ def test_what_is_chosen_is_in_the_address_and_can_be_kept_by_name(page: Page) ->
     expect(page.get_by_label("Gradient checkpointing", exact=True)).to_be_checked()
 
 
-def test_data_is_looked_at_token_by_token(
+def test_the_preview_shows_data_token_by_token(
     page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
 ) -> None:
     page.goto("./")
@@ -193,7 +193,7 @@ def test_data_is_looked_at_token_by_token(
     worker.wait(30)
 
 
-def test_what_was_ticked_is_so_after_going_back(page: Page, noticed: Noticed, trained: list[str]) -> None:
+def test_checked_jobs_stay_checked_after_going_back(page: Page, noticed: Noticed, trained: list[str]) -> None:
     page.goto("./#/jobs?status=succeeded")
     for job_id in trained:
         page.get_by_label(f"Compare {job_id}").check()
@@ -205,7 +205,7 @@ def test_what_was_ticked_is_so_after_going_back(page: Page, noticed: Noticed, tr
     expect(page.get_by_role("button", name="Compare")).to_be_enabled()
 
 
-def test_what_a_term_means_stands_beside_it(page: Page, noticed: Noticed) -> None:
+def test_a_term_s_explanation_is_shown_next_to_it(page: Page, noticed: Noticed) -> None:
     page.goto("./")
     requested = page.get_by_role("button", name="What is this?").nth(2)
     requested.click()
@@ -218,17 +218,19 @@ def test_what_a_term_means_stands_beside_it(page: Page, noticed: Noticed) -> Non
     assert meaning["x"] <= button["x"] + button["width"] <= meaning["x"] + meaning["width"] + 30
 
 
-def test_an_address_that_is_no_page_says_so(page: Page, noticed: Noticed) -> None:
+def test_an_unknown_address_shows_an_error(page: Page, noticed: Noticed) -> None:
     page.goto("./#/nowhere")
     expect(page.get_by_text("There is no page nowhere here.")).to_be_visible()
 
 
 def test_the_interface_is_documented_without_another_host(page: Page, noticed: Noticed) -> None:
     page.goto("./docs")
-    expect(page.get_by_text("Train, with steps as given")).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("Submit a training job with explicit accumulation steps")).to_be_visible(
+        timeout=20_000
+    )
 
 
-def test_a_refusal_stands_beside_its_field(page: Page, noticed: Noticed) -> None:
+def test_an_error_is_shown_next_to_its_field(page: Page, noticed: Noticed) -> None:
     page.goto("./")
     page.get_by_label("Model", exact=True).fill("nobody/knows-this")
     expect(page.locator("#wrong-model")).to_contain_text("ACCRUE_MODELS_DIR")
@@ -245,9 +247,7 @@ def test_a_refusal_stands_beside_its_field(page: Page, noticed: Noticed) -> None
     noticed.faults.clear()  # a browser writes every answer of 422 into its console
 
 
-def test_what_is_pressed_stays_where_it_is_while_a_job_goes_on(
-    page: Page, service: Accrue, data: Path
-) -> None:
+def test_buttons_do_not_move_while_a_job_is_running(page: Page, service: Accrue, data: Path) -> None:
     file_id = service.upload(data.read_bytes())
     job_id = service.submit(
         dataset_config={"file_id": file_id, "max_length": 24}, training_config={"epochs": 2000}
@@ -265,7 +265,7 @@ def test_what_is_pressed_stays_where_it_is_while_a_job_goes_on(
     service.post(f"{ROOT}/training/{job_id}/cancel")
 
 
-def test_jobs_are_acted_upon(page: Page, service: Accrue, data: Path) -> None:
+def test_jobs_can_be_cancelled_and_deleted(page: Page, service: Accrue, data: Path) -> None:
     file_id = service.upload(data.read_bytes())
     job_id = service.submit(dataset_config={"file_id": file_id}, auto_start=False, user_id="alice")
     page.goto("./#/jobs?status=paused&user_id=alice")
@@ -334,7 +334,7 @@ def faults_of(page: Page) -> list[str]:
     ]
 
 
-def test_the_keyboard_is_enough(page: Page) -> None:
+def test_everything_works_by_keyboard(page: Page) -> None:
     page.goto("./#/jobs")
     expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
     page.keyboard.press("Tab")
@@ -351,7 +351,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     expect(page.get_by_role("note").first).to_be_hidden()
 
 
-def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_requests_an_api_key_if_one_is_required(browser: Browser, tmp_path: Path) -> None:
     with running(tmp_path) as accrue:
         key = accrue.command("keys", "create", "alice").stdout.strip()
         accrue.serve()

@@ -8,19 +8,19 @@ from app.cli import terminal
 from app.cli.client import Client, ServiceError
 
 
-def test_an_address_is_taken_as_the_openai_client_has_it() -> None:
+def test_base_urls_are_accepted_in_the_openai_client_s_form() -> None:
     for url in ("http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1"):
         with Client(url) as client:
             assert str(client._http.base_url).rstrip("/") == "http://127.0.0.1:8000"
 
 
 @pytest.mark.parametrize("url", ["banana", "127.0.0.1:8000", ""])
-def test_what_is_no_address_is_named(url: str) -> None:
+def test_an_invalid_address_is_reported(url: str) -> None:
     with pytest.raises(ServiceError, match="ACCRUE_URL"):
         Client(url)
 
 
-def test_whoever_stops_watching_hears_that_the_job_goes_on(
+def test_interrupting_watch_reports_that_the_job_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Service(Client):

@@ -10,7 +10,7 @@ NAMES = ["\x1b[2J\x1b]0;owned\x07.jsonl", "[/bold].jsonl", "[red]x", "a\rb", "\u
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_shown_and_not_acted_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_in_names_are_escaped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(markup=False, record=True, width=200)
     monkeypatch.setattr(tables, "console", console)
     file = {"id": "file-1", "filename": name, "bytes": 1, "purpose": "fine-tune", "status": "processed"}

@@ -13,7 +13,7 @@ from app.contract.data_formats import BadLine, parse_line
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages"),
     ],
 )
-def test_the_keys_tell_the_format(line: dict[str, object], form: str) -> None:
+def test_the_keys_determine_the_format(line: dict[str, object], form: str) -> None:
     assert parse_line(json.dumps(line))[0] == form
 
 
@@ -33,7 +33,7 @@ def test_the_keys_tell_the_format(line: dict[str, object], form: str) -> None:
         (b"[" * 100_000, "not valid JSON"),
     ],
 )
-def test_a_bad_line_is_told_what_is_wrong(raw: bytes, problem: str) -> None:
+def test_the_error_of_a_bad_line_says_what_is_wrong(raw: bytes, problem: str) -> None:
     with pytest.raises(BadLine, match=problem):
         parse_line(raw)
 

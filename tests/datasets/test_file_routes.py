@@ -37,7 +37,7 @@ def test_a_file_is_stored_described_and_given_back(client: TestClient) -> None:
         (b'{"text": ' + b"1" * 5000 + b"}", "Line 1: not valid JSON"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_line_and_leaves_nothing(
+def test_a_bad_file_is_rejected_with_the_line_number_and_not_stored(
     client: TestClient, settings: Settings, content: bytes, problem: str
 ) -> None:
     answer = upload(client, content)
@@ -48,7 +48,7 @@ def test_a_bad_file_is_refused_with_the_line_and_leaves_nothing(
     assert client.get("/v1/files").json()["data"] == []
 
 
-def test_equal_files_take_room_once_and_stay_until_the_last_is_deleted(
+def test_identical_files_share_one_copy_until_the_last_is_deleted(
     client: TestClient, settings: Settings
 ) -> None:
     first, second, other = (upload(client, content).json()["id"] for content in (GOOD, GOOD, GOOD * 2))
@@ -61,7 +61,7 @@ def test_equal_files_take_room_once_and_stay_until_the_last_is_deleted(
     assert {path.name for path in settings.files_dir.iterdir()} == {second, other}
 
 
-def test_where_there_are_no_links_equal_files_are_stored_twice(
+def test_identical_files_are_stored_twice_without_hard_links(
     client: TestClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, target: Path) -> None:
@@ -75,7 +75,9 @@ def test_where_there_are_no_links_equal_files_are_stored_twice(
     ] * 2
 
 
-def test_a_file_that_is_too_large_or_has_too_long_a_line(client: TestClient, settings: Settings) -> None:
+def test_files_with_too_many_bytes_or_too_long_lines_are_rejected(
+    client: TestClient, settings: Settings
+) -> None:
     client.app.state.settings = settings.model_copy(update={"max_file_bytes": 2000, "max_line_bytes": 1024})  # type: ignore[attr-defined]
     long = json.dumps({"text": "x" * 1500}).encode()
     assert "Line 1 is longer than 1024 bytes" in upload(client, long).json()["detail"]
@@ -94,7 +96,7 @@ def test_a_file_in_use_is_kept(client: TestClient) -> None:
     assert client.get(f"/v1/files/{file['id']}/content").content == GOOD
 
 
-def test_a_text_file_is_not_of_the_format_asked_for(client: TestClient) -> None:
+def test_a_file_of_another_format_is_rejected(client: TestClient) -> None:
     file = upload(client, GOOD).json()
     body = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file["id"], "format": "messages"}}
     answer = client.post("/gradient-accumulation/training/with-accumulation", json=body)

@@ -36,7 +36,7 @@ def test_gpus_are_seen_with_their_memory() -> None:
 
 
 @pytest.mark.parametrize("answer", ["Failed to initialize NVML: version mismatch", "garbage, 1"])
-def test_an_nvidia_smi_that_makes_no_sense_is_survived(nvidia_smi: Path, answer: str) -> None:
+def test_unparsable_nvidia_smi_output_is_tolerated(nvidia_smi: Path, answer: str) -> None:
     nvidia_smi.write_text(f"#!/bin/sh\necho '{answer}'\n")
     assert gpus.detected() == []
 
@@ -51,7 +51,7 @@ def test_hidden_gpus_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.detected() == []
 
 
-def test_one_look_serves_everybody_for_a_moment(nvidia_smi: Path) -> None:
+def test_detected_gpus_are_cached_briefly(nvidia_smi: Path) -> None:
     assert len(gpus.detected()) == 2
     nvidia_smi.write_text("#!/bin/sh\nexit 1\n")
     assert len(gpus.detected()) == 2
@@ -77,7 +77,9 @@ def test_an_allocator_whose_segments_grow_is_planned_for(name: str, monkeypatch:
     assert not gpus.detected()[0].device.expandable_segments
 
 
-def test_an_nvidia_smi_that_hangs_holds_nobody_up(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_nvidia_smi_does_not_block_callers(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpus, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.0)
     assert len(gpus.detected()) == 2

@@ -43,7 +43,7 @@ def test_every_cut_gives_the_whole_batch_s_gradient(family: str, autocast: torch
         assert float((split - whole).norm() / whole.norm()) <= TOLERANCE[autocast]
 
 
-def test_an_fp16_overflow_is_replayed_at_a_lower_scale_until_it_holds() -> None:
+def test_an_fp16_overflow_is_replayed_at_lower_scales_until_finite() -> None:
     model, data = make_model("gpt2").cuda(), make_window64()
     scale = LossScale(2.0**40)
     window = Window(

@@ -11,17 +11,17 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 def chromium() -> str | None:
-    """Where a Chromium is: `ACCRUE_CHROMIUM`, or on the path; null where there is none."""
+    """The path of a Chromium, from `ACCRUE_CHROMIUM` or PATH; None if there is none."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return os.environ.get("ACCRUE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
 @dataclass
 class Noticed:
-    """What was wrong on a page, or went elsewhere."""
+    """Errors on a page, and its requests to other hosts."""
 
     host: str
-    """The only one that may be asked."""
+    """The only host that the page may send requests to."""
     faults: list[str] = field(default_factory=list)
     service_is_away: bool = False
 
@@ -37,4 +37,4 @@ class Noticed:
 
     def _asked(self, url: str) -> None:
         if not url.startswith((self.host, "data:", "blob:")):
-            self.faults.append(f"asked elsewhere: {url}")
+            self.faults.append(f"request to another host: {url}")

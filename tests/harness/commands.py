@@ -8,7 +8,7 @@ from app.cli import app
 
 
 def commands() -> Iterator[tuple[str, ...]]:
-    """The words of each command, and of each of its own commands."""
+    """The words of every command and subcommand."""
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         own = getattr(command, "commands", {})
         yield (name,)

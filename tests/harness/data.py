@@ -14,5 +14,5 @@ def spec(form: str = "text", **changes: Any) -> DataSpec:
 
 
 def of(source: Path, spec: DataSpec) -> DataSpec:
-    """The spec with the source's own content."""
+    """The spec with the SHA-256 of the source."""
     return spec.model_copy(update={"sha256": hashlib.sha256(source.read_bytes()).hexdigest()})

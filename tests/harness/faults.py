@@ -27,7 +27,7 @@ def submit(accrue: Accrue, **training: Any) -> str:
 
 
 def end_of(accrue: Accrue, job_id: str) -> dict[str, Any]:
-    """What must be the same bit by bit: weights, optimizer state, the log."""
+    """The results that must be bit-exact: weights, optimizer state and log."""
     run = accrue.run(job_id)
     newest = max(path for path in run.checkpoints.iterdir() if path.name.startswith("step-"))
     text = accrue.http.get(f"{TRAINING}/{job_id}/log").text
@@ -50,7 +50,7 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_trainer_at(accrue: Accrue, job_id: str, step: int, number: int = signal.SIGKILL) -> int:
-    """Ends the job's trainer once so many steps were logged; gives its process id."""
+    """Signals the job's trainer once `step` steps are logged. Returns its process id."""
     until(lambda: accrue.steps_logged(job_id) >= step)
     pid = accrue.trainer_of(job_id)
     assert pid is not None

@@ -8,7 +8,7 @@ from app.contract.preview import DatasetPreview, PreviewSpec
 
 
 class Panic(BaseException):
-    """As native code raises it."""
+    """A panic, as native code raises it."""
 
 
 def endless(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
@@ -30,10 +30,10 @@ def panics(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetP
 
 
 def looks_around(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
-    """Fails with what it could get at: open files, and secrets of the worker's environment."""
+    """Raises an error that lists what it could reach: open files, and secrets in the worker's environment."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # of the list itself
+        with suppress(OSError):  # the descriptor of the listing itself is closed
             target = str(descriptor.readlink())
             found += [target] if "accrue.db" in target else []
     environment = Path("/proc/self/environ").read_bytes()

@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """Bytes that the work has live at its highest, beyond what was live before."""
+    """The peak of live bytes during the work, minus the bytes that were live before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -18,9 +18,9 @@ class Record:
     """What happened at each optimizer step."""
 
     gradients: list[Tensor] = field(default_factory=list)
-    """As one vector, as the optimizer saw it."""
+    """Each as one vector, as the optimizer received it."""
     samples: list[list[int]] = field(default_factory=list)
-    """First token of each sample that was forwarded since the step before."""
+    """The first token of each sample since the previous step."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -55,7 +55,8 @@ class Stream(IterableDataset):  # type: ignore[misc]
 def run_trainer(
     model: Any, samples: list[Sample] | Stream, folder: Path, *, rows: int, accumulate: int, **arguments: Any
 ) -> Record:
-    """Trains in the order of the samples; SGD, so that weights move by what the optimizer saw."""
+    """Trains with SGD in the order of the samples, so that weight changes show what the optimizer
+    received."""
     record = Record()
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, from a wheel: a fresh, migrated database in a moment."""
+"""A PostgreSQL server for the tests, installed from a wheel; it creates migrated databases quickly."""
 
 import itertools
 import warnings
@@ -11,7 +11,7 @@ _TEMPLATE = "accrue_template"
 
 
 class Server:
-    """Runs from its making until `stop()`; its data lie in a folder, and it listens there alone."""
+    """A server that runs until `stop()`, keeps its data in a folder, and listens only on a socket there."""
 
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings():
@@ -25,19 +25,19 @@ class Server:
         migrate(self._url(_TEMPLATE))
 
     def new_database(self, *, migrated: bool = True) -> str:
-        """The URL of a database of its own."""
+        """Creates a database and returns its URL."""
         name = f"test_{next(self._numbers)}"
         template = f" TEMPLATE {_TEMPLATE}" if migrated else ""
         self._run(f"CREATE DATABASE {name}{template}")
         return self._url(name)
 
     def drop(self, url: str) -> None:
-        """Removes a database, whoever is still connected."""
+        """Removes a database even if clients are connected."""
         name = url.split("?")[0].rsplit("/", 1)[1]
         self._run(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
     def restart(self) -> None:
-        """Throws everybody out, and is back a moment later."""
+        """Restarts the server, which closes all connections."""
         self._server.stop()
         self._server.start()
 

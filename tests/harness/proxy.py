@@ -10,14 +10,14 @@ from typing import Literal
 Cut = Literal["before", "after"]
 
 _DONE_SECONDS = 0.1
-"""In which the server has done a commit that it was sent."""
+"""Seconds within which the server completes a commit that it has received."""
 
 
 class Proxy:
     """Listens on a free port of loopback, and passes bytes to the server's socket.
 
-    While `cut` says so, every n-th commit loses its connection: before it reaches the server, or once the
-    server has done it and before anybody hears of it.
+    If `cut` is set, every n-th commit loses its connection: either before it reaches the server, or after the
+    server has committed and before the client receives the response.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -32,7 +32,7 @@ def submit(client: TestClient, **changes: Any) -> Any:
 
 
 def key_for(database: Database, *scopes: Scope, **more: Any) -> dict[str, str]:
-    """The header that shows a new key."""
+    """Creates a key and returns its Authorization header."""
     with database.writing() as session:
         _, key = keys.create(session, "test", scopes or ("read", "write"), more.get("expires_in_seconds"))
     return {"Authorization": f"Bearer {key}"}
@@ -40,7 +40,7 @@ def key_for(database: Database, *scopes: Scope, **more: Any) -> dict[str, str]:
 
 @contextmanager
 def service(settings: Settings, **changes: Any) -> Iterator[tuple[TestClient, dict[str, str]]]:
-    """A service with other settings, and the header of a key of it."""
+    """A service with changed settings, and the header of one of its keys."""
     app = create_app(settings.model_copy(update=changes))
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield client, key_for(app.state.database)

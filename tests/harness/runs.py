@@ -1,4 +1,4 @@
-"""Runs of the trainer by hand: a directory with an assignment, and what comes out of it."""
+"""Runs the trainer without a supervisor: creates run directories with assignments, and reads the results."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def write_texts(path: Path, count: int = 40, seed: int = 0) -> Path:
 
 
 def lay_assignment(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
-    """A run directory for the built-in model on forty texts."""
+    """Creates a run directory for the built-in model on forty texts."""
     data = folder.parent / "data.jsonl"
     if not data.exists():
         write_texts(data)
@@ -74,7 +74,7 @@ def start_trainer(run: RunDirectory) -> subprocess.Popen[bytes]:
 
 
 def log_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """The log's steps, the last attempt's where several made one; only what must be the same bit by bit."""
+    """The fields of the log's steps that must be bit-exact; of a repeated step, those of the last attempt."""
     lines: dict[int, dict[str, Any]] = {}
     for raw in run.metrics.read_text().splitlines():
         try:

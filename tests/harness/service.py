@@ -51,7 +51,7 @@ class Accrue:
 
     @property
     def header(self) -> dict[str, str]:
-        """What shows the key, if there is one."""
+        """The Authorization header, if there is a key."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def start(self, part: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -63,7 +63,7 @@ class Accrue:
         return process
 
     def serve(self, **variables: str) -> float:
-        """Starts the service; gives the seconds until it answered."""
+        """Starts the service. Returns the seconds until it answered."""
         began = time.monotonic()
         self.start("serve", **variables)
         until(self.answers, 20)
@@ -107,7 +107,7 @@ class Accrue:
         return self.get(f"{TRAINING}/{job_id}")
 
     def ended(self, job_id: str, seconds: float = 120) -> Any:
-        """The job once it has ended."""
+        """Waits until the job has ended, and returns it."""
         until(lambda: self.job(job_id)["status"] in ENDED, seconds)
         return self.job(job_id)
 
@@ -115,8 +115,8 @@ class Accrue:
         return RunDirectory(self.data / "runs" / job_id)
 
     def trainer_of(self, job_id: str) -> int | None:
-        """The process id of the job's trainer, from the process table: the innermost of those that enclose
-        it (enclosure.py)."""
+        """The process id of the job's trainer, from the process table: the innermost of the processes that
+        contain it (enclosure.py)."""
         parents: dict[int, int] = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:

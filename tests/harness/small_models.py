@@ -48,20 +48,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         final_logit_softcapping=2.0, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     ),
 }  # fmt: skip
-"""nanochat's cap is so low that it matters at this size. (Gemma's norms sum their weights' gradients in
-fp32 whatever the model's precision: no witness in fp64.)"""
+"""nanochat's cap on logits is low enough to matter at this size. (Gemma is left out: its norms sum gradients
+in fp32 whatever the model's precision, so it cannot be tested in fp64.)"""
 
 PLAIN = ("gpt2", "llama", "opt", "opt_gelu")
 """Families whose loss is cross-entropy of their head's own logits."""
 
 SWITCHED = ("opt", "mixtral")
-"""Families with a gradient that jumps: a ReLU at its kink, or an expert at a tie, is switched by the last bit
-of an activation, and which bit that is depends on the processor. In fp32 that is met now and then, so that
-nothing can be promised of them in fp32; in fp64 the bit is too small to be met."""
+"""Families with discontinuous gradients: the last bit of an activation, which depends on the processor, can
+switch a ReLU at its kink or an expert at a tie. In fp32 this happens now and then, so that no agreement can
+be promised; in fp64 the last bit is too small for it to happen."""
 
 
 def promised(family: str, dtype: torch.dtype) -> bool:
-    """Whether splits agree to rounding in that precision, on whatever processor."""
+    """Whether splits agree to rounding in that precision, on any processor."""
     return dtype == torch.float64 or family not in SWITCHED
 
 
@@ -99,12 +99,12 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 
 def loss_sum(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """The summed loss, by a head taken apart where that can be."""
+    """The summed loss; the head is applied separately where possible."""
     return TokenLoss(model)(batch).loss_sum
 
 
 def make_window64() -> Window64:
-    """Lengths from 2 to 60; the first third of each is a prompt; two have no target at all."""
+    """Samples of 2 to 59 tokens: the first third of each is a prompt, and two samples have no target."""
     random = np.random.default_rng(3)
     rows = []
     for sample in range(64):

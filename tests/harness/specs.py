@@ -1,4 +1,4 @@
-"""Specs and plans by hand."""
+"""Makes specs and plans for tests."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ def make_schedule(name: ScheduleName, **changes: Any) -> ScheduleSpec:
 
 
 def plan_by_formula(spec: Spec, devices: list[Device], **options: Any) -> Plan:
-    """A plan where no profile is known."""
+    """A plan made without a profile."""
     return make_plan(spec, devices, by_formula(spec.model.architecture), **options)
 
 
@@ -106,7 +106,7 @@ def cpu_plan(
     """The plan of a worker with one thread and 8 GiB.
 
     Args:
-        rule, memory_limit_bytes: of its only rank; null: as planned.
+        rule, memory_limit_bytes: replace those of the plan's only rank, unless None.
         changes: other fields of the plan.
     """
     plan = plan_by_formula(spec, [Device("cpu", "CPU", 8 * GIB, "cpu")], predicted=False, threads=1)

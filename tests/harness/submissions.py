@@ -1,4 +1,4 @@
-"""Jobs put into the queue by hand."""
+"""Submits jobs without HTTP."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.harness.specs import cpu_plan, make_spec
 
 
 def submission(spec: Spec, **changes: Any) -> Submission:
-    """A spec as it is submitted."""
+    """A submission of a spec."""
     fields: dict[str, Any] = {
         "spec": spec, "plan": cpu_plan(spec, predicted=True), "config": {}, "training_config": {},
         "config_id": None, "user_id": None, "metadata": {}, "priority": 0, "paused": False,
@@ -20,7 +20,7 @@ def submission(spec: Spec, **changes: Any) -> Submission:
 
 
 def submitted(database: Database, spec: Spec | None = None, **changes: Any) -> str:
-    """A queued job on the inline file `file-1`; gives its id."""
+    """Submits a job on the inline file `file-1`. Returns the job's id."""
     with database.writing() as session:
         if session.get(File, "file-1") is None:
             session.add(

@@ -1,4 +1,4 @@
-"""Runs of the trainer in this process: to their end, interrupted, or spoilt."""
+"""Runs the trainer in this process: to its end, interrupted, or with altered losses."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
 
 
 def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
-    """Tells the trainer to stop after so many looks at the stop sign."""
+    """Runs the trainer, and stops it at the check after `micro_batches` checks of its stop signal."""
     looks = 0
 
     def stop() -> bool:
@@ -43,7 +43,7 @@ def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
-    """Multiplies the loss of each micro-batch by something."""
+    """Multiplies the loss of each micro-batch by `factor(batch)`."""
     honest = Replica.forward
 
     def spoiled(self: Replica, batch: Any) -> Forward:

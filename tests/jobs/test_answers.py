@@ -18,7 +18,7 @@ def submission(device: str) -> Submission:
     ("device", "cost", "hours", "told"),
     [("cuda", 2.5, 2.0, 5.0), ("cuda", None, 2.0, None), ("cpu", 2.5, None, None)],
 )
-def test_hours_and_what_they_cost_are_told_of_gpus(
+def test_gpu_hours_and_cost_are_reported_only_for_gpus(
     device: str, cost: float | None, hours: float | None, told: float | None
 ) -> None:
     answer = dry_run_answer(submission(device), Speed("ftjob-1", 1.0, 10.0), cost)

@@ -44,7 +44,7 @@ def test_the_versioned_path_is_the_same(client: TestClient) -> None:
     assert client.get(f"/api/v1{PATH}/{answer.json()['id']}").status_code == 200
 
 
-def test_a_dry_run_plans_and_leaves_nothing(client: TestClient, settings: Settings) -> None:
+def test_a_dry_run_returns_a_plan_and_stores_nothing(client: TestClient, settings: Settings) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "dry_run": True})
     assert answer.status_code == 200
     assert answer.json()["plan"]["micro_batches"] == 8
@@ -85,7 +85,7 @@ def nothing_is_left(client: TestClient, settings: Settings) -> bool:
         ({"training_config": {"learning_rate": 1e400}}, 422, "training_config.learning_rate", ""),
     ],
 )  # fmt: skip
-def test_bad_input_names_the_field_and_the_remedy_and_leaves_nothing(
+def test_bad_input_gets_an_error_with_field_and_remedy_and_stores_nothing(
     client: TestClient, settings: Settings, changes: dict[str, Any], status: int, field: str, remedy: str
 ) -> None:
     import json
@@ -107,7 +107,7 @@ def test_bad_input_names_the_field_and_the_remedy_and_leaves_nothing(
     assert nothing_is_left(client, settings)
 
 
-def test_broken_json_is_said_to_be_broken(client: TestClient) -> None:
+def test_broken_json_gets_a_clear_error(client: TestClient) -> None:
     answer = client.post(
         f"{PATH}/with-accumulation", content=b'{"model_name": ', headers={"content-type": "application/json"}
     )
@@ -124,7 +124,7 @@ def test_a_body_of_100_mb_is_refused_before_it_is_read(client: TestClient, setti
     assert nothing_is_left(client, settings)
 
 
-def test_a_body_that_does_not_tell_its_size_is_counted(client: TestClient) -> None:
+def test_the_size_limit_holds_without_a_content_length(client: TestClient) -> None:
     answer = client.post(
         f"{PATH}/with-accumulation",
         content=(b" " * 2**20 for _ in range(40)),
@@ -133,7 +133,7 @@ def test_a_body_that_does_not_tell_its_size_is_counted(client: TestClient) -> No
     assert answer.status_code == 413
 
 
-def test_a_stored_configuration_is_used_and_the_request_goes_before_it(client: TestClient) -> None:
+def test_a_request_overrides_its_stored_configuration(client: TestClient) -> None:
     config = client.post(
         "/gradient-accumulation/config",
         json={"accumulation_steps": 4, "target_effective_batch_size": 32, "gradient_clipping": None},
@@ -165,7 +165,7 @@ def test_a_configuration_s_devices_count_for_its_jobs(client: TestClient) -> Non
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "target_effective_batch_size")
 
 
-def test_a_job_s_inline_file_stays_while_another_job_uses_it(client: TestClient) -> None:
+def test_an_inline_file_is_kept_while_another_job_uses_it(client: TestClient) -> None:
     first = submit(client)
     second = submit(client, dataset_config={"file_id": first["dataset"]["file_id"]})
     for job in (first, second):
@@ -207,7 +207,9 @@ def test_lists_are_paged_newest_first_and_filtered(client: TestClient) -> None:
     assert client.get(PATH, params={"limit": 1000}).status_code == 422
 
 
-def test_a_waiting_job_is_held_resumed_cancelled_and_deleted(client: TestClient, settings: Settings) -> None:
+def test_a_queued_job_can_be_paused_resumed_cancelled_and_deleted(
+    client: TestClient, settings: Settings
+) -> None:
     job = submit(client, auto_start=False)
     path = f"{PATH}/{job['id']}"
     assert (job["status"], job["waiting"]) == ("paused", None)
@@ -226,7 +228,9 @@ def test_a_waiting_job_is_held_resumed_cancelled_and_deleted(client: TestClient,
     assert nothing_is_left(client, settings)
 
 
-def test_answers_hold_no_absolute_path_and_no_training_text(client: TestClient, settings: Settings) -> None:
+def test_responses_contain_no_absolute_path_and_no_training_text(
+    client: TestClient, settings: Settings
+) -> None:
     job = submit(client, dataset_config={"texts": ["the canary sings"]})
     for path in (f"{PATH}/{job['id']}", PATH, f"{PATH}/{job['id']}/events", "/gradient-accumulation/stats"):
         text = client.get(path).text
@@ -260,7 +264,7 @@ def training(**changes: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_the_trainer_can_do_can_be_asked_for(client: TestClient, changes: dict[str, Any]) -> None:
+def test_every_trainer_option_can_be_requested(client: TestClient, changes: dict[str, Any]) -> None:
     job = submit(client, **changes)
     for name, value in changes.get("training_config", {}).items():
         shown = job["training_config"][name]
@@ -316,7 +320,7 @@ def test_what_the_trainer_can_do_can_be_asked_for(client: TestClient, changes: d
     ],
     ids=str,
 )  # fmt: skip
-def test_what_excludes_itself_is_refused_with_what_to_do(
+def test_contradictory_fields_are_rejected_with_a_remedy(
     client: TestClient, changes: dict[str, Any], field: str | None, told: str
 ) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **changes})
@@ -345,7 +349,7 @@ def test_validation_lines_are_not_trained_on(client: TestClient) -> None:
     assert job["plan"]["steps_total"] == 3 * 8
 
 
-def test_data_sets_by_name_are_those_of_the_service_s_folder(settings: Settings, tmp_path: Path) -> None:
+def test_datasets_by_name_come_from_the_datasets_folder(settings: Settings, tmp_path: Path) -> None:
     folder = tmp_path / "datasets"
     (folder / "more").mkdir(parents=True)
     (folder / "small.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
@@ -373,7 +377,7 @@ def test_data_sets_by_name_are_those_of_the_service_s_folder(settings: Settings,
         assert "more/chat.jsonl, small.jsonl" in refused.text
 
 
-def test_an_answer_that_has_not_changed_is_not_sent_again(client: TestClient) -> None:
+def test_an_unchanged_response_gets_304(client: TestClient) -> None:
     path = f"{PATH}/{submit(client)['id']}"
     first = client.get(path)
     tag = first.headers["etag"]

@@ -46,7 +46,7 @@ def test_higher_priority_goes_first_and_then_the_older(database: Database) -> No
     assert [fence.job_id for fence in order if fence] == [urgent, first, second]
 
 
-def test_fifty_claimers_at_once_claim_each_job_once(database: Database) -> None:
+def test_fifty_concurrent_claimers_claim_each_job_once(database: Database) -> None:
     ids = {submitted(database) for _ in range(20)}
     with ThreadPoolExecutor(16) as pool:
         fences = list(pool.map(lambda n: claimed(database, f"worker-{n}"), range(50)))
@@ -59,7 +59,7 @@ def test_fifty_claimers_at_once_claim_each_job_once(database: Database) -> None:
     "stale",
     [Fence("ftjob-none", 1, "worker-1"), Fence("{id}", 2, "worker-1"), Fence("{id}", 1, "worker-2")],
 )
-def test_whoever_does_not_hold_the_job_writes_nothing(database: Database, stale: Fence) -> None:
+def test_only_the_owner_of_the_lease_can_write(database: Database, stale: Fence) -> None:
     job_id = submitted(database)
     claimed(database)
     fence = Fence(stale.job_id.format(id=job_id), stale.attempt, stale.worker_id)
@@ -77,7 +77,7 @@ def test_whoever_does_not_hold_the_job_writes_nothing(database: Database, stale:
     assert state(database, job_id).status == "running"
 
 
-def test_a_lost_worker_s_job_is_taken_up_and_its_late_writes_are_refused(database: Database) -> None:
+def test_a_lost_worker_s_job_is_claimed_again_and_its_late_writes_are_rejected(database: Database) -> None:
     job_id = submitted(database)
     lost = claimed(database)
     assert lost is not None
@@ -117,7 +117,7 @@ def test_a_crashed_job_waits_before_its_next_attempt(database: Database) -> None
     assert claimed(database) is None
 
 
-def test_a_checkpoint_that_moved_on_forgets_earlier_crashes(database: Database) -> None:
+def test_checkpoint_progress_resets_the_crash_count(database: Database) -> None:
     job_id = submitted(database)
     fence = claimed(database)
     assert fence is not None
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_moved_on_forgets_earlier_crashes(database: Database) 
     assert state(database, job_id).failures == 0
 
 
-def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_on_request(database: Database) -> None:
+def test_a_queued_job_is_cancelled_at_once_and_a_running_one_by_its_worker(database: Database) -> None:
     waiting, running = submitted(database), submitted(database, priority=1)
     fence = claimed(database)
     assert fence is not None
@@ -188,7 +188,7 @@ def test_a_terminal_state_never_changes(database: Database, end: str) -> None:
     assert claimed(database) is None
 
 
-def test_only_ended_jobs_are_deleted_with_all_that_is_theirs(database: Database) -> None:
+def test_only_ended_jobs_can_be_deleted_together_with_their_files(database: Database) -> None:
     job_id = submitted(database)
     with pytest.raises(Conflict):
         on(database, lifecycle.remove, job_id)
@@ -256,7 +256,7 @@ def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Databas
         assert state(moved, live).status == "running"
 
 
-def test_who_has_waited_long_enough_goes_before_a_higher_priority(database: Database) -> None:
+def test_a_long_wait_outranks_a_higher_priority(database: Database) -> None:
     patient, urgent = submitted(database), submitted(database, priority=1)
     with database.writing() as session:
         waited = Job.place - AGEING_SECONDS - 60
@@ -265,7 +265,7 @@ def test_who_has_waited_long_enough_goes_before_a_higher_priority(database: Data
     assert [fence.job_id for fence in order if fence] == [patient, urgent]
 
 
-def test_a_job_that_its_machine_failed_waits_and_loses_nothing(database: Database) -> None:
+def test_a_machine_failure_postpones_the_job_and_counts_no_crash(database: Database) -> None:
     job_id = submitted(database)
     fence = claimed(database)
     on(database, queue.postpone, fence, "the disk is full", 60.0)
@@ -277,7 +277,7 @@ def test_a_job_that_its_machine_failed_waits_and_loses_nothing(database: Databas
     assert claimed(database) is not None
 
 
-def test_what_failed_is_tried_again_as_another_job(database: Database) -> None:
+def test_retrying_a_failed_job_creates_a_new_job(database: Database) -> None:
     job_id = submitted(database)
     with pytest.raises(Conflict, match="is queued"), database.writing() as session:
         lifecycle.retry(session, job_id)
@@ -327,7 +327,7 @@ def test_a_paused_job_with_a_checkpoint_can_be_stopped_or_still_cancelled(databa
     assert (state(database, job_id).status, state(database, job_id).requested) == ("cancelled", None)
 
 
-def test_only_a_timeout_is_taken_back_and_has_its_time_once_more(database: Database) -> None:
+def test_only_timed_out_jobs_can_be_resumed_with_a_fresh_time_limit(database: Database) -> None:
     job_id = submitted(database, make_spec(timeout_seconds=60.0))
     fence = claimed(database)
     assert fence is not None
@@ -354,7 +354,7 @@ def test_only_a_timeout_is_taken_back_and_has_its_time_once_more(database: Datab
         on(database, lifecycle.resume, job_id)
 
 
-def test_a_job_for_one_gpu_goes_to_no_other_device(database: Database) -> None:
+def test_a_job_pinned_to_a_gpu_runs_only_there(database: Database) -> None:
     job_id = submitted(database, gpu_id=2)
     other = submitted(database)
     assert claimed(database) == Fence(other, 1, "worker-1")
@@ -363,7 +363,7 @@ def test_a_job_for_one_gpu_goes_to_no_other_device(database: Database) -> None:
         assert queue.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")
 
 
-def test_every_state_has_edges_and_ended_is_ended() -> None:
+def test_every_state_has_edges_and_terminal_states_have_none() -> None:
     assert set(EDGES) == set(get_args(JobStatus))
     assert {state for state, after in EDGES.items() if not after} == set(ENDED) - {"failed"}
 
@@ -371,7 +371,7 @@ def test_every_state_has_edges_and_ended_is_ended() -> None:
 @pytest.mark.parametrize(
     ("start", "to"), [("queued", "succeeded"), ("paused", "failed"), ("paused", "running")]
 )
-def test_a_job_moves_along_edges_only(database: Database, start: JobStatus, to: JobStatus) -> None:
+def test_a_job_changes_state_only_along_edges(database: Database, start: JobStatus, to: JobStatus) -> None:
     job_id = submitted(database, make_spec(), paused=start == "paused")
     with database.writing() as session, pytest.raises(LostJob):
         change(session, transitions.get(session, job_id, lock=True), to)

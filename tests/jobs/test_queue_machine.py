@@ -288,7 +288,7 @@ def machine(database: Database) -> type[Queue]:
     return Queue
 
 
-def test_the_queue_is_what_its_model_says(machine: type[Queue]) -> None:
+def test_the_queue_behaves_like_its_model(machine: type[Queue]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -30,7 +30,7 @@ def test_the_old_name_of_the_clip_mode() -> None:
         {"sync_gradients": False}, {"no_such_field": 1}, {"mixed_precision": "int4"},
     ],
 )  # fmt: skip
-def test_values_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
+def test_invalid_values_are_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         AccumulationConfig.model_validate(fields)
 
@@ -46,7 +46,7 @@ def test_values_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
         {"texts": ["a"], "format": "messages"},
     ],
 )
-def test_data_comes_from_exactly_one_place(fields: dict[str, Any]) -> None:
+def test_exactly_one_data_source_is_required(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         DatasetConfig.model_validate(fields)
 
@@ -58,12 +58,12 @@ def test_data_comes_from_exactly_one_place(fields: dict[str, Any]) -> None:
         {"optimizer": "sgd", "optimizer_args": {"betas": [0.9, 0.99]}}, {"epochs": -1}, {"steps": -3},
     ],
 )  # fmt: skip
-def test_training_configurations_that_exclude_themselves(fields: dict[str, Any]) -> None:
+def test_contradictory_training_configurations_are_rejected(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TrainingConfig.model_validate(fields)
 
 
 @pytest.mark.parametrize("name", ["../x", "/abs", "a/b/c", "a\\b", "", ".hidden", "a/..", "x" * 300])
-def test_a_model_s_name_is_no_path(name: str) -> None:
+def test_a_model_name_must_not_be_a_path(name: str) -> None:
     with pytest.raises(ValidationError):
         TrainingRequest.model_validate({"model_name": name, "dataset_config": {"texts": ["a"]}})

@@ -12,7 +12,7 @@ def positions(reasons_of: list[WaitingReasons], waiting: list[Job]) -> list[int]
     return [each.queue_position for each in told if each is not None]
 
 
-def test_a_place_counted_from_another_is_the_same_as_one_counted_from_the_front(database: Database) -> None:
+def test_relative_queue_positions_equal_absolute_ones(database: Database) -> None:
     chance = random.Random(1)
     ids = [submitted(database, priority=chance.randint(-2, 2)) for _ in range(30)]
     with database.writing() as session:
@@ -25,7 +25,7 @@ def test_a_place_counted_from_another_is_the_same_as_one_counted_from_the_front(
         assert sorted(counted[:30]) == list(range(1, 31))
 
 
-def test_jobs_of_one_transaction_share_an_outlook(database: Database) -> None:
+def test_jobs_of_one_transaction_share_cached_waiting_reasons(database: Database) -> None:
     submitted(database)
     with database.transaction() as transaction:
         within = database.within(transaction)

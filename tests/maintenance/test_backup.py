@@ -67,7 +67,7 @@ def test_a_backup_under_load_holds_every_job_acknowledged_before_it(
     other.close()
 
 
-def test_equal_files_take_room_once_in_a_backup_and_after_it(
+def test_identical_files_share_one_copy_in_a_backup_and_after_a_restore(
     settings: Settings, database: Database, tmp_path: Path
 ) -> None:
     for number, text in enumerate(("same", "same", "other")):
@@ -85,7 +85,7 @@ def test_equal_files_take_room_once_in_a_backup_and_after_it(
     assert (restored.files_dir / "file-1").read_text() == '{"text": "same"}\n'
 
 
-def test_what_cannot_be_backed_up_or_restored_says_why(
+def test_failed_backups_and_restores_report_the_reason(
     settings: Settings, database: Database, tmp_path: Path
 ) -> None:
     submitted(database)

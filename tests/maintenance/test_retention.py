@@ -47,7 +47,7 @@ def left(database: Database, settings: Settings) -> tuple[set[str], set[str]]:
     return job_ids, file_ids
 
 
-def test_what_ended_long_ago_goes_with_all_that_is_its_own(database: Database, settings: Settings) -> None:
+def test_old_jobs_are_deleted_with_their_files(database: Database, settings: Settings) -> None:
     old, young = aged(database, settings, 8), aged(database, settings, 6)
     waiting = aged(database, settings, 100, status="paused")
     uploaded(database, settings, "file-old", 8)
@@ -58,7 +58,7 @@ def test_what_ended_long_ago_goes_with_all_that_is_its_own(database: Database, s
     assert retention.delete_expired(database, settings, 7) == 0
 
 
-def test_a_file_goes_after_the_last_job_that_needs_it(database: Database, settings: Settings) -> None:
+def test_a_file_is_deleted_after_the_last_job_that_uses_it(database: Database, settings: Settings) -> None:
     uploaded(database, settings, "file-needed", 30)
     job_id = aged(database, settings, 1)
     with database.writing() as session:
@@ -70,7 +70,7 @@ def test_a_file_goes_after_the_last_job_that_needs_it(database: Database, settin
 
 
 @pytest.mark.parametrize("days", [None, 7.0])
-def test_nothing_goes_by_itself_unless_that_was_set(
+def test_nothing_is_deleted_by_age_by_default(
     database: Database, settings: Settings, days: float | None
 ) -> None:
     job_id = aged(database, settings, 8)

@@ -53,7 +53,7 @@ def swept(database: Database, job_id: str) -> None:
         measurements.note_sweep(session, subject, Tuning(token_budget=512, samples=30, tried=tried))
 
 
-def test_a_measurement_becomes_an_error_and_enough_of_them_a_margin(database: Database) -> None:
+def test_measurements_yield_prediction_errors_and_a_safety_margin(database: Database) -> None:
     with database.reading() as session:
         assert measurements.margin(session, "cpu") is None
     for number in range(6):
@@ -70,7 +70,7 @@ def test_a_measurement_becomes_an_error_and_enough_of_them_a_margin(database: Da
         assert 0.03 <= (measurements.margin(session, "cpu") or 0) <= 0.3
 
 
-def test_the_next_estimate_is_what_was_measured(database: Database) -> None:
+def test_measured_peaks_are_used_for_the_next_estimate(database: Database) -> None:
     job_id = measure(database, 2.0)
     with database.reading() as session:
         spec = Spec.model_validate(session.get_one(Job, job_id).spec)
@@ -84,7 +84,7 @@ def test_the_next_estimate_is_what_was_measured(database: Database) -> None:
         assert here(recipe, spec.data.max_length // 2).source == "formula"
 
 
-def test_what_was_noted_once_is_not_held_against_itself(database: Database) -> None:
+def test_recording_a_measurement_twice_keeps_the_first_prediction(database: Database) -> None:
     job_id = measure(database, 2.0)
     with database.writing() as session:
         note(session, session.get_one(Job, job_id))
@@ -94,7 +94,7 @@ def test_what_was_noted_once_is_not_held_against_itself(database: Database) -> N
         assert row.predicted_bytes != row.measured_bytes
 
 
-def test_a_sweep_says_which_micro_batch_is_enough(database: Database) -> None:
+def test_a_sweep_determines_the_smallest_sufficient_micro_batch(database: Database) -> None:
     job_id = measure(database, 2.0)
     with database.reading() as session:
         spec = Spec.model_validate(session.get_one(Job, job_id).spec)

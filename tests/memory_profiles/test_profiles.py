@@ -48,7 +48,7 @@ def make(database: Database, one: ProfileKey, made: Profile) -> None:
         profiles.store(session, request, made)
 
 
-def test_what_was_made_is_found_by_what_it_depends_on(database: Database) -> None:
+def test_a_stored_profile_is_found_by_its_inputs(database: Database) -> None:
     make(database, wanted(), profile())
     with database.reading() as session:
         best = profiles.estimates(session, ARCHITECTURE, None)
@@ -59,7 +59,7 @@ def test_what_was_made_is_found_by_what_it_depends_on(database: Database) -> Non
         assert not profiles.waiting(session)
 
 
-def test_what_is_there_or_wanted_is_not_wanted_twice(database: Database) -> None:
+def test_an_existing_or_requested_profile_is_not_requested_again(database: Database) -> None:
     make(database, wanted(), profile())
     with database.writing() as session:
         profiles.request(session, wanted())
@@ -80,11 +80,11 @@ def test_the_newest_request_goes_first(database: Database) -> None:
         assert first.sequence == 48
 
 
-def test_with_no_worker_nobody_waits(database: Database) -> None:
+def test_without_a_worker_the_request_returns_at_once(database: Database) -> None:
     assert "no worker" in asyncio.run(profiles.wait_for(database, wanted(), 30.0))[0]
 
 
-def test_what_cannot_be_made_is_said_and_not_tried_again(database: Database) -> None:
+def test_a_failed_profile_is_reported_and_not_retried(database: Database) -> None:
     with database.writing() as session:
         now = session.scalar(profiles.select(database_now()))
         session.add(
@@ -99,7 +99,7 @@ def test_what_cannot_be_made_is_said_and_not_tried_again(database: Database) -> 
         assert not profiles.waiting(session)
 
 
-def test_a_profile_that_is_forgotten_is_made_anew(database: Database) -> None:
+def test_a_deleted_profile_is_made_again(database: Database) -> None:
     make(database, wanted(), profile())
     with database.writing() as session:
         (stored,) = session.scalars(profiles.select(StoredProfile)).all()

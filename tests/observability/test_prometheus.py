@@ -20,7 +20,7 @@ def scraped(client: TestClient, **header: str) -> dict[str, dict[tuple[str, ...]
     return found
 
 
-def test_figures_of_the_queue_and_of_answers(client: TestClient) -> None:
+def test_metrics_cover_the_queue_and_http_responses(client: TestClient) -> None:
     jobs = [client.post(f"{PATH}/with-accumulation", json=JOB).json()["id"] for _ in range(3)]
     client.post(f"{PATH}/{jobs[0]}/cancel")
     client.get(f"{PATH}/{jobs[0]}")
@@ -40,13 +40,13 @@ def test_figures_of_the_queue_and_of_answers(client: TestClient) -> None:
     assert counted[("GET", "none", "404")] == 1
 
 
-def test_they_are_for_admins(client: TestClient) -> None:
+def test_metrics_require_the_admin_scope(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     assert client.get("/metrics", headers=key_for(database)).status_code == 403
     assert "accrue_jobs" in scraped(client, **key_for(database, "admin"))
 
 
-def test_counters_do_not_fall_when_jobs_are_deleted(client: TestClient) -> None:
+def test_counters_do_not_decrease_when_jobs_are_deleted(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     job_id = client.post(f"{PATH}/with-accumulation", json=JOB).json()["id"]
     fence = Fence(job_id, 1, "worker-1")

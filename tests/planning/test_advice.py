@@ -16,7 +16,7 @@ FINE = Figures(
 )  # fmt: skip
 
 
-def test_nothing_is_said_of_a_job_that_runs_well() -> None:
+def test_a_job_that_runs_well_gets_no_advice() -> None:
     assert advise(FINE) == []
 
 
@@ -42,10 +42,10 @@ def test_nothing_is_said_of_a_job_that_runs_well() -> None:
         ({"effective_batch": 32, "samples": 100_000}, "is 0.03% of the data"),
     ],
 )
-def test_each_sentence_has_its_figure(changes: dict[str, Any], said: str) -> None:
+def test_each_advice_contains_its_number(changes: dict[str, Any], said: str) -> None:
     [sentence] = advise(replace(FINE, **changes))
     assert said in sentence
 
 
-def test_of_a_cpu_s_memory_nothing_is_said() -> None:
+def test_there_is_no_advice_about_cpu_memory() -> None:
     assert advise(replace(FINE, on_gpu=False, peak_bytes=1.0 * GIB)) == []

@@ -47,7 +47,9 @@ def as_submission(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_drawn_questions_have_one_answer(client: TestClient, settings: Settings, database: Database) -> None:
+def test_calculator_dry_run_and_job_give_the_same_plan(
+    client: TestClient, settings: Settings, database: Database
+) -> None:
     source, launcher = random.Random(17), Launcher(settings, database)
     steps: Counter[bool] = Counter()
     for number in range(QUESTIONS):

@@ -70,6 +70,6 @@ def test_short_names_are_the_hub_s() -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"model_type": "t5"}, {"model_type": "gpt2"}, {"model_type": "gpt2", "n_layer": "x"}]
 )
-def test_a_config_that_cannot_be_reckoned_with_says_so(config: dict[str, Any]) -> None:
+def test_an_unsupported_config_gets_a_clear_error(config: dict[str, Any]) -> None:
     with pytest.raises(UnknownArchitecture):
         from_config(config)

@@ -52,7 +52,7 @@ def test_learning_rates(client: TestClient) -> None:
         "adjust-learning-rate?base_lr=0.1&accumulation_steps=4&rule=cubic",
     ],
 )
-def test_numbers_that_make_no_sense(client: TestClient, path: str) -> None:
+def test_invalid_numbers_are_rejected(client: TestClient, path: str) -> None:
     answer = client.post(f"{ROOT}/{path}")
     assert answer.status_code == 422
     assert answer.json()["errors"]
@@ -74,7 +74,7 @@ def test_batch_size_by_model_on_declared_devices(client: TestClient) -> None:
     assert [device["gpu_id"] for device in two["devices"]] == [0, 1]
 
 
-def test_as_many_of_the_devices_there_are_as_are_asked_for(client: TestClient) -> None:
+def test_num_gpus_limits_the_devices_that_are_used(client: TestClient) -> None:
     def requested(**more: object) -> Any:
         return client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "gpt2", **more}).json()
 
@@ -85,7 +85,7 @@ def test_as_many_of_the_devices_there_are_as_are_asked_for(client: TestClient) -
     assert "num_gpus is 3, but 2 are named" in requested(num_gpus=3, gpu_ids=[0, 1])["detail"]
 
 
-def test_a_form_s_content_type_is_read_as_json(client: TestClient) -> None:
+def test_json_is_read_despite_a_form_content_type(client: TestClient) -> None:
     answer = client.post(
         f"{ROOT}/calculate-batch-size",
         content=b'{"model_name": "gpt2", "gpus": ["24GB"]}',
@@ -108,7 +108,7 @@ def test_batch_size_from_raw_figures(client: TestClient) -> None:
     assert (answer["accumulation_steps"], answer["effective_batch_size"]) == (7, 256)
 
 
-def test_what_does_not_fit_comes_with_what_would(client: TestClient) -> None:
+def test_a_plan_that_does_not_fit_lists_alternatives_that_fit(client: TestClient) -> None:
     body = {"model_name": "gpt2-xl", "gpus": ["26GB"], "max_length": 64}
     answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
     assert answer["fits"] is False
@@ -130,7 +130,7 @@ def test_what_does_not_fit_comes_with_what_would(client: TestClient) -> None:
         ({"model_name": "gpt2", "model_size_gb": 1}, "body"),
     ],
 )
-def test_questions_without_an_answer(client: TestClient, body: dict[str, Any], field: str) -> None:
+def test_unanswerable_requests_get_422(client: TestClient, body: dict[str, Any], field: str) -> None:
     answer = client.post(f"{ROOT}/calculate-batch-size", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == field

@@ -24,6 +24,6 @@ def test_declared_devices_are_numbered() -> None:
 
 
 @pytest.mark.parametrize("phrase", ["", "GB", "0GB", "-4GB", "toaster", "24"])
-def test_what_is_no_device_is_refused(phrase: str) -> None:
+def test_invalid_devices_are_rejected(phrase: str) -> None:
     with pytest.raises(ValueError, match="give its memory"):
         parse_device(phrase, 0)

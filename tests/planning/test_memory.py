@@ -36,7 +36,7 @@ def test_weights_gradients_and_adam_states_are_sixteen_bytes_a_parameter_in_fp32
 
 
 @pytest.mark.parametrize("off", [0.5, 1.0, 3.0])
-def test_what_is_reckoned_otherwise_is_compared_by_what_changes(off: float) -> None:
+def test_estimates_from_different_sources_are_compared_by_formula_ratio(off: float) -> None:
     known = ByPoint(off)
 
     def estimates(recipe: Recipe, sequence: int) -> Estimate:
@@ -66,7 +66,7 @@ class ByPoint:
         return step_memory(GPT2, BF16, rows, 512).scaled(self.off)
 
 
-def test_each_saving_saves() -> None:
+def test_each_memory_option_changes_the_estimate_as_expected() -> None:
     plain = step_memory(GPT2, BF16, 8, 1024).peak_process_bytes
     assert step_memory(GPT2, changed(gradient_checkpointing=True), 8, 1024).peak_process_bytes < plain
     assert step_memory(GPT2, changed(optimizer="sgd"), 8, 1024).peak_process_bytes < plain
@@ -74,11 +74,11 @@ def test_each_saving_saves() -> None:
     assert step_memory(GPT2, changed(attention="eager"), 8, 1024).peak_process_bytes > plain
 
 
-def test_nothing_fits_into_nothing() -> None:
+def test_no_micro_batch_fits_into_one_mebibyte() -> None:
     assert largest_micro_batch(ByFormula(GPT2, BF16, 1024), 2**20) == 0
 
 
-def test_frozen_layers_beside_adapters_are_kept_in_autocasts_precision_and_embeddings_are_not() -> None:
+def test_frozen_layers_with_adapters_use_autocast_precision_but_embeddings_do_not() -> None:
     llama = named("meta-llama/Llama-3.1-8B")
     assert llama is not None
     lora = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)

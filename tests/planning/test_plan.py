@@ -24,7 +24,7 @@ def test_a_target_alone_is_cut_by_a_token_budget() -> None:
     assert plan.precision == "fp32"
 
 
-def test_a_budget_that_was_measured_holds_for_samples_longer_than_it_too() -> None:
+def test_a_measured_budget_also_applies_to_longer_samples() -> None:
     spec, found = make_spec(), Throughput(((126, 900.0), (252, 1000.0), (510, 800.0)))
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 1024})})
     known = Known(by_formula(spec.model.architecture).estimates, lambda recipe, length: found)
@@ -34,7 +34,7 @@ def test_a_budget_that_was_measured_holds_for_samples_longer_than_it_too() -> No
 
 
 @pytest.mark.parametrize("device", [CPU, A100])
-def test_what_a_processor_cannot_do_is_said(device: Device) -> None:
+def test_options_unsupported_on_cpu_cause_a_warning(device: Device) -> None:
     spec = make_spec()
     spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"name": "adamw_8bit"})})
     warned = [
@@ -43,7 +43,7 @@ def test_what_a_processor_cannot_do_is_said(device: Device) -> None:
     assert len(warned) == (device is CPU)
 
 
-def test_given_steps_are_exactly_that_many_over_all_devices_asked_for() -> None:
+def test_requested_accumulation_steps_are_met_exactly_over_all_requested_devices() -> None:
     plan = plan_by_formula(
         make_spec(effective_batch_size=30, split=requested(4, None)), [CPU], predicted=False
     )
@@ -114,7 +114,7 @@ def test_precision_by_a_gpu_s_generation(name: str, precision: str) -> None:
     assert precision_for("auto", Device(0, name, 16 * GIB, "cuda")) == precision
 
 
-def test_a_gpu_s_own_compute_capability_goes_before_its_name() -> None:
+def test_the_reported_compute_capability_overrides_the_gpu_name() -> None:
     turing = Device(0, "NVIDIA A100 (not)", 16 * GIB, "cuda", compute_capability=7.5)
     assert precision_for("auto", turing) == "fp16"
     assert precision_for("auto", Device(0, "Tesla T4", GIB, "cuda", compute_capability=8.0)) == "bf16"

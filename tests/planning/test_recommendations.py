@@ -40,7 +40,7 @@ def test_every_recommendation_names_its_evidence() -> None:
 NOISE = MeasuredNoise("ftjob-1", NoiseScale(value=61.2, low=48.0, high=80.0, measurements=20), samples=10_000)
 
 
-def test_a_measured_noise_scale_is_the_recommended_batch_with_its_band() -> None:
+def test_a_measured_noise_scale_is_recommended_with_its_confidence_interval() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda", noise=NOISE)
@@ -55,7 +55,7 @@ def test_a_measured_noise_scale_is_the_recommended_batch_with_its_band() -> None
     assert vague.range == [48.0, 10_000.0]
 
 
-def test_without_a_measurement_the_evidence_is_literature_and_a_target_goes_first() -> None:
+def test_without_a_measurement_the_evidence_is_literature_but_a_requested_batch_wins() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda")
@@ -93,7 +93,9 @@ def test_clipping_goes_by_the_kind_of_model_and_the_batch(kind: ModelKind, batch
 @pytest.mark.parametrize("batch", [1, 7, 64, 8192, 500_000, 1_000_000])
 @pytest.mark.parametrize("micro_batch", [0, 1, 3, 5000])
 @pytest.mark.parametrize("useful", [None, 1, 2])
-def test_what_is_recommended_agrees_and_can_be_made(batch: int, micro_batch: int, useful: int | None) -> None:
+def test_recommended_values_are_consistent_and_feasible(
+    batch: int, micro_batch: int, useful: int | None
+) -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     situation = Situation(gpt2, batch, micro_batch, devices=2, device_kind="cuda", useful=useful)
@@ -105,7 +107,7 @@ def test_what_is_recommended_agrees_and_can_be_made(batch: int, micro_batch: int
         assert found["accumulation_steps"] == MAX_ACCUMULATION_STEPS
 
 
-def test_the_rate_is_that_of_the_optimizer_that_is_recommended() -> None:
+def test_the_recommended_learning_rate_matches_the_recommended_optimizer() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     large = Situation(gpt2, 16_384, micro_batch=64, devices=1, device_kind="cuda")
@@ -121,7 +123,7 @@ def test_the_rate_is_that_of_the_optimizer_that_is_recommended() -> None:
     assert recommend(replace(large, target=32, adapters=True))["learning_rate"].value == 2e-4
 
 
-def test_a_rate_that_worked_goes_before_the_literature() -> None:
+def test_a_successful_learning_rate_is_preferred_to_the_literature() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     learned = MeasuredRate("ftjob-1", 3e-3, 16, "adamw", adapters=False, first_loss=5.0, final_loss=2.5)
@@ -134,7 +136,7 @@ def test_a_rate_that_worked_goes_before_the_literature() -> None:
     assert recommend(replace(situation, adapters=True))["learning_rate"].evidence == "literature"
 
 
-def test_the_data_bound_the_batch_and_clipping_each_micro_batch_its_limit() -> None:
+def test_dataset_size_limits_the_batch_and_per_micro_batch_clipping_lowers_the_limit() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda", samples=20_000)

@@ -30,7 +30,7 @@ def test_the_three_numbers_resolve_as_documented(requested: RequestedBatch, reso
     assert resolve(requested, recommended=32) == resolved
 
 
-def test_three_numbers_that_disagree_are_refused_with_the_right_one() -> None:
+def test_inconsistent_batch_numbers_are_rejected_with_the_consistent_one() -> None:
     with pytest.raises(ConflictingBatch, match="takes 4 accumulation steps, not 3"):
         resolve(RequestedBatch(30, 3, 8), recommended=32)
 

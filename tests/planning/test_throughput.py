@@ -24,28 +24,30 @@ CUDA = Recipe(device="cuda", precision="bf16")
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e6)), min_size=1, max_size=8))
-def test_nothing_smaller_than_the_leanest_is_as_fast(pairs: list[tuple[int, float]]) -> None:
+def test_smallest_of_the_fastest_is_fast_and_minimal(pairs: list[tuple[int, float]]) -> None:
     best = max(rate for _, rate in pairs)
     found = smallest_of_the_fastest(pairs)
     assert any(tokens == found and rate >= EQUALLY_FAST_SHARE * best for tokens, rate in pairs)
     assert all(rate < EQUALLY_FAST_SHARE * best for tokens, rate in pairs if tokens < found)
 
 
-def test_throughput_that_grows_no_more_ends_the_micro_batch() -> None:
+def test_a_throughput_plateau_limits_the_micro_batch() -> None:
     assert MEASURED.useful(10**6) == 512
     assert MEASURED.useful(400) == 256  # memory allows no more
     assert MEASURED.useful(100) == 100  # nothing so small was measured
 
 
 @pytest.mark.parametrize("measured", [None, Throughput(((20, 900.0),))])  # one size says nothing of others
-def test_where_nothing_is_known_memory_decides_and_on_a_cpu_experience(measured: Throughput | None) -> None:
+def test_without_measurements_memory_limits_gpus_and_a_default_limits_cpus(
+    measured: Throughput | None,
+) -> None:
     assert useful_tokens(measured, "cuda", 4096) == 4096
     assert useful_tokens(measured, "cpu", 4096) == CPU_TOKENS
     assert useful_tokens(measured, "cpu", 100) == 100
     assert useful_tokens(MEASURED, "cpu", 10**6) == 512
 
 
-def test_a_sweep_that_was_fastest_at_its_end_says_nothing_of_larger_ones() -> None:
+def test_a_sweep_without_a_plateau_does_not_limit_larger_micro_batches() -> None:
     growing = Throughput(((208, 1000.0), (416, 1400.0), (832, 1790.0)))
     assert not growing.reached_plateau
     assert MEASURED.reached_plateau
@@ -53,7 +55,7 @@ def test_a_sweep_that_was_fastest_at_its_end_says_nothing_of_larger_ones() -> No
     assert useful_tokens(growing, "cpu", 10**6) == 832
 
 
-def test_rates_lie_between_those_measured() -> None:
+def test_interpolated_rates_lie_between_the_measured_ones() -> None:
     assert [MEASURED.at(tokens) for tokens in (1, 256, 384, 2048, 9999)] == [900, 900, 945, 970, 970]
 
 
@@ -68,7 +70,7 @@ def test_interpolation_stays_within_the_points(points: list[tuple[float, float]]
     assert min(values) - slack <= interpolated(points, at) <= max(values) + slack
 
 
-def test_a_plan_uses_no_larger_micro_batch_than_throughput_rewards() -> None:
+def test_a_plan_never_exceeds_the_throughput_plateau() -> None:
     spec, estimates = make_spec(effective_batch_size=4096, precision="bf16"), by_formula(ARCHITECTURE)
     large = make_plan(spec, [GPU], Known(estimates), predicted=True)
     lean = make_plan(spec, [GPU], Known(estimates, lambda recipe, sequence: MEASURED), predicted=True)
@@ -81,7 +83,7 @@ def test_a_plan_uses_no_larger_micro_batch_than_throughput_rewards() -> None:
 
 
 @pytest.mark.parametrize("accumulating", [True, False])
-def test_an_estimate_meets_what_was_measured_and_keeps_its_slope_beyond(accumulating: bool) -> None:
+def test_an_estimate_passes_through_measurements_and_keeps_the_slope_beyond_them(accumulating: bool) -> None:
     formula = ByFormula(ARCHITECTURE, CUDA, 64)
 
     def peak(estimate: ByFormula | ByMeasurement, rows: float) -> int:

@@ -33,14 +33,14 @@ def test_sizes_are_rounded_to_512_bytes() -> None:
     assert allocator.allocated == 512 + 1024
 
 
-def test_what_is_freed_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     allocator = CachingAllocator()
     for _ in range(10):
         allocator.free(allocator.allocate(30 * MIB))
     assert allocator.reserved == 30 * MIB
 
 
-def test_neighbours_become_one_again() -> None:
+def test_free_neighbours_are_merged() -> None:
     allocator = CachingAllocator()
     pieces = [allocator.allocate(5 * MIB) for _ in range(4)]
     assert allocator.reserved == 20 * MIB
@@ -61,7 +61,7 @@ def test_fragments_cost_reserved_memory_unless_segments_expand() -> None:
 
 
 @given(seed=st.integers(0, 10_000), expandable=st.booleans())
-def test_allocated_is_what_lives_and_reserved_is_never_less(seed: int, expandable: bool) -> None:
+def test_allocated_equals_live_bytes_and_reserved_is_never_smaller(seed: int, expandable: bool) -> None:
     chance = random.Random(seed)
     allocator, held, total = CachingAllocator(expandable_segments=expandable), [], 0
     for _ in range(200):

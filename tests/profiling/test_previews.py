@@ -57,7 +57,7 @@ def requested(database: Database, settings: Settings, order: PreviewSpec) -> Dat
         return heard.result(30)
 
 
-def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
+def test_a_preview_is_made_by_the_profiler_and_not_kept(
     database: Database, settings: Settings, order: PreviewSpec
 ) -> None:
     worker(database)
@@ -69,14 +69,12 @@ def test_a_preview_is_made_by_the_profiler_and_kept_nowhere(
         assert session.scalars(select(PreviewRequest)).all() == []
 
 
-def test_with_no_worker_nobody_waits(database: Database, order: PreviewSpec) -> None:
+def test_without_a_worker_the_request_fails_at_once(database: Database, order: PreviewSpec) -> None:
     with pytest.raises(Conflict, match="accrue worker"):
         asyncio.run(previews.ask(database, order, 30.0))
 
 
-def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
-    database: Database, order: PreviewSpec
-) -> None:
+def test_a_preview_request_times_out_if_no_worker_serves_it(database: Database, order: PreviewSpec) -> None:
     worker(database)
     with pytest.raises(Unavailable, match="try again"):
         asyncio.run(previews.ask(database, order, 0.1))
@@ -84,7 +82,7 @@ def test_a_worker_that_does_not_come_to_it_is_not_waited_for_long(
         assert not previews.has_unclaimed(session)
 
 
-def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
+def test_data_that_the_trainer_could_not_read_is_rejected_with_the_reason(
     database: Database, settings: Settings, order: PreviewSpec
 ) -> None:
     worker(database)
@@ -97,7 +95,7 @@ def test_what_the_trainer_could_not_read_is_refused_with_the_reason(
     assert "secret" not in str(refused.value)
 
 
-def test_a_template_without_an_end_is_ended(
+def test_an_endless_template_is_killed(
     database: Database, settings: Settings, order: PreviewSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker(database)
@@ -143,7 +141,7 @@ if __name__ == "__main__":
     until(lambda: not Path(f"/proc/{pid}").exists(), 30)
 
 
-def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: PreviewSpec) -> None:
+def test_abandoned_preview_requests_are_deleted(database: Database, order: PreviewSpec) -> None:
     worker(database)
     with database.writing() as session:
         session.add(
@@ -161,7 +159,7 @@ def test_what_nobody_waits_for_any_more_is_forgotten(database: Database, order: 
 @pytest.mark.parametrize(
     "how", [hostile_previews.exits, hostile_previews.takes_memory, hostile_previews.panics]
 )
-def test_a_tokenizer_that_ends_its_process_ends_no_profiler(
+def test_a_tokenizer_that_kills_its_process_does_not_kill_the_profiler(
     database: Database, settings: Settings, order: PreviewSpec, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
     worker(database)
@@ -173,7 +171,7 @@ def test_a_tokenizer_that_ends_its_process_ends_no_profiler(
     assert "training text" not in error
 
 
-def test_a_tokenizer_gets_at_no_database_and_no_secret(
+def test_a_tokenizer_cannot_access_the_database_or_secrets(
     database: Database, settings: Settings, order: PreviewSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker(database)

@@ -31,7 +31,7 @@ def test_the_peak_is_that_of_the_real_trainer(case: Case, tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_the_curve_gives_what_a_trace_gives_at_other_micro_batches() -> None:
+def test_the_curve_equals_traces_at_other_micro_batches() -> None:
     recipe = Recipe(device="cuda", precision="bf16")
     profile = make_profile(FAMILIES["llama"], recipe, 128)
     layers = layers_in(FAMILIES["llama"])
@@ -43,7 +43,7 @@ def test_the_curve_gives_what_a_trace_gives_at_other_micro_batches() -> None:
         assert memory.peak_allocated_bytes - 32 * 2**20 == pytest.approx(true, rel=off)
 
 
-def test_one_micro_batch_takes_no_more_than_several() -> None:
+def test_one_micro_batch_needs_less_memory_than_accumulating() -> None:
     recipe = Recipe(device="cuda", precision="bf16")
     estimate = ByProfile(make_profile(TINY_GPT2, recipe, 256).curve, recipe, "simulated")
     for rows in (1, 8, 64):
@@ -62,7 +62,7 @@ def test_parameters_are_counted_at_the_whole_depth() -> None:
 
 
 @pytest.mark.thorough
-def test_formula_and_simulation_are_of_one_mind() -> None:
+def test_formula_and_simulation_agree_within_40_percent() -> None:
     """The formula is rough, and no more than that: within two fifths of the simulation."""
     for precision in ("fp32", "bf16"):
         recipe = Recipe(device="cuda", precision=precision)

@@ -72,7 +72,7 @@ def test_large_models_are_predicted_from_four_layers(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_layers_of_unlike_kind_are_grouped() -> None:
+def test_alternating_kinds_of_layers_are_grouped_by_period() -> None:
     gemma = {**FAMILIES["gemma2"], "sliding_window": 64, "num_hidden_layers": 14}
     assert period_of(gemma, 64) == 1  # no longer than the window: all alike
     assert period_of(gemma, 65) == 2
@@ -83,7 +83,7 @@ def test_layers_of_unlike_kind_are_grouped() -> None:
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_unrolled_is_traced_whole() -> None:
+def test_a_model_that_cannot_be_unrolled_is_traced_at_full_depth() -> None:
     recipe = Recipe(device="cuda", precision="bf16", aux_scope="sequence")
     profile = make_profile(FAMILIES["mixtral"], recipe, 96)
     whole = Simulation(FAMILIES["mixtral"], recipe, Depth(7, 7, 0)).whole(1, 96)

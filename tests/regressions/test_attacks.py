@@ -38,7 +38,7 @@ CALCULATE = "/gradient-accumulation/calculate-batch-size"
 SUBMIT = f"{PATH}/with-accumulation"
 
 
-def test_a_document_is_no_larger_for_being_called_a_form(settings: Settings) -> None:
+def test_the_body_limit_applies_despite_a_multipart_content_type(settings: Settings) -> None:
     with service(settings, max_body_bytes=4096) as (client, mine):
         body = b"[" + b"[]," * 4000 + b"[]]"
         for path in (CALCULATE, SUBMIT):
@@ -72,7 +72,7 @@ def test_who_has_no_key_is_refused_before_the_body_is_read(settings: Settings) -
         ("config_id", lambda bad: {"config_id": bad}),
     ],
 )
-def test_text_that_cannot_be_stored_is_refused_by_name(
+def test_unstorable_text_is_rejected_with_the_field(
     client: TestClient, bad: str, field: str, place: Any
 ) -> None:
     answer = client.post(
@@ -84,7 +84,7 @@ def test_text_that_cannot_be_stored_is_refused_by_name(
     assert field in [each["field"] for each in answer.json()["errors"]], answer.text
 
 
-def test_an_address_with_nul_is_refused_and_others_deeds_are_recorded(
+def test_nul_in_the_url_is_rejected_and_later_requests_are_audited(
     client: TestClient, settings: Settings
 ) -> None:
     assert client.post("/x%00y").status_code == 400
@@ -94,7 +94,7 @@ def test_an_address_with_nul_is_refused_and_others_deeds_are_recorded(
     until(lambda: len(client.get("/gradient-accumulation/audit").json()["data"]) >= 3)
 
 
-def test_one_deed_that_cannot_be_stored_takes_no_other_with_it(database: Database) -> None:
+def test_one_unstorable_audit_entry_does_not_lose_others(database: Database) -> None:
     audit = AuditLog(database, 365.0)
     deeds = [AuditRecord(1.0, None, "POST", path, 200, "::1", "req") for path in ("/a", "/b")]
     rows = [{"id": new_id("audit"), **vars(deed)} for deed in deeds]
@@ -104,7 +104,7 @@ def test_one_deed_that_cannot_be_stored_takes_no_other_with_it(database: Databas
         assert session.scalars(select(AuditEntry.path)).all() == ["/b"]
 
 
-def test_strangers_cannot_fill_the_audit_log(settings: Settings) -> None:
+def test_unauthenticated_requests_cannot_fill_the_audit_log(settings: Settings) -> None:
     with service(settings) as (client, _):
         for _ in range(MAX_UNAUTHENTICATED_PER_MINUTE + 50):
             client.post(SUBMIT, json={})
@@ -120,7 +120,7 @@ def test_strangers_cannot_fill_the_audit_log(settings: Settings) -> None:
     )  # the minute may have turned meanwhile
 
 
-def test_a_refused_look_is_on_record(settings: Settings) -> None:
+def test_unauthorised_reads_are_audited(settings: Settings) -> None:
     with service(settings) as (client, _):
         assert client.get(PATH).status_code == 401
         database: Database = client.app.state.database  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def test_a_refused_look_is_on_record(settings: Settings) -> None:
     ],
     ids=["texts", "fields", "more fields", "gpu_ids", "freeze"],
 )
-def test_many_mistakes_get_a_short_answer_soon(client: TestClient, body: dict[str, Any]) -> None:
+def test_many_errors_get_a_short_response_quickly(client: TestClient, body: dict[str, Any]) -> None:
     began = time.process_time()
     answer = client.post(SUBMIT, json=body)
     assert answer.status_code == 422
@@ -160,7 +160,7 @@ def test_many_mistakes_get_a_short_answer_soon(client: TestClient, body: dict[st
     ],
     ids=str,
 )  # fmt: skip
-def test_sizes_that_no_model_has_are_refused_at_once(changes: dict[str, Any]) -> None:
+def test_implausible_model_sizes_are_rejected_quickly(changes: dict[str, Any]) -> None:
     began = time.process_time()
     with pytest.raises(UnknownArchitecture):
         from_config({**TINY_GPT2, **changes})
@@ -187,7 +187,7 @@ def test_a_bad_folder_does_not_hide_the_other_models(client: TestClient, setting
     assert client.get("/v1/models").status_code == 200
 
 
-def test_only_so_many_wait_at_once() -> None:
+def test_waiting_requests_per_key_are_limited() -> None:
     from contextlib import ExitStack
 
     from app.errors import TooManyRequests
@@ -203,7 +203,7 @@ def test_only_so_many_wait_at_once() -> None:
     assert waits.has_place("key-1")
 
 
-def test_only_so_many_streams_of_a_key(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_streams_per_key_are_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.errors import TooManyRequests
     from app.web import event_stream
 
@@ -224,7 +224,7 @@ def test_a_retry_counts_as_a_job(settings: Settings) -> None:
         assert client.post(f"{PATH}/{job}/retry", headers=mine).status_code == 429
 
 
-def test_profiles_are_for_admins(settings: Settings) -> None:
+def test_profiles_require_the_admin_scope(settings: Settings) -> None:
     with service(settings) as (client, mine):
         profiles = "/gradient-accumulation/profiles"
         assert client.get(profiles, headers=mine).status_code == 403
@@ -234,7 +234,7 @@ def test_profiles_are_for_admins(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("key", ['a"b', "a'b", "a.b", "a]b", "$", "a b", "ü"])
-def test_jobs_are_found_by_metadata_of_any_name(client: TestClient, key: str) -> None:
+def test_jobs_can_be_filtered_by_any_metadata_key(client: TestClient, key: str) -> None:
     job = submit(client, metadata={key: "v"})
     submit(client, metadata={"other": "v"})
     found = client.get(PATH, params={f"metadata[{key}]": "v"}).json()["data"]
@@ -242,14 +242,14 @@ def test_jobs_are_found_by_metadata_of_any_name(client: TestClient, key: str) ->
 
 
 @pytest.mark.parametrize("number", ["1" * 5000, "-" + "9" * 4999, "1e5000", "1" * 3000])
-def test_a_number_of_thousands_of_digits_is_refused(client: TestClient, number: str) -> None:
+def test_numbers_with_thousands_of_digits_are_rejected(client: TestClient, number: str) -> None:
     body = json.dumps({**JOB, "seed": "#"}).replace('"#"', number)
     for path in (SUBMIT, CALCULATE, "/v1/fine_tuning/jobs"):
         answer = client.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (400, 422), answer.text
 
 
-def test_equal_files_mend_a_damaged_one(database: Database, settings: Settings) -> None:
+def test_uploading_an_identical_file_repairs_a_damaged_copy(database: Database, settings: Settings) -> None:
     """And never take its content."""
 
     def store() -> Path:
@@ -288,7 +288,7 @@ def test_what_a_killed_service_left_behind_is_removed_at_the_next_start(settings
         assert not pending.marked(settings.files_dir) + pending.marked(settings.runs_dir)
 
 
-def test_another_database_costs_nobody_their_files_and_models(settings: Settings) -> None:
+def test_cleanup_keeps_files_of_another_database(settings: Settings) -> None:
     """A database that was deleted, or the URL of another: what it does not name is not ours to remove."""
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
         job = submit(client)
@@ -326,7 +326,7 @@ def test_a_database_that_was_replaced_is_not_written_to(settings: Settings, repl
 
 
 @pytest.mark.sqlite
-def test_a_database_knows_its_own_file(settings: Settings, database: Database) -> None:
+def test_writing_to_a_deleted_database_file_is_rejected(settings: Settings, database: Database) -> None:
     with database.writing():
         pass
     (settings.data_dir / "accrue.db").unlink()
@@ -442,12 +442,12 @@ def test_an_upload_is_a_form_by_a_key_that_may_write(settings: Settings) -> None
         assert client.post("/v1/files", content=body, headers=capitals).status_code == 200
 
 
-def test_more_metadata_than_a_job_has_are_not_filtered_by(client: TestClient) -> None:
+def test_too_many_metadata_filters_are_rejected(client: TestClient) -> None:
     many = {f"metadata[k{number}]": "v" for number in range(17)}
     assert client.get(PATH, params=many).status_code == 422
 
 
-def test_many_may_join_while_the_looker_looks(database: Database) -> None:
+def test_clients_can_join_while_the_stream_polls(database: Database) -> None:
     """From threads, as routes do."""
 
     async def crowd() -> None:
@@ -465,7 +465,7 @@ def test_many_may_join_while_the_looker_looks(database: Database) -> None:
     asyncio.run(crowd())
 
 
-def test_a_head_without_end_is_refused(settings: Settings) -> None:
+def test_an_endless_request_head_is_rejected(settings: Settings) -> None:
     import socket
 
     import uvicorn

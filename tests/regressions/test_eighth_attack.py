@@ -58,7 +58,7 @@ def test_a_file_that_is_larger_than_its_kind_is_not_read(tmp_path: Path, run: Ru
 
 
 @pytest.mark.parametrize("kind", [Operators, Completions])
-def test_a_list_of_nonsense_costs_little(kind: type[Operators | Completions]) -> None:
+def test_an_invalid_list_is_rejected_with_little_memory(kind: type[Operators | Completions]) -> None:
     content = '{"data": [' + ",".join(["[]"] * 500_000) + "]}"
     tracemalloc.start()
     try:
@@ -83,7 +83,7 @@ def subject(database: Database, job_id: str) -> Subject:
     [(64, GIB, True), (64, 2 * GIB, True), (64, 2**50, False), (64, 25 * GIB, False), (64, 6 * GIB, False),
      (64, GIB // 4, False), (0, GIB, False), (2**31 - 1, GIB, False), (64, 0, False)],
 )  # fmt: skip
-def test_a_measurement_that_no_trainer_can_have_made_changes_no_plan(
+def test_implausible_measurements_do_not_affect_plans(
     database: Database, tokens: int, peak: int, is_kept: bool
 ) -> None:
     job_id = submitted(database)
@@ -159,16 +159,14 @@ def test_a_line_that_is_too_long_is_an_error_of_its_job(
         read(database, run, fence, Position())
 
 
-def test_progress_that_makes_no_sense_is_passed_over(
-    database: Database, run: RunDirectory, fence: Fence
-) -> None:
+def test_invalid_progress_is_ignored(database: Database, run: RunDirectory, fence: Fence) -> None:
     (run.path / "progress.json").write_text('{"attempt": "x"}')
     assert read(database, run, fence, Position()).window is None
 
 
 @pytest.mark.parametrize("data", [{}, {"step": 1}, {"step": [1], "loss": 1.0}, {"step": "x", "loss": None},
                                   {"step": 1, "loss": "low"}])  # fmt: skip
-def test_an_evaluation_without_its_figures_is_not_stored(
+def test_an_incomplete_evaluation_event_is_not_stored(
     database: Database, run: RunDirectory, fence: Fence, data: dict[str, Any]
 ) -> None:
     event = {"attempt": 1, "time": 1.0, "type": "evaluation", "level": "info", "message": "m", "data": data}
@@ -194,7 +192,7 @@ def test_more_than_two_billion_trained_tokens_are_counted(database: Database) ->
         assert counters.count(session)["trained_tokens", ""] == 2**40
 
 
-def test_downloads_hold_only_so_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_files_of_downloads_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "MAX_OPEN_FILES", 10)
     streams, closed = Streams(), []
     first = streams.open("alice", iter(()), files=8)

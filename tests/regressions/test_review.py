@@ -25,9 +25,7 @@ CALCULATE = "/gradient-accumulation/calculate-batch-size"
 
 
 @pytest.mark.parametrize("gpus", [["A100-80GB", "24GB"], ["24GB", "A100-80GB"], ["16GB", "24GB", "80GB"]])
-def test_what_unequal_devices_take_is_held_against_their_own_memory(
-    client: TestClient, gpus: list[str]
-) -> None:
+def test_the_explanation_compares_each_device_with_its_own_limit(client: TestClient, gpus: list[str]) -> None:
     requested = {"model_name": "gpt2", "gpus": gpus, "target_effective_batch_size": 512, "wait_seconds": 0}
     answer = client.post(CALCULATE, json=requested).json()
     assert answer["fits"] is True
@@ -53,11 +51,11 @@ def test_unsynchronised_gradients_are_refused_with_the_reason(client: TestClient
     assert "instead of the effective batch's" in answer.json()["detail"]
 
 
-def test_accumulation_need_not_be_logged(client: TestClient) -> None:
+def test_log_accumulation_can_be_disabled(client: TestClient) -> None:
     assert submit(client, log_accumulation=False)["config"]["log_accumulation"] is False
 
 
-def test_a_target_in_the_query_goes_by_either_name(client: TestClient) -> None:
+def test_only_target_effective_batch_size_is_accepted_in_the_query(client: TestClient) -> None:
     query = {"model_name": "gpt2", "gpus": "24GB", "wait_seconds": 0, "target_effective_batch_size": 48}
     assert client.get(CALCULATE, params=query).json()["effective_batch_size"] == 48
     assert client.get(CALCULATE, params={**query, "target_batch_size": 48}).status_code == 422
@@ -66,12 +64,12 @@ def test_a_target_in_the_query_goes_by_either_name(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("size", "parameters"), [("2b", 2 * 10**9), ("350M", 350 * 10**6), ("Small", 125 * 10**6)]
 )
-def test_sizes_as_people_write_them(client: TestClient, size: str, parameters: int) -> None:
+def test_memory_sizes_are_parsed_in_common_notations(client: TestClient, size: str, parameters: int) -> None:
     answer = client.get(f"/gradient-accumulation/performance/recommendations?model_size={size}")
     assert answer.json()["parameters"] == parameters
 
 
-def test_no_other_name_is_suggested_than_the_one_given(client: TestClient) -> None:
+def test_the_requested_model_name_is_not_suggested_again(client: TestClient) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "model_name": "meta-llama/Llama-3.1-8B"})
     assert "Did you mean" not in answer.json()["detail"]
 
@@ -128,7 +126,7 @@ def test_inline_samples_of_every_format(client: TestClient, given: dict[str, Any
         ({"prompts": [{"prompt": "a", "completion": "b", "label": 1}]}, "label"),
     ],
 )  # fmt: skip
-def test_inline_samples_that_are_none(client: TestClient, given: dict[str, Any], told: str) -> None:
+def test_invalid_inline_samples_are_rejected(client: TestClient, given: dict[str, Any], told: str) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "dataset_config": given})
     assert answer.status_code == 422
     assert told in answer.text
@@ -168,7 +166,7 @@ def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestC
 
 
 @pytest.mark.parametrize("given", ["LAMB", "lamb", "adam", "AdamW", "adamw-8bit"])
-def test_optimizers_are_known_however_they_are_spelt(client: TestClient, given: str) -> None:
+def test_optimizer_names_are_accepted_in_any_spelling(client: TestClient, given: str) -> None:
     body = {**JOB, "dry_run": True, "training_config": {"optimizer": given}}
     answer = client.post(f"{PATH}/with-accumulation", json=body)
     assert answer.status_code == 200, answer.text
@@ -176,7 +174,7 @@ def test_optimizers_are_known_however_they_are_spelt(client: TestClient, given: 
     assert client.get(f"/gradient-accumulation/calculate-batch-size?{query}").status_code == 200
 
 
-def test_adam_with_weight_decay_is_no_adamw(client: TestClient) -> None:
+def test_adam_with_weight_decay_is_not_treated_as_adamw(client: TestClient) -> None:
     body = {**JOB, "training_config": {"optimizer": "Adam", "weight_decay": 0.1}}
     answer = client.post(f"{PATH}/with-accumulation", json=body)
     assert answer.status_code == 422
@@ -186,7 +184,9 @@ def test_adam_with_weight_decay_is_no_adamw(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("field", "said"), [("use_peft", '"lora"'), ("load_in_4bit", '"qlora"'), ("fp16", "mixed_precision")]
 )
-def test_a_switch_of_another_trainer_is_answered_by_ours(client: TestClient, field: str, said: str) -> None:
+def test_errors_for_foreign_switches_suggest_our_equivalent(
+    client: TestClient, field: str, said: str
+) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "training_config": {field: True}})
     assert said in answer.json()["detail"]
 
@@ -210,7 +210,7 @@ def test_what_is_recommended_can_be_submitted(client: TestClient, query: str) ->
     assert made.status_code == 200, made.text
 
 
-def test_jobs_are_for_devices_that_workers_have(client: TestClient) -> None:
+def test_jobs_are_planned_for_the_workers_devices(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
 
     def requested(changes: dict[str, Any]) -> str:
@@ -269,7 +269,7 @@ def test_evaluations_are_among_the_metrics(client: TestClient) -> None:
     assert client.get(f"{PATH}/{job_id}/metrics?from_step=3").json()["evaluations"] == found[1:]
 
 
-def test_a_stream_says_how_far_a_window_is(client: TestClient) -> None:
+def test_the_event_stream_reports_progress_within_a_window(client: TestClient) -> None:
     job_id = submit(client)["id"]
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     fence = Fence(job_id, 1, "worker-1")
@@ -291,7 +291,7 @@ def test_a_stream_says_how_far_a_window_is(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("field", [{"gradient_scaling": True}, {"lr_scaling": "linear"}])
-def test_a_rate_is_scaled_from_a_batch_that_is_said(client: TestClient, field: dict[str, Any]) -> None:
+def test_learning_rate_scaling_requires_base_batch_size(client: TestClient, field: dict[str, Any]) -> None:
     refused = client.post(f"{PATH}/with-accumulation", json={**JOB, **field})
     assert refused.status_code == 422
     assert "base_batch_size" in refused.json()["detail"]
@@ -299,7 +299,7 @@ def test_a_rate_is_scaled_from_a_batch_that_is_said(client: TestClient, field: d
     assert submit(client, gradient_scaling=False)["learning_rate"] == 5e-5
 
 
-def test_recommendations_for_a_job_are_for_samples_of_its_length(settings: Settings) -> None:
+def test_recommendations_for_a_job_use_its_sample_length(settings: Settings) -> None:
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:  # on a CPU
         micro = []
         for length in (16, 512):

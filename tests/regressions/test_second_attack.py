@@ -31,7 +31,7 @@ TOO_LONG = Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True)
 
 
 @pytest.mark.parametrize("phrase", ["A" + "1" * 60_000 + "x", "A" + "-" * 60_000 + "x", "9" * 310 + "GB"])
-def test_a_device_s_name_keeps_nobody_busy(client: TestClient, phrase: str) -> None:
+def test_long_device_names_are_rejected_quickly(client: TestClient, phrase: str) -> None:
     with pytest.raises(ValueError, match="longer than 60"):
         parse_device(phrase, 0)
     assert client.get(f"{ROOT}/performance/recommendations", params={"gpus": phrase}).status_code == 422
@@ -46,7 +46,7 @@ def test_a_device_s_name_keeps_nobody_busy(client: TestClient, phrase: str) -> N
         {"num_hidden_layers": 900, "num_experts": 10**9},
     ],
 )
-def test_a_mixture_s_layers_are_bounded_before_they_are_gone_through(config: dict[str, Any]) -> None:
+def test_mixture_configs_with_too_many_layers_are_rejected_quickly(config: dict[str, Any]) -> None:
     whole = {
         "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 1000, "max_position_embeddings": 512, "num_experts": 4, "num_experts_per_tok": 2,
@@ -60,7 +60,7 @@ def test_a_mixture_s_layers_are_bounded_before_they_are_gone_through(config: dic
 
 
 @pytest.mark.parametrize("user", ["alice", "José", "日本", "😀", 'a"b', 7])
-def test_jobs_are_found_by_whoever_they_are_labelled_with(client: TestClient, user: str | int) -> None:
+def test_jobs_can_be_filtered_by_any_user_id(client: TestClient, user: str | int) -> None:
     job_id = submit(client, user_id=user)["id"]
     submit(client, user_id="somebody else")
     query = {"user_id": str(user)}
@@ -83,7 +83,7 @@ def timed_out(database: Database, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("action", ["start", "resume"])
-def test_whatever_queues_a_job_again_is_within_the_quota(settings: Settings, action: str) -> None:
+def test_the_quota_applies_to_every_action_that_requeues_a_job(settings: Settings, action: str) -> None:
     with service(settings, max_queued_jobs=2) as (client, _):
         database: Database = client.app.state.database  # type: ignore[attr-defined]
         admin = key_for(database, "read", "write", "admin")
@@ -94,7 +94,7 @@ def test_whatever_queues_a_job_again_is_within_the_quota(settings: Settings, act
         assert answers == [200, 200, 429, 429]
 
 
-def test_the_quota_holds_however_many_come_at_once(database: Database, settings: Settings) -> None:
+def test_the_quota_holds_under_concurrent_submissions(database: Database, settings: Settings) -> None:
     few = settings.model_copy(update={"max_queued_jobs": 3})
 
     def resume(job_id: str) -> bool:
@@ -109,7 +109,7 @@ def test_the_quota_holds_however_many_come_at_once(database: Database, settings:
         assert sum(pool.map(resume, timed_out(database, 12))) == 3
 
 
-def test_changes_of_one_configuration_at_once_are_all_made(client: TestClient) -> None:
+def test_concurrent_changes_of_a_configuration_are_all_applied(client: TestClient) -> None:
     config = client.post(f"{ROOT}/config", json={}).json()["config_id"]
     changes: list[dict[str, Any]] = [
         {"micro_batch_size": 2}, {"target_effective_batch_size": 64}, {"max_memory_usage": 0.5},
@@ -123,7 +123,7 @@ def test_changes_of_one_configuration_at_once_are_all_made(client: TestClient) -
         assert own.items() <= stored.items()
 
 
-def test_what_another_s_job_needs_stays(client: TestClient) -> None:
+def test_a_file_used_by_another_key_s_job_cannot_be_deleted(client: TestClient) -> None:
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     alice, admin = key_for(database), key_for(database, "read", "write", "admin")
     content = {"file": ("held.jsonl", b'{"text": "one"}\n{"text": "two"}\n')}
@@ -146,13 +146,15 @@ def test_what_another_s_job_needs_stays(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("name", ["a--b", "a..b", "foo.git", "a.", "a-", "a/b--c", "models--x", "x" * 97])
-def test_names_that_the_hub_does_not_have_are_refused(settings: Settings, name: str) -> None:
+def test_names_unknown_to_the_hub_are_rejected(settings: Settings, name: str) -> None:
     online = settings.model_copy(update={"offline": False})
     with pytest.raises(Unprocessable, match="not a valid name on the hub"):
         base_models.find_for_planning(name, online)
 
 
-def test_a_slow_hub_holds_nobody_up(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_hub_does_not_delay_other_requests(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base_models, "_HUB_TIMEOUT_SECONDS", 1.0)
     with dripping() as address:
         monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda name, file: f"{address}/{name}/{file}")
@@ -162,7 +164,7 @@ def test_a_slow_hub_holds_nobody_up(settings: Settings, monkeypatch: pytest.Monk
     assert time.monotonic() - began < 20  # the drip takes a hundred seconds
 
 
-def test_a_batch_beyond_any_is_refused(client: TestClient) -> None:
+def test_an_absurdly_large_batch_is_rejected(client: TestClient) -> None:
     body = json.dumps({**JOB, "base_batch_size": 7}).replace("7}", f"{10**400}}}")
     for path in (f"{PATH}/with-accumulation", f"{ROOT}/config"):
         answer = client.post(
@@ -171,7 +173,7 @@ def test_a_batch_beyond_any_is_refused(client: TestClient) -> None:
         assert answer.status_code == 422, answer.text
 
 
-def test_a_models_folder_with_odd_things_in_it(settings: Settings, tmp_path: Path) -> None:
+def test_unusual_entries_in_the_models_folder_are_ignored(settings: Settings, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     own = settings.model_copy(update={"models_dir": folder})
     (folder / "mine").mkdir(parents=True)

@@ -72,7 +72,7 @@ def steps(database: Database) -> int:
         ("peak_gb", "-Infinity"), ("micro_losses", "[NaN]"),
     ],
 )  # fmt: skip
-def test_numbers_that_would_poison_sums_are_not_stored(
+def test_non_finite_and_huge_numbers_are_not_stored(
     database: Database, run: RunDirectory, fence: Fence, name: str, value: str
 ) -> None:
     poisoned = json.loads(line(1).model_dump_json())
@@ -87,7 +87,7 @@ def test_numbers_that_would_poison_sums_are_not_stored(
 
 @pytest.mark.parametrize("value", [2**70, -1, "x", True, None, 1e300, [1], float("inf")])
 @pytest.mark.parametrize("kind", ["training", "checkpoint", "skipped"])
-def test_an_event_s_figures_are_taken_only_if_they_are_counts(
+def test_event_figures_are_used_only_if_they_are_valid_counts(
     database: Database, run: RunDirectory, fence: Fence, kind: str, value: Any
 ) -> None:
     data = dict.fromkeys(("steps_total", "step", "skipped"), value)
@@ -114,7 +114,7 @@ def test_messages_and_data_of_events_are_cut() -> None:
     assert wide.data == {}
 
 
-def test_one_job_whose_totals_cannot_be_made_does_not_keep_others_from_being_rescued(
+def test_a_job_with_broken_totals_does_not_block_the_recovery_of_others(
     database: Database,
 ) -> None:
     poisoned, other = submitted(database), submitted(database)
@@ -131,7 +131,7 @@ def test_one_job_whose_totals_cannot_be_made_does_not_keep_others_from_being_res
     assert set(on(database, queue.reclaim_expired)) == {poisoned, other}
 
 
-def test_a_statement_that_fails_is_not_taken_for_a_database_that_is_away() -> None:
+def test_a_failed_statement_is_not_treated_as_an_unavailable_database() -> None:
     from app.storage.database import is_unavailable
 
     def error(code: int) -> OperationalError:
@@ -144,7 +144,7 @@ def test_a_statement_that_fails_is_not_taken_for_a_database_that_is_away() -> No
     assert is_unavailable(error(6))  # SQLITE_LOCKED
 
 
-def test_empty_lines_are_passed_over_at_once(database: Database, run: RunDirectory, fence: Fence) -> None:
+def test_empty_lines_are_skipped_quickly(database: Database, run: RunDirectory, fence: Fence) -> None:
     run.events.write_bytes(b"\n" * 2**22)
     run.metrics.write_bytes(b"\n" * 2**22 + line(1).model_dump_json().encode() + b"\n")
     position, looks = Position(), 0
@@ -154,7 +154,7 @@ def test_empty_lines_are_passed_over_at_once(database: Database, run: RunDirecto
     assert looks < 10
 
 
-def test_lines_without_content_take_many_short_transactions(
+def test_invalid_lines_are_read_in_several_short_transactions(
     database: Database, run: RunDirectory, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingestion, "_SECONDS_AT_ONCE", 0.0)
@@ -166,7 +166,7 @@ def test_lines_without_content_take_many_short_transactions(
     assert position.events == 40_000
 
 
-def test_events_beyond_the_most_are_not_stored(
+def test_events_beyond_the_maximum_are_not_stored(
     database: Database, run: RunDirectory, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingestion, "_MOST_EVENT_BYTES", 5000)
@@ -194,7 +194,7 @@ while True:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="exchanges names by renameat2")
-def test_a_backup_copies_nothing_through_a_link_that_appears_meanwhile(tmp_path: Path) -> None:
+def test_a_backup_does_not_follow_links_that_appear_during_the_copy(tmp_path: Path) -> None:
     secret = tmp_path / "elsewhere"
     secret.mkdir()
     (secret / "secret").write_text("secret")
@@ -232,7 +232,7 @@ def test_a_copy_has_the_content_and_the_times_of_the_run(tmp_path: Path) -> None
     assert (copy.stat().st_size, copy.stat().st_mtime_ns) == (3_000_000, 10**18)
 
 
-def test_two_keys_with_many_silent_hosts_leave_a_third_key_its_turn(
+def test_unresponsive_hosts_of_two_keys_do_not_delay_a_third(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhooks, "_LOOKED_AT", 50)
@@ -289,7 +289,7 @@ def data_error() -> Exception:
     return DataError("SELECT", None, Exception("out of range"))
 
 
-def test_a_tar_s_size_is_known_whatever_its_names(tmp_path: Path) -> None:
+def test_the_tar_size_is_predicted_for_any_file_names(tmp_path: Path) -> None:
     (tmp_path / ("n" * 200)).write_bytes(b"x" * 1000)
     (tmp_path / "short").write_bytes(b"y")
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -328,7 +328,7 @@ def enclosure(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfds")
-def test_a_killed_trainer_has_ended_only_when_all_that_it_started_has(
+def test_a_killed_trainer_counts_as_ended_only_after_its_children(
     enclosure: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     until(lambda: (tmp_path / "ready").exists(), 30)
@@ -359,7 +359,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("status", [147, 148, 250, 255])
-def test_an_exit_status_stops_no_process(tmp_path: Path, status: int) -> None:
+def test_exit_statuses_above_128_do_not_stop_the_process(tmp_path: Path, status: int) -> None:
     work = f"enclosed(lambda apart: {status}, apart=True)"
     script = f"import sys; from workers.training.enclosure import enclosed; sys.exit({work})"
     began = time.monotonic()
@@ -368,7 +368,7 @@ def test_an_exit_status_stops_no_process(tmp_path: Path, status: int) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_the_state_of_a_job_survives_what_its_trainer_says(
+def test_a_trainer_s_invalid_events_do_not_break_its_job(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:
     run.events.write_text(json.dumps({"attempt": 1, "time": 1.0, "type": "skipped", "level": "info",

@@ -54,7 +54,7 @@ def quickly(work: Any, seconds: float = 3.0) -> Any:
     return done
 
 
-def test_a_long_field_name_is_looked_at_in_no_time_and_not_repeated(client: TestClient) -> None:
+def test_long_field_names_are_rejected_quickly_and_truncated(client: TestClient) -> None:
     for name in ("[" * 40_000 + "\nx", "-" * 40_000, "a" * 200_000):
         body = json.dumps({name: 1, "model_name": "gpt2"})
         answer = quickly(lambda body=body: client.post(f"{NATIVE}/calculate-batch-size", content=body))
@@ -63,7 +63,7 @@ def test_a_long_field_name_is_looked_at_in_no_time_and_not_repeated(client: Test
 
 
 @pytest.mark.parametrize("charset", ["idna", "punycode", "utf-7", '"idna"'])
-def test_a_form_chooses_no_codec(client: TestClient, charset: str) -> None:
+def test_a_form_cannot_choose_its_charset(client: TestClient, charset: str) -> None:
     body = (
         b"--x\r\nContent-Disposition: form-data; name=purpose\r\n\r\nxn--" + b"a" * 500_000 + b"\r\n--x--\r\n"
     )
@@ -74,19 +74,19 @@ def test_a_form_chooses_no_codec(client: TestClient, charset: str) -> None:
     assert client.post("/v1/files", content=b"--x--\r\n", headers=plain).status_code == 400
 
 
-def test_a_broken_form_is_not_called_json(client: TestClient) -> None:
+def test_the_error_of_a_broken_form_does_not_mention_json(client: TestClient) -> None:
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
     answer = client.post("/v1/files", content=b"no form", headers=kind)
     assert "JSON" not in answer.text
 
 
-def test_bodies_without_samples_are_small(client: TestClient) -> None:
+def test_routes_without_samples_limit_the_body_strictly(client: TestClient) -> None:
     many = json.dumps({"model_name": "gpt2", "gpus": [[]] * 1_000_000})
     answer = quickly(lambda: client.post(f"{NATIVE}/calculate-batch-size", content=many))
     assert answer.status_code == 413
 
 
-def test_bodies_with_samples_hold_no_millions_of_values(client: TestClient) -> None:
+def test_bodies_with_millions_of_values_are_rejected(client: TestClient) -> None:
     many = json.dumps({"model_name": "gpt2", "dataset_config": {"texts": [[[[]]]] * 400_000}})
     answer = quickly(lambda: client.post(f"{NATIVE}/training/with-accumulation", content=many))
     assert answer.status_code == 413
@@ -106,7 +106,7 @@ def test_unread_logs_hold_no_connection(database: Database) -> None:
     assert sum(page.count("\n") for page in streams[0]) == PAGE + 1
 
 
-def test_what_lies_in_a_run_folder_is_read_only_if_it_is_a_file(tmp_path: Path) -> None:
+def test_only_plain_files_of_a_run_directory_are_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("everybody's jobs")
     run = tmp_path / "runs" / "job"
@@ -212,9 +212,7 @@ def test_owners_take_turns_at_previews(database: Database) -> None:
     assert order == ["a", "b", "a", "a"]
 
 
-def test_look_ups_on_the_hub_leave_threads_for_others(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_lookups_do_not_use_up_the_threads(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
     taken = [base_models._looking_up.acquire(blocking=False) for _ in range(8)]
@@ -260,7 +258,7 @@ def test_a_file_whose_content_is_gone_is_not_found(
     assert client.get(f"/v1/files/{uploaded['id']}/content").status_code == 404
 
 
-def test_a_log_line_does_not_steer_the_terminal() -> None:
+def test_control_characters_in_log_lines_are_escaped() -> None:
     shown = _printable(None, "info", {"path": "/\x1b]0;pwned\x07", "status": 404})
     assert shown == {"path": "/\\x1b]0;pwned\\x07", "status": 404}
 
@@ -275,7 +273,7 @@ def test_a_line_of_very_many_values_is_refused_at_once() -> None:
             quickly(lambda few=few: parse_line(few))
 
 
-def test_a_result_file_is_counted_without_a_connection_in_hand(
+def test_result_file_sizes_are_computed_without_holding_a_connection(
     client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = submitted(database, make_spec())
@@ -319,14 +317,14 @@ def test_a_stream_s_files_are_closed_when_the_client_has_gone(tmp_path: Path) ->
         assert file.closed
 
 
-def test_a_log_without_an_end_is_no_log(tmp_path: Path) -> None:
+def test_an_endless_log_line_is_an_error(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("wb") as file:
         file.truncate(2**30)  # sparse
     with pytest.raises(ValueError, match="longer than"):
         quickly(lambda: ingest._new_lines(tmp_path / "metrics.jsonl", 0))
 
 
-def test_downloads_of_a_key_are_so_many_at_once() -> None:
+def test_concurrent_downloads_per_key_are_limited() -> None:
     streams, closed = Streams(), []
     for _ in range(MAX_PER_KEY):
         streams.open("alice", iter(["x"]))

@@ -28,7 +28,7 @@ def noisy(deviation: float, count: int, seed: int) -> list[float]:
     return [5 - 2 * n / count + draw.gauss(0, deviation) for n in range(count)]
 
 
-def test_noise_is_told_apart_from_the_trend(database: Database) -> None:
+def test_loss_noise_is_separated_from_the_trend(database: Database) -> None:
     a = with_losses(database, noisy(0.4, 4000, 1), samples=8)
     b = with_losses(database, noisy(0.2, 4000, 2), samples=8)
     with database.reading() as session:
@@ -48,7 +48,7 @@ def test_losses_are_compared_at_the_same_samples(database: Database) -> None:
     assert comparison(compared).startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_compared(database: Database) -> None:
+def test_jobs_that_cannot_be_compared_are_rejected(database: Database) -> None:
     long, none = with_losses(database, [1.0, 2.0], samples=8), submitted(database)
     late = with_losses(database, [1.0, 2.0], samples=1000)
     with database.reading() as session:

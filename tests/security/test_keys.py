@@ -61,7 +61,7 @@ def without(id_: str, text: str) -> str:
     return text.replace(id_, "ID").replace(id_.partition("-")[2], "ID")
 
 
-def test_another_key_s_things_answer_as_what_does_not_exist(
+def test_objects_of_another_key_look_like_missing_ones(
     client: TestClient, database: Database, theirs: tuple[dict[str, str], dict[str, str]]
 ) -> None:
     _, made = theirs
@@ -84,7 +84,7 @@ def test_another_key_s_things_answer_as_what_does_not_exist(
     assert tried > 25
 
 
-def test_nothing_that_lists_or_counts_tells_of_another_key_s_things(
+def test_lists_and_counts_reveal_nothing_about_other_keys(
     client: TestClient, database: Database, theirs: tuple[dict[str, str], dict[str, str]]
 ) -> None:
     header, made = theirs
@@ -112,7 +112,7 @@ def test_a_job_cannot_be_made_of_another_key_s_file_or_configuration(
         assert client.post(f"{PATH}/with-accumulation", json=body, headers=mine).status_code == 404
 
 
-def test_without_a_key_nobody_comes_in_once_there_is_one(client: TestClient, database: Database) -> None:
+def test_a_key_is_required_once_one_exists(client: TestClient, database: Database) -> None:
     assert client.get(PATH).status_code == 200
     with database.writing() as session:
         keys.create(session, "first", ["read"], None)
@@ -153,7 +153,7 @@ def test_a_key_that_was_revoked_or_expired_opens_nothing(client: TestClient, dat
     assert client.get(PATH, headers=header).status_code == 401
 
 
-def test_what_is_kept_is_no_key(client: TestClient, database: Database) -> None:
+def test_only_the_digest_of_a_key_is_stored(client: TestClient, database: Database) -> None:
     header = key_for(database)
     client.get(PATH, headers=header)
     with database.reading() as session:
@@ -163,7 +163,7 @@ def test_what_is_kept_is_no_key(client: TestClient, database: Database) -> None:
     assert row.last_used_at is not None
 
 
-def test_a_mistyped_key_is_told_apart_by_itself() -> None:
+def test_a_mistyped_key_is_recognised_by_its_checksum() -> None:
     key = new_key()
     assert is_well_formed(key)
     assert not is_well_formed(key[:-1] + ("0" if key[-1] != "0" else "1"))
@@ -185,7 +185,7 @@ def test_a_page_of_another_site_cannot_drive_an_open_service(client: TestClient)
     assert client.get(PATH, headers={**rebound, "Authorization": f"Bearer {new_key()}"}).status_code == 401
 
 
-def test_off_loopback_any_name_reaches_a_keyed_service(settings: Settings) -> None:
+def test_a_service_with_keys_off_loopback_accepts_any_host_name(settings: Settings) -> None:
     wide = settings.model_copy(update={"host": "0.0.0.0"})
     with TestClient(create_app(wide), base_url="http://accrue.example.org") as client:
         header = key_for(client.app.state.database)  # type: ignore[attr-defined]

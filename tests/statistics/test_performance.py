@@ -34,7 +34,7 @@ def finished(database: Database, device: str, steps: int) -> str:
     return job_id
 
 
-def test_a_jobs_speed_is_that_of_the_newest_finished_one_like_it(database: Database) -> None:
+def test_speed_is_taken_from_the_newest_comparable_finished_job(database: Database) -> None:
     submitted(database)
     spec = make_spec()
     with database.reading() as session:
@@ -58,7 +58,7 @@ def test_a_jobs_speed_is_that_of_the_newest_finished_one_like_it(database: Datab
         assert performance.speed(session, spec, replace(CPU, name="another processor")) is None
 
 
-def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Database) -> None:
+def test_totals_equal_the_sums_of_steps_for_running_and_ended_jobs(database: Database) -> None:
     ended = finished(database, "cpu", steps=5)
     running = finished(database, "cpu", steps=3)
     with database.writing() as session:
@@ -80,7 +80,7 @@ def test_totals_are_those_of_the_steps_whether_jobs_run_or_not(database: Databas
         assert totals.count(session.connection(), None).steps == 9
 
 
-def test_a_series_has_as_many_points_as_asked_for_with_the_first_and_the_last(database: Database) -> None:
+def test_a_series_has_the_requested_points_including_first_and_last(database: Database) -> None:
     job_id = finished(database, "cpu", steps=10)
     told = {"micro_losses": [1.0, 2.5], "gradient_norms": {"layer": 0.5}}
     with database.writing() as session:
@@ -107,7 +107,7 @@ def test_a_long_series_is_read_page_by_page(database: Database) -> None:
         assert [each["step"] for each in each_step(session, job_id)] == list(range(1, steps + 1))
 
 
-def test_totals_of_the_jobs_that_filters_leave(database: Database) -> None:
+def test_totals_count_only_jobs_that_match_the_filters(database: Database) -> None:
     chosen, other = finished(database, "cpu", steps=5), finished(database, "cpu", steps=3)
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == other).values(model_name="other", user_id=7))

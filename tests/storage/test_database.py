@@ -19,7 +19,7 @@ from tests.harness.postgresql import Server
 from tests.harness.runs import until
 
 
-def test_the_migrations_make_what_the_models_say(database: Database) -> None:
+def test_the_migrations_create_the_columns_and_indexes_of_the_models(database: Database) -> None:
     tables = inspect(database.engine)
     assert set(tables.get_table_names()) == {*Base.metadata.tables, "alembic_version"}
     for name, table in Base.metadata.tables.items():
@@ -80,7 +80,7 @@ def test_several_processes_may_migrate_together(tmp_path: Path, server: Server |
 
 
 @pytest.mark.sqlite
-def test_the_database_is_its_owner_s_alone(database: Database, settings: Settings) -> None:
+def test_only_the_owner_can_access_the_database_file(database: Database, settings: Settings) -> None:
     assert settings.data_dir.stat().st_mode & 0o077 == 0
     assert (settings.data_dir / "accrue.db").stat().st_mode & 0o077 == 0
 
@@ -100,7 +100,7 @@ def test_the_database_s_clock_is_unix_time(database: Database) -> None:
         assert session.scalar(select(database_now())) == pytest.approx(time.time(), abs=2)
 
 
-def test_what_raises_is_rolled_back_and_references_are_kept(database: Database) -> None:
+def test_failed_transactions_are_rolled_back_and_foreign_keys_are_enforced(database: Database) -> None:
     def add_one_good_and_one_bad() -> None:
         with database.writing() as session:
             session.add(Configuration(id="accumulation_1", created_at=0.0, given={}, num_gpus=1))
@@ -113,7 +113,7 @@ def test_what_raises_is_rolled_back_and_references_are_kept(database: Database) 
         assert session.scalars(select(Configuration)).all() == []
 
 
-def test_data_of_the_first_release_goes_up_to_the_newest_and_back(
+def test_data_of_the_first_release_can_be_upgraded_and_downgraded(
     tmp_path: Path, server: Server | None
 ) -> None:
     from alembic import command
@@ -197,7 +197,7 @@ def test_a_migration_that_is_killed_is_done_by_the_next_process(
 
 
 @pytest.mark.postgresql
-def test_a_server_that_was_restarted_is_reconnected_to(database: Database, server: Server) -> None:
+def test_connections_are_restored_after_a_server_restart(database: Database, server: Server) -> None:
     with database.reading() as session:
         session.scalar(select(database_now()))
     server.restart()
@@ -208,7 +208,7 @@ def test_a_server_that_was_restarted_is_reconnected_to(database: Database, serve
 
 
 @pytest.mark.sqlite
-def test_what_no_patience_mends_is_said_at_once(database: Database, settings: Settings) -> None:
+def test_errors_that_waiting_cannot_fix_are_raised_at_once(database: Database, settings: Settings) -> None:
     readonly = Database(f"sqlite:///file:{settings.data_dir / 'accrue.db'}?mode=ro&uri=true")
     began = time.monotonic()
     with pytest.raises(OperationalError, match="readonly"), readonly.writing() as session:
@@ -217,7 +217,7 @@ def test_what_no_patience_mends_is_said_at_once(database: Database, settings: Se
     readonly.close()
 
 
-def test_a_session_is_of_no_use_after_its_block(database: Database) -> None:
+def test_using_a_session_after_its_block_raises(database: Database) -> None:
     for opened in (database.reading, database.writing):
         with opened() as session:
             session.execute(text("SELECT 1"))
@@ -257,7 +257,7 @@ def test_a_prepared_statement_s_errors_are_sqlalchemy_s(database: Database) -> N
 
 
 @pytest.mark.sqlite
-def test_the_log_does_not_grow_where_it_could_start_again(
+def test_the_write_ahead_log_is_restarted_instead_of_growing(
     database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = settings.data_dir / "accrue.db-wal"

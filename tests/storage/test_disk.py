@@ -36,7 +36,7 @@ def test_a_deep_folder_is_deleted(tmp_path: Path) -> None:
     assert not top.exists()
 
 
-def test_what_links_point_to_stays(tmp_path: Path) -> None:
+def test_targets_of_links_are_not_deleted(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").touch()
@@ -54,12 +54,12 @@ def test_what_links_point_to_stays(tmp_path: Path) -> None:
     assert (kept / "file").exists()
 
 
-def test_a_folder_that_is_not_there_is_fine(tmp_path: Path) -> None:
+def test_deleting_a_missing_folder_succeeds(tmp_path: Path) -> None:
     remove_tree(tmp_path / "none")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="exchanges names by renameat2")
-def test_a_folder_that_becomes_a_link_meanwhile_leads_nowhere_else(tmp_path: Path) -> None:
+def test_replacing_a_folder_by_a_link_does_not_redirect_the_deletion(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     (kept / "inner").mkdir(parents=True)
     top = tmp_path / "run"
@@ -91,7 +91,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]
             process.kill()
 
 
-def test_what_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_deletion_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top = tmp_path / "run"
     (top / "inner").mkdir(parents=True)
     assert remove_tree(tmp_path / "none")

@@ -73,7 +73,7 @@ def test_a_group_is_one_commit(database: Database) -> None:
     assert len(commits) <= 2  # of the one that kept the thread busy, and of the group
 
 
-def test_one_that_fails_takes_nothing_of_the_others_with_it(database: Database) -> None:
+def test_a_failed_write_does_not_affect_the_others(database: Database) -> None:
     heard = all_at_once(database, kept("before"), refused, kept("before"), kept("after"))
     assert heard[0] == "before"
     assert isinstance(heard[1], Conflict)
@@ -82,7 +82,7 @@ def test_one_that_fails_takes_nothing_of_the_others_with_it(database: Database) 
     assert there(database) == {"before", "after"}
 
 
-def test_what_cannot_be_prepared_is_not_written(database: Database) -> None:
+def test_a_write_whose_preparation_fails_is_skipped(database: Database) -> None:
     def unsound() -> None:
         raise Conflict("unsound")
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_prepared_is_not_written(database: Database) -> None:
     assert heard[1] == "it"
 
 
-def test_nobody_is_told_of_what_was_not_committed(database: Database) -> None:
+def test_no_result_is_returned_before_the_commit_succeeds(database: Database) -> None:
     def fail(_: object) -> None:
         raise OSError("the disk is gone")
 
@@ -112,7 +112,7 @@ def test_nobody_is_told_of_what_was_not_committed(database: Database) -> None:
 
 
 @pytest.mark.sqlite
-def test_a_full_disk_fails_those_before_it_too_or_keeps_them(database: Database) -> None:
+def test_a_full_disk_leaves_earlier_writes_either_failed_or_stored(database: Database) -> None:
     with database.engine.connect() as connection:
         pages = connection.execute(text("PRAGMA page_count")).scalar_one()
 
@@ -128,7 +128,7 @@ def test_a_full_disk_fails_those_before_it_too_or_keeps_them(database: Database)
 
 
 @pytest.mark.sqlite
-def test_a_transaction_that_sqlite_took_back_is_nobodys(database: Database) -> None:
+def test_a_transaction_rolled_back_by_sqlite_fails_for_all_callers(database: Database) -> None:
     def lost(_: None, within: Database) -> str:
         with within.writing() as session:
             session.execute(text("ROLLBACK"))  # as SQLite does by itself when a write fails badly
@@ -139,7 +139,7 @@ def test_a_transaction_that_sqlite_took_back_is_nobodys(database: Database) -> N
     assert there(database) == set()
 
 
-def test_closing_writes_what_was_asked_for(database: Database) -> None:
+def test_close_writes_all_pending_requests(database: Database) -> None:
     async def ask() -> list[str | BaseException]:
         group = GroupCommit(database)
         group.start()

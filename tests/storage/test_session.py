@@ -17,7 +17,7 @@ def seen(database: Database, viewer: Viewer) -> list[str]:
         return sorted(session.scalars(select(Configuration.id)))
 
 
-def test_a_viewer_sees_and_makes_their_own_and_an_administrator_sees_everything(database: Database) -> None:
+def test_a_viewer_sees_and_creates_only_own_rows_and_an_administrator_sees_all(database: Database) -> None:
     alice, bob, admin = Viewer("a", "a"), Viewer("b", "b"), Viewer(None, "admin")
     for viewer, name in ((alice, "of-alice"), (bob, "of-bob"), (admin, "of-admin")):
         kept(database, viewer, name)
@@ -30,7 +30,7 @@ def test_a_viewer_sees_and_makes_their_own_and_an_administrator_sees_everything(
         assert (session.shows("a"), session.shows("b")) == (True, False)
 
 
-def test_a_host_application_s_sessions_are_as_they_were(database: Database) -> None:
+def test_sessions_of_a_host_application_are_not_filtered(database: Database) -> None:
     kept(database, Viewer("a", "a"), "of-alice")
     with orm.Session(database.engine, info={"owner": "b", "maker": "b"}) as session:
         assert session.scalars(select(Configuration.id)).all() == ["of-alice"]

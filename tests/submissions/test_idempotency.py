@@ -20,7 +20,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_the_same_request_again_is_answered_again_and_done_once(client: TestClient, path: str) -> None:
+def test_a_repeated_request_is_executed_once_and_gets_the_same_response(
+    client: TestClient, path: str
+) -> None:
     first = client.post(path, **REQUESTS[path], headers=KEY)
     again = client.post(path, **REQUESTS[path], headers=KEY)
     assert first.is_success
@@ -38,7 +40,7 @@ def test_an_openai_job_is_made_once(client: TestClient) -> None:
     assert len(client.get(PATH).json()["data"]) == 1
 
 
-def test_a_key_is_for_one_request(client: TestClient) -> None:
+def test_an_idempotency_key_is_rejected_for_a_different_request(client: TestClient) -> None:
     path = f"{PATH}/with-accumulation"
     client.post(path, json=JOB, headers=KEY)
     refused = client.post(path, json={**JOB, "user_id": 124}, headers=KEY)
@@ -48,20 +50,20 @@ def test_a_key_is_for_one_request(client: TestClient) -> None:
     assert len(client.get(PATH).json()["data"]) == 1
 
 
-def test_what_was_refused_may_be_mended_under_the_same_key(client: TestClient) -> None:
+def test_a_corrected_request_may_reuse_the_idempotency_key(client: TestClient) -> None:
     path = f"{PATH}/with-accumulation"
     assert client.post(path, json={**JOB, "model_name": "nobody/knows"}, headers=KEY).status_code == 422
     assert client.post(path, json=JOB, headers=KEY).status_code == 202
 
 
-def test_another_s_key_of_the_same_name_is_another(client: TestClient) -> None:
+def test_idempotency_keys_are_separate_per_api_key(client: TestClient) -> None:
     database = client.app.state.database  # type: ignore[attr-defined]
     path = f"{PATH}/with-accumulation"
     made = {client.post(path, json=JOB, headers={**key_for(database), **KEY}).json()["id"] for _ in range(2)}
     assert len(made) == 2
 
 
-def test_a_hundred_at_once_make_one_job(client: TestClient, settings: Settings) -> None:
+def test_a_hundred_concurrent_repeats_create_one_job(client: TestClient, settings: Settings) -> None:
     def post(number: int) -> Any:
         return client.post(f"{PATH}/with-accumulation", json=JOB, headers=KEY)
 

@@ -147,7 +147,7 @@ def test_gradient_loss_and_norm_of_a_window(tmp_path: Path) -> None:
     assert abs(our_loss - loss) <= 1e-12 * loss
 
 
-def test_the_first_token_is_no_target(tmp_path: Path) -> None:
+def test_the_first_token_is_not_a_target(tmp_path: Path) -> None:
     """Data that labels every token, the first included, as most collators do."""
     double, single = both("gpt2")
     rows = [(tokens, np.ones(len(tokens), bool)) for tokens, _ in make_rows(K * ROWS)]
@@ -190,7 +190,7 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     assert error(ours, true) <= 1e-12
 
 
-def test_a_sample_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_with_non_finite_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One NaN in one micro-batch of the second window: weights as before it, the sample named."""
     data = write_texts(tmp_path / "data.jsonl")
     lines = data.read_text().splitlines()
@@ -233,7 +233,7 @@ def marker() -> int:
     return int(make_tokenizer()("Q").input_ids[0])
 
 
-def test_a_window_that_is_wholly_masked(tmp_path: Path) -> None:
+def test_a_fully_masked_window(tmp_path: Path) -> None:
     rows = make_rows(2 * K * ROWS, masked=tuple(range(K * ROWS)))
     double, single = both("gpt2")
     true, _ = true_gradient(double, rows[K * ROWS :])
@@ -247,7 +247,7 @@ def test_a_window_that_is_wholly_masked(tmp_path: Path) -> None:
     assert error(ours, true) <= 1e-12
 
 
-def test_a_tail_of_one_sample(tmp_path: Path) -> None:
+def test_a_last_window_of_one_sample(tmp_path: Path) -> None:
     """Seventeen samples in windows of sixteen: the last one is a step of its own."""
     double, single = both("gpt2")
     rows = make_rows(K * ROWS + 1)

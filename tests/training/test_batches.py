@@ -16,7 +16,9 @@ cuts = st.one_of(
 
 
 @given(lengths=lengths_of_windows, cut=cuts, by_length=st.booleans())
-def test_a_cut_loses_and_doubles_nothing(lengths: list[int], cut: MicroBatchRule, by_length: bool) -> None:
+def test_a_cut_contains_each_sample_exactly_once(
+    lengths: list[int], cut: MicroBatchRule, by_length: bool
+) -> None:
     groups = cut_window(lengths, cut, by_length=by_length)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(groups)
@@ -31,7 +33,7 @@ def test_a_token_budget_is_kept_wherever_one_sample_allows(
 
 
 @given(lengths=lengths_of_windows, count=st.integers(1, 100))
-def test_a_count_is_exact_and_no_contiguous_cut_has_a_smaller_largest(lengths: list[int], count: int) -> None:
+def test_a_fixed_count_is_exact_and_minimises_the_largest_micro_batch(lengths: list[int], count: int) -> None:
     groups = cut_window(lengths, FixedCount(micro_batches=count))
     assert len(groups) == min(count, len(lengths))
     largest = max(len(group) * max(lengths[i] for i in group) for group in groups)
@@ -40,14 +42,14 @@ def test_a_count_is_exact_and_no_contiguous_cut_has_a_smaller_largest(lengths: l
 
 
 @given(lengths=lengths_of_windows, rows=st.integers(1, 100))
-def test_a_size_is_an_upper_bound_and_sizes_are_even(lengths: list[int], rows: int) -> None:
+def test_a_fixed_size_is_an_upper_bound_and_sizes_are_even(lengths: list[int], rows: int) -> None:
     sizes = [len(group) for group in cut_window(lengths, FixedSize(samples=rows))]
     assert max(sizes) <= rows
     assert len(sizes) == -(-len(lengths) // rows)
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_first_micro_batch_drawn_at_random_is_no_longer_than_the_rest() -> None:
+def test_a_random_first_micro_batch_respects_the_cut_s_limits() -> None:
     """One of 120 tokens and seven of 20 under 1,024: all fit at once, so nothing is drawn and nothing cut."""
     random = np.random.default_rng(0)
     assert len(cut_window([120] + [20] * 7, TokenBudget(tokens=1024), first=random)) == 1

@@ -16,7 +16,7 @@ def budget(rule: MicroBatchRule) -> Budget:
 
 
 @given(limit=st.integers(1, 4000))
-def test_a_learned_budget_comes_to_rest_just_below_what_fits(limit: int) -> None:
+def test_a_learned_budget_converges_just_below_the_limit(limit: int) -> None:
     """A device that fits micro-batches of up to `limit` tokens, and a window that fills every budget."""
     own = budget(FixedSize(samples=8))
     own.failed(8000)
@@ -55,7 +55,7 @@ def test_a_fixed_number_of_micro_batches_grows_with_the_batch_and_a_learned_budg
     assert own.rule(3 * usual) == TokenBudget(tokens=200)
 
 
-def test_never_fewer_micro_batches_than_were_requested() -> None:
+def test_a_learned_budget_keeps_the_requested_number_of_micro_batches() -> None:
     own = budget(FixedCount(micro_batches=4))
     own.failed(10_000)
     lengths = np.full(8, 10)

@@ -64,11 +64,11 @@ def test_a_checkpoint_restores_weights_moments_and_state(tmp_path: Path) -> None
     assert torch.equal(model.weight, other.weight)
 
 
-def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
+def test_restore_returns_none_without_a_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.restore(tmp_path / "none", *trained()) == (None, [])
 
 
-def test_two_are_kept(tmp_path: Path) -> None:
+def test_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     saved_at(tmp_path, 1, 2, 3, 4)
     assert [path.name[:13] for path in checkpoint.newest_first(tmp_path)] == [
         "step-00000004",
@@ -80,7 +80,7 @@ def test_two_are_kept(tmp_path: Path) -> None:
     "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, file: str, damage: str) -> None:
     saved_at(tmp_path, 1, 2)
     path = checkpoint.newest_first(tmp_path)[0] / file
     content = path.read_bytes()
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_does_not_block_a_new_one_of_the_same_step(tmp_path
     assert checkpoint.restore(tmp_path, *trained()) == (state, [])
 
 
-def test_where_all_are_damaged_it_says_so(tmp_path: Path) -> None:
+def test_restore_raises_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     saved_at(tmp_path, 1, 2)
     for path in checkpoint.newest_first(tmp_path):
         (path / "state.json").write_text("{}")
@@ -112,7 +112,7 @@ def test_where_all_are_damaged_it_says_so(tmp_path: Path) -> None:
         checkpoint.restore(tmp_path, *trained())
 
 
-def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
     saved_at(tmp_path, 1)
     (tmp_path / ".step-00000002-0000-00000002.77").mkdir()
     state, damaged = checkpoint.restore(tmp_path, *trained())
@@ -120,7 +120,7 @@ def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
     assert (state.step, damaged) == (1, [])
 
 
-def test_the_same_place_with_something_learned_since_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+def test_a_changed_state_at_the_same_position_is_a_new_checkpoint(tmp_path: Path) -> None:
     model, optimizer = saved_at(tmp_path, 1)
     learned = stand(1)
     learned.budget.tokens = 77
@@ -129,7 +129,7 @@ def test_the_same_place_with_something_learned_since_is_a_checkpoint_of_its_own(
     assert checkpoint.restore(tmp_path, *trained())[0] == learned
 
 
-def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
     model, optimizer = trained()
     for step in range(1, 6):
         state = RunState(Progress(step=step))
@@ -217,7 +217,7 @@ def seal(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(digests))
 
 
-def test_states_in_dictionaries_come_back(tmp_path: Path) -> None:
+def test_nested_optimizer_states_are_restored(tmp_path: Path) -> None:
     """As bitsandbytes keeps its 8-bit states."""
 
     class Wrapping(torch.optim.SGD):
@@ -233,7 +233,7 @@ def test_states_in_dictionaries_come_back(tmp_path: Path) -> None:
     assert optimizer.loaded[0]["inner"]["state1"].tolist() == [1, 1, 1]
 
 
-def test_nothing_in_it_can_run_code(tmp_path: Path) -> None:
+def test_checkpoint_files_contain_no_executable_code(tmp_path: Path) -> None:
     saved_at(tmp_path, 1)
     suffixes = {file.suffix for file in checkpoint.newest_first(tmp_path)[0].iterdir()}
     assert suffixes == {".safetensors", ".json"}

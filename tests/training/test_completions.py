@@ -24,7 +24,7 @@ def trained(folder: Path, count: int, **changes: object) -> RunDirectory:
     return run
 
 
-def test_before_and_after_are_what_the_models_say(tmp_path: Path) -> None:
+def test_stored_completions_equal_the_models_greedy_output(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", 3)
     made = run.completions()
     assert made is not None
@@ -41,7 +41,7 @@ def test_before_and_after_are_what_the_models_say(tmp_path: Path) -> None:
     assert any(each.before != each.after for each in made.data)
 
 
-def test_the_training_is_what_it_would_be_without(tmp_path: Path) -> None:
+def test_completions_do_not_change_the_training(tmp_path: Path) -> None:
     plain, requested = (trained(tmp_path / f"run{count}", count) for count in (0, 3))
     assert plain.completions() is None
     assert log_of(plain) == log_of(requested)
@@ -57,7 +57,7 @@ def test_completions_with_adapters(tmp_path: Path) -> None:
     assert all(each.before is not None and each.after is not None for each in made.data)
 
 
-def test_a_model_that_cannot_generate_is_trained_all_the_same(
+def test_a_model_that_cannot_generate_is_still_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> str:
@@ -70,7 +70,7 @@ def test_a_model_that_cannot_generate_is_trained_all_the_same(
     assert run.model.is_dir()
 
 
-def test_prompts_end_where_the_model_is_to_go_on(tmp_path: Path) -> None:
+def test_prompts_end_where_the_model_must_continue(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", 2)
     held_back = Samples(run.data / "validation")
     assert len(completions.prompts(held_back, 100)) == len(held_back)

@@ -31,7 +31,7 @@ def rows(tmp_path: Path, spec: DataSpec, *lines: dict[str, Any]) -> list[tuple[s
     return found
 
 
-def test_text_counts_whole_and_ends(tmp_path: Path) -> None:
+def test_all_tokens_of_a_text_count_and_an_end_token_is_added(tmp_path: Path) -> None:
     assert rows(tmp_path, spec(), {"text": "héllo"}) == [("héllo<|endoftext|>", "héllo<|endoftext|>")]
 
 
@@ -62,17 +62,17 @@ def test_special_tokens_in_a_text_are_tokens(tmp_path: Path) -> None:
     assert len(rows(tmp_path, spec(), {"text": "a"}, {"text": "b"}, {"text": "c"})) == 3
 
 
-def test_what_is_too_long_is_truncated_and_counted(tmp_path: Path) -> None:
+def test_overlong_samples_are_truncated_and_counted(tmp_path: Path) -> None:
     found = rows(tmp_path, spec(max_length=4), {"text": "abcdefghij"}, {"text": "abc"})
     assert [whole for whole, _ in found] == ["abcd", "abc<|endoftext|>"]
 
 
-def test_what_is_too_long_is_split_into_parts(tmp_path: Path) -> None:
+def test_overlong_samples_are_split_into_parts(tmp_path: Path) -> None:
     found = rows(tmp_path, spec(max_length=4, overlength="split"), {"text": "abcdefghij"})
     assert [whole for whole, _ in found] == ["abcd", "efgh", "ij<|endoftext|>"]
 
 
-def test_what_is_too_long_is_an_error_where_asked(tmp_path: Path) -> None:
+def test_overlong_samples_are_an_error_with_overlength_error(tmp_path: Path) -> None:
     with pytest.raises(CannotTrain, match="line 3 of the data has 11 tokens"):
         rows(tmp_path, spec(max_length=4, overlength="error"), {"text": "a"}, {"text": "abcdefghij"})
 
@@ -82,12 +82,12 @@ def test_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
         rows(tmp_path, spec("prompt_completion", max_length=3), {"prompt": "abcdef", "completion": "x"})
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_with_its_number(tmp_path: Path) -> None:
     with pytest.raises(CannotTrain, match="line 3 of the data"):
         rows(tmp_path, spec(), {"text": "a"}, {"prompt": "b"})
 
 
-def test_a_template_is_needed_for_chats(tmp_path: Path) -> None:
+def test_chats_require_a_chat_template(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_text(json.dumps({"messages": [{"role": "assistant", "content": "a"}]}))
     tokenizer = make_tokenizer()
@@ -116,9 +116,7 @@ def test_data_that_is_no_longer_what_was_uploaded_is_refused(tmp_path: Path) -> 
         prepare(requested, source, make_tokenizer(), tmp_path / "prepared")
 
 
-def test_tokenising_ends_between_chunks_when_told_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenising_stops_between_chunks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.training.data._CHUNK", 10)
     source = write_texts(tmp_path / "data.jsonl", count=40)
     requested = of(source, spec("text"))

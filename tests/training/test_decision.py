@@ -20,11 +20,13 @@ from workers.training.decision import Observed, Totals, Verdict, decide
         (Totals(2.0, 1.0, share=inf), True, Verdict.SKIP_NOT_FINITE),
     ],
 )
-def test_what_becomes_of_a_complete_window(totals: Totals, scale_can_fall: bool, verdict: Verdict) -> None:
+def test_a_complete_window_is_applied_replayed_or_skipped(
+    totals: Totals, scale_can_fall: bool, verdict: Verdict
+) -> None:
     found = decide(Observed(totals), scale_can_fall=scale_can_fall, accept=lambda loss: loss < 5)
     assert found is verdict
 
 
-def test_a_stop_comes_before_everything_and_memory_before_numbers() -> None:
+def test_a_stop_takes_precedence_over_out_of_memory_and_that_over_non_finite_values() -> None:
     assert decide(Observed(stop_requested=True, out_of_memory=True)) is Verdict.STOP
     assert decide(Observed(Totals(nan, nan), out_of_memory=True)) is Verdict.REPLAY_IN_LESS_MEMORY

@@ -83,12 +83,12 @@ def is_still(folder: Path) -> bool:
     ("what", "status"),
     [("status", 75), ("exit", 74), ("raise", 1), ("killed", -signal.SIGKILL), ("crashed", -signal.SIGSEGV)],
 )
-def test_it_ends_as_the_work_ended(tmp_path: Path, what: str, status: int, how: str) -> None:
+def test_the_outer_process_ends_like_the_work(tmp_path: Path, what: str, status: int, how: str) -> None:
     assert started(what, tmp_path, how).wait(30) == status
 
 
 @pytest.mark.parametrize("how", ["apart", "together"])
-def test_a_signal_goes_in_and_the_answer_comes_out(tmp_path: Path, how: str) -> None:
+def test_signals_reach_the_work_and_its_exit_status_is_returned(tmp_path: Path, how: str) -> None:
     process = started("waits", tmp_path, how)
     until((tmp_path / "ready").exists, 30)
     process.send_signal(signal.SIGTERM)
@@ -96,7 +96,7 @@ def test_a_signal_goes_in_and_the_answer_comes_out(tmp_path: Path, how: str) -> 
 
 
 @pytest.mark.parametrize("how", ["apart", "together"])
-def test_what_the_work_leaves_behind_is_ended(tmp_path: Path, how: str) -> None:
+def test_processes_that_the_work_leaves_behind_are_killed(tmp_path: Path, how: str) -> None:
     assert started("orphan", tmp_path, how).wait(30) == 0
     assert is_still(tmp_path)
 
@@ -124,7 +124,7 @@ def test_the_outermost_process_ends_with_the_one_that_started_it(tmp_path: Path)
     until(lambda: is_still(tmp_path), 10)
 
 
-def test_as_root_there_are_process_ids_of_its_own(tmp_path: Path) -> None:
+def test_root_gets_a_pid_namespace_if_allowed(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("another user may not be allowed to")
     allowed = subprocess.run(["unshare", "--pid", "--mount", "true"], capture_output=True).returncode == 0
@@ -157,7 +157,7 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
         os.close(lifeline)
 
 
-def test_where_only_the_first_step_is_allowed_the_work_is_done_all_the_same(tmp_path: Path) -> None:
+def test_work_still_runs_if_namespaces_cannot_be_set_up(tmp_path: Path) -> None:
     """As on systems that let a user have namespaces, and then do not let them be set up."""
     script = SCRIPT.replace(
         "sys.exit(enclosed(",

@@ -185,7 +185,7 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 8])
-def test_under_fp16_weights_of_nothing_and_no_target_at_all_give_zeros(count: int) -> None:
+def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: int) -> None:
     hidden = torch.randn(count, 16, requires_grad=True)
     weight = torch.randn(60, 16, requires_grad=True)
     head = loss.Head(weight, None, 1.0, None)

@@ -50,7 +50,7 @@ def lay_family(folder: Path, family: str, spec: Spec, **plan: Any) -> RunDirecto
 
 
 @pytest.mark.parametrize("scope", ["window", "sequence"])
-def test_a_mixture_trains_the_same_in_every_split(tmp_path: Path, scope: Any) -> None:
+def test_a_mixture_of_experts_trains_the_same_in_every_split(tmp_path: Path, scope: Any) -> None:
     """Its balance loss is on record apart from the loss; no certificate is broken by expert jitter."""
     spec = make_spec(data=small_data(), max_steps=4, aux_scope=scope, certificate=True)
     spec = spec.model_copy(update={"gradient_checkpointing": scope == "sequence"})
@@ -78,13 +78,13 @@ def test_a_mixture_with_jitter_is_certified_without_it(tmp_path: Path) -> None:
     assert outcome.equivalence_error <= 1e-5
 
 
-def test_without_a_balance_loss_there_is_none(tmp_path: Path) -> None:
+def test_a_model_without_a_balance_loss_gets_none(tmp_path: Path) -> None:
     run = lay_family(tmp_path / "run", "mixtral", make_spec(data=small_data(), max_steps=2, aux_scope="none"))
     run_to_end(run)
     assert [line["aux_loss"] for line in raw_log(run)] == [None, None]
 
 
-def test_packing_is_given_up_where_attention_does_not_keep_samples_apart(tmp_path: Path) -> None:
+def test_packing_falls_back_to_padding_if_attention_mixes_samples(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(packing=True), max_steps=2, certificate=True)
     run = lay_family(tmp_path / "run", "opt", spec, rule=TokenBudget(tokens=200))
     run_to_end(run)
@@ -94,7 +94,7 @@ def test_packing_is_given_up_where_attention_does_not_keep_samples_apart(tmp_pat
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_does_not_spoil_the_certificate(tmp_path: Path, checkpointing: bool) -> None:
+def test_dropout_does_not_affect_the_certificate(tmp_path: Path, checkpointing: bool) -> None:
     spec = make_spec(data=small_data(), max_steps=2, certificate=True, gradient_checkpointing=checkpointing)
     run = lay_family(tmp_path / "run", "opt", spec, rule=FixedSize(samples=4))
     outcome = run_to_end(run)
@@ -132,7 +132,7 @@ def test_activations_are_recomputed_while_nothing_is_random(tmp_path: Path) -> N
     assert other[0] != other[1]
 
 
-def test_a_family_without_sdpa_takes_eager_attention_and_says_so(tmp_path: Path) -> None:
+def test_a_model_without_sdpa_uses_eager_attention_and_reports_it(tmp_path: Path) -> None:
     """Gemma 2, whose attention scores and logits are soft-capped."""
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     run = lay_family(tmp_path / "run", "gemma2", spec, rule=FixedSize(samples=4))
@@ -142,7 +142,7 @@ def test_a_family_without_sdpa_takes_eager_attention_and_says_so(tmp_path: Path)
     assert "model.embed_tokens.weight" in load_file(run.model / "model.safetensors")
 
 
-def test_units_that_rounding_switches_are_told_from_mixed_samples(
+def test_rounding_effects_are_distinguished_from_mixed_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the processor: with no tolerance at all in fp32, fp64 decides, and the job goes on."""

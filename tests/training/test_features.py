@@ -47,7 +47,7 @@ def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any
     assert all(torch.equal(a, weights(run)[name]) for name, a in weights(plain).items())
 
 
-def test_an_optimizer_whose_package_is_missing_says_so(tmp_path: Path) -> None:
+def test_a_missing_optimizer_package_is_reported(tmp_path: Path) -> None:
     run = lay_assignment(
         tmp_path / "run", make_spec(data=small_data(), optimizer=make_optimizer("adamw_8bit"))
     )
@@ -86,7 +86,7 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_merged_adapters_are_a_model_of_their_own(tmp_path: Path) -> None:
+def test_merged_adapters_are_saved_as_a_standalone_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(data=small_data(), max_steps=5, method=lora(merge=True, targets=("c_attn",)))
@@ -124,7 +124,7 @@ def test_frozen_layers_in_autocasts_precision_give_the_same_bits(family: str) ->
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_an_unknown_lora_target_is_reported(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), method=lora(targets=("nothing",))))
     with pytest.raises(CannotTrain, match=r"lora: .*nothing"):
         run_to_end(run)
@@ -141,7 +141,9 @@ def test_a_lora_target_that_is_not_there_is_told(tmp_path: Path) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_saves_time_or_memory_trains_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_options_that_save_time_or_memory_do_not_change_the_training(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     spec = make_spec(data=small_data(), max_steps=6, certificate=True)
     plain = lay_assignment(tmp_path / "plain", spec, rule=TokenBudget(tokens=200))
     other = lay_assignment(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
@@ -179,7 +181,7 @@ def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_certificate_is_on_record_and_changes_nothing(tmp_path: Path, precision: str) -> None:
+def test_the_certificate_is_recorded_and_does_not_change_training(tmp_path: Path, precision: str) -> None:
     spec = make_spec(data=small_data(), max_steps=3)
     plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4), precision=precision)
     run_to_end(plain)
@@ -322,7 +324,7 @@ def test_a_loss_spike_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert [line["step"] for line in log_of(run)] == list(range(1, 15))
 
 
-def test_a_skipped_window_leaves_weights_and_moments_bit_equal(
+def test_a_skipped_window_leaves_weights_and_moments_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from workers.training import fit as training
@@ -411,7 +413,7 @@ def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
     assert whole == f"16, about {first['gradient_accumulation_steps']} × {each}"
 
 
-def test_weighted_lines_count_as_they_weigh(tmp_path: Path) -> None:
+def test_line_weights_scale_their_share_of_the_loss(tmp_path: Path) -> None:
     """A line of weight 3 trains like three of the same line; one of weight 0 like none."""
     texts = [f"text number {i} " + "x" * i for i in range(8)]
     weighted = [{"text": text, "weight": [1, 3, 0, 1][i % 4]} for i, text in enumerate(texts)]
@@ -454,7 +456,7 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
     assert all(line["physical_batch_size"] <= 8 for line in raw_log(run))
 
 
-def test_keys_that_are_not_trained_on_are_named_once(tmp_path: Path) -> None:
+def test_unknown_keys_of_the_data_are_reported_once(tmp_path: Path) -> None:
     lines = [{"text": f"text number {i}", "source": "a", "id": i} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=1))

@@ -120,7 +120,7 @@ def test_a_model_of_the_hub_is_downloaded_with_the_token_and_trained_without(
     assert "hf_secret" not in done.stdout + done.stderr
 
 
-def test_a_hub_that_does_not_answer_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_before_training(tmp_path: Path) -> None:
     run = laid(tmp_path / "data")
     assert trained(run, "http://127.0.0.1:9", tmp_path / "hub").returncode == 1
     failure = run.failure()

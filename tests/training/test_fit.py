@@ -56,7 +56,7 @@ def test_the_plan_does_not_change_the_training(tmp_path: Path, cut: Any) -> None
     assert distance(weights(whole), weights(other)) <= 1e-3 * distance(weights(whole), initial)
 
 
-def test_the_partial_window_is_a_step_of_its_own(tmp_path: Path) -> None:
+def test_the_partial_window_makes_its_own_step(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
     run_to_end(run)
     assert [(line["epoch"], line["samples"]) for line in log_of(run)] == [
@@ -92,7 +92,7 @@ def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path
     assert all(torch.equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
 
 
-def test_a_resume_with_another_cut_skips_and_doubles_no_sample(tmp_path: Path) -> None:
+def test_a_resume_with_a_different_cut_neither_skips_nor_repeats_samples(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=None, epochs=2)
     run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8))
     interrupted_at(run, 6)
@@ -132,7 +132,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, marker: int) -> None:
     spoil(monkeypatch, lambda batch: float("nan") if bool((batch.input_ids == marker).any()) else 1.0)
 
 
-def test_a_sample_that_gives_no_number_is_named_and_training_goes_on(
+def test_a_sample_with_non_finite_loss_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data.jsonl"
@@ -236,7 +236,7 @@ def test_half_precision_trains_like_fp32(tmp_path: Path, precision: str) -> None
     assert weights(half)["transformer.wte.weight"].dtype == torch.float32
 
 
-def test_frozen_parameters_stay(tmp_path: Path) -> None:
+def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), freeze=("transformer.h.0.*",)))
     run_to_end(run)
     initial, trained = load_file(tmp_path / "tiny-gpt2" / "model.safetensors"), weights(run)
@@ -261,7 +261,7 @@ def test_freezing_nothing_or_everything_is_refused(tmp_path: Path, patterns: tup
         run_to_end(lay_assignment(tmp_path / "run", make_spec(data=small_data(), freeze=patterns)))
 
 
-def test_damaged_checkpoints_are_told_and_where_all_are_the_job_ends(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported_and_the_job_fails_if_all_are(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=10, save_every=4)
     run = lay_assignment(tmp_path / "run", spec)
     run_to_end(run)
@@ -278,7 +278,7 @@ def test_damaged_checkpoints_are_told_and_where_all_are_the_job_ends(tmp_path: P
     assert older.exists()
 
 
-def test_a_run_that_is_stopped_keeps_the_model_of_the_step_at_hand(tmp_path: Path) -> None:
+def test_stopping_a_run_saves_the_model_of_the_current_step(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=1000))
     run.ask_to_finish()  # before the first step, which is made nevertheless
     outcome = run_to_end(run)

@@ -100,7 +100,7 @@ def _noted(honest: Any) -> Any:
     ],
     ids=lambda changes: "+".join(changes) or "plain",
 )
-def test_our_frames_read_nothing_per_micro_step(
+def test_our_code_reads_nothing_from_the_device_per_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     spec = make_spec(**{"data": small_data(), "max_steps": 2, **changes})
@@ -115,7 +115,7 @@ def test_our_frames_read_nothing_per_micro_step(
     assert set(theirs) <= known
 
 
-def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_s_counter_detects_device_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Replica.forward
 
     def reading(self: Replica, batch: Any) -> Any:

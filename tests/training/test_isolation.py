@@ -118,7 +118,7 @@ def look(run: RunDirectory, hidden: Path | None, *words: str) -> dict[str, Any]:
     return {**found, "left": left}
 
 
-def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
+def test_a_trainer_sees_only_its_own_run_and_data(folder: Path) -> None:
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
     link = folder.parent / "link"
@@ -153,7 +153,7 @@ def test_a_trainer_sees_its_own_run_and_data_alone(folder: Path) -> None:
     assert (folder / "accrue.db").read_text() == "everybody's jobs"
 
 
-def test_where_it_is_not_allowed_everything_stays_as_it_is(folder: Path) -> None:
+def test_without_namespaces_the_trainer_runs_unisolated(folder: Path) -> None:
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
     assert not look(run, None)["isolated"]  # it was not requested
@@ -166,7 +166,7 @@ def test_where_it_is_not_allowed_everything_stays_as_it_is(folder: Path) -> None
         assert "files/file-2" in forbidden["seen"]
 
 
-def test_the_assignment_in_the_trainer_s_own_folder_decides_nothing(folder: Path) -> None:
+def test_the_view_ignores_an_assignment_rewritten_by_the_trainer(folder: Path) -> None:
     """What an earlier attempt left behind may have rewritten it."""
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
@@ -185,7 +185,7 @@ def test_the_assignment_in_the_trainer_s_own_folder_decides_nothing(folder: Path
     assert "accrue.db" not in seen["seen"]
 
 
-def test_the_base_model_is_made_before_and_never_written_by_a_trainer(folder: Path) -> None:
+def test_the_base_model_is_created_before_isolation_and_read_only_for_the_trainer(folder: Path) -> None:
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
     model = folder / "models" / "accrue" / "tiny-gpt2"
@@ -199,7 +199,7 @@ def test_the_base_model_is_made_before_and_never_written_by_a_trainer(folder: Pa
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user can be taken on by root alone")
-def test_another_user_than_root_is_isolated_as_well(folder: Path) -> None:
+def test_non_root_users_are_isolated_too(folder: Path) -> None:
     (folder.parent / "scratch").mkdir()
     run = laid(folder)
     for path in (folder, *folder.rglob("*")):

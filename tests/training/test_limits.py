@@ -17,7 +17,7 @@ except OSError as error:
 """
 
 
-def test_no_core_is_dumped_and_files_run_out_before_the_machine_does() -> None:
+def test_core_dumps_are_disabled_and_open_files_are_limited() -> None:
     told = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True).stdout
     count, _, why = told.strip().partition(" ")
     assert why == "Too many open files"

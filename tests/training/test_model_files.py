@@ -69,7 +69,7 @@ def secret_beside(model: Path, folder: Path) -> Path:
         ("PreTrainedTokenizerFast", "tokenizer_file"), ("BertTokenizer", "init_inputs"),
     ],
 )  # fmt: skip
-def test_no_field_of_a_tokenizer_names_a_file(
+def test_tokenizer_fields_that_name_files_are_dropped(
     model: Path, tmp_path: Path, tokenizer_class: str, field: str
 ) -> None:
     secret = secret_beside(model, tmp_path)
@@ -120,9 +120,7 @@ def test_no_file_outside_of_the_staged_folder_is_opened(
         assert SECRET not in path.read_text(errors="replace")
 
 
-def test_a_field_that_names_a_file_is_dropped_beside_a_tokenizer_that_works(
-    model: Path, tmp_path: Path
-) -> None:
+def test_dropping_file_fields_keeps_the_tokenizer_working(model: Path, tmp_path: Path) -> None:
     change(model / "tokenizer_config.json", vocab="/proc/self/environ", init_inputs=["/etc/passwd"])
     staged_folder = stage(model, tmp_path / "staged")
     kept = json.loads((staged_folder / "tokenizer_config.json").read_text())
@@ -227,7 +225,7 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
         "{{ 'x' * 3000000000 }}",
     ],
 )
-def test_a_template_without_end_fails_the_job_and_hangs_nobody(
+def test_an_endless_template_fails_the_job_without_hanging(
     model: Path, tmp_path: Path, template: str
 ) -> None:
     run = chat_run(model, tmp_path, template)

@@ -40,7 +40,7 @@ def measured_on_a_quadratic(
 
 
 @pytest.mark.parametrize("true", [10.0, 60.0])
-def test_on_a_quadratic_it_is_the_true_one(true: float) -> None:
+def test_on_a_quadratic_the_estimate_equals_the_true_noise_scale(true: float) -> None:
     """tr(Σ) = 40 and |G|² = 40 d², so that the noise scale is 1 / d²."""
     found = estimate(measured_on_a_quadratic(distance=true**-0.5, windows=600))
     assert found is not None
@@ -51,7 +51,7 @@ def test_on_a_quadratic_it_is_the_true_one(true: float) -> None:
 
 
 @pytest.mark.thorough
-def test_the_band_holds_the_truth_about_nine_times_in_ten() -> None:
+def test_the_confidence_interval_covers_the_true_value_about_90_percent_of_the_time() -> None:
     everything = measured_on_a_quadratic(distance=0.2, windows=4000)
     held = 0
     for start in range(0, 4000, 100):
@@ -60,7 +60,7 @@ def test_the_band_holds_the_truth_about_nine_times_in_ten() -> None:
     assert 32 <= held <= 40
 
 
-def test_few_measurements_and_pure_noise_tell_nothing_certain() -> None:
+def test_few_measurements_or_pure_noise_give_no_bounded_estimate() -> None:
     assert estimate(measured_on_a_quadratic(0.2, LEAST - 1)) is None
     found = estimate(measured_on_a_quadratic(distance=0.0, windows=50))
     assert found is None or found.high is None
@@ -87,7 +87,7 @@ def true_noise_scale(run_folder: Path) -> float:
 
 
 @pytest.mark.thorough
-def test_on_texts_of_unequal_length_it_is_that_of_the_samples_own_gradients(tmp_path: Path) -> None:
+def test_on_texts_of_unequal_length_the_estimate_matches_per_sample_gradients(tmp_path: Path) -> None:
     """The trainer itself, at a learning rate that moves nothing."""
     write_texts(tmp_path / "data.jsonl", 500)
     spec = make_spec(

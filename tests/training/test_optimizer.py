@@ -40,7 +40,7 @@ def weights(trained: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_makes_the_same_steps_bit_by_bit_and_resumes(name: OptimizerName, tmp_path: Path) -> None:
+def test_the_optimizer_on_the_host_is_bit_exact_and_resumes(name: OptimizerName, tmp_path: Path) -> None:
     spec = make_optimizer_spec(name)
     plain, moved, resumed = model(), model(), model()
     beside = make_optimizer(spec, plain.parameters())
@@ -58,7 +58,7 @@ def test_it_makes_the_same_steps_bit_by_bit_and_resumes(name: OptimizerName, tmp
     assert torch.equal(weights(plain), weights(resumed))
 
 
-def test_a_gpu_s_memory_is_predicted_without_its_states() -> None:
+def test_predicted_gpu_memory_excludes_offloaded_optimizer_states() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
     recipe = Recipe(device="cuda", precision="bf16")

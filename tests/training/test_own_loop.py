@@ -20,7 +20,7 @@ class Reader(nn.Module):
         return hidden
 
 
-def test_a_loop_of_ones_own_trains_exactly_in_any_split() -> None:
+def test_a_custom_loop_trains_exactly_in_any_split() -> None:
     random = torch.Generator().manual_seed(0)
     batches = [
         [

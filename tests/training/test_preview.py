@@ -49,7 +49,7 @@ def seen(
     ],
 )
 @pytest.mark.parametrize("overlength", ["truncate", "split"])
-def test_samples_are_those_of_the_trainer(
+def test_preview_samples_equal_the_trainer_s(
     tmp_path: Path, form: str, line: dict[str, Any], overlength: str
 ) -> None:
     tokenizer = make_tokenizer()
@@ -73,7 +73,7 @@ def test_samples_are_those_of_the_trainer(
     assert {sample.line for sample in looked.samples} == {1, 3}
 
 
-def test_of_a_large_file_a_thousand_examples_are_looked_at_evenly(tmp_path: Path) -> None:
+def test_a_large_file_is_sampled_evenly(tmp_path: Path) -> None:
     lines = [{"text": "x" * (10 if number < 2000 else 110)} for number in range(3 * MOST_EXAMPLES)]
     looked = seen(tmp_path, lines, "text", max_length=64)
     lengths = looked.lengths
@@ -87,21 +87,21 @@ def test_of_a_large_file_a_thousand_examples_are_looked_at_evenly(tmp_path: Path
     assert [sample.line for sample in looked.samples] == [1, 3, 5]
 
 
-def test_what_would_be_refused_is_counted_and_not_shown(tmp_path: Path) -> None:
+def test_overlong_examples_are_counted_but_not_shown(tmp_path: Path) -> None:
     lines = [{"text": "x" * 100}, {"text": "short"}]
     looked = seen(tmp_path, lines, "text", max_length=20, overlength="error")
     assert [sample.line for sample in looked.samples] == [3]
     assert (looked.lengths.over_max_length, looked.lengths.without_targets) == (1, 1)
 
 
-def test_prompts_that_fill_a_sample_are_told(tmp_path: Path) -> None:
+def test_samples_filled_by_their_prompt_are_counted(tmp_path: Path) -> None:
     lines = [{"prompt": "p" * 50, "completion": "c"}, {"prompt": "p", "completion": "c" * 10}]
     lengths = seen(tmp_path, lines, "prompt_completion", max_length=20).lengths
     assert lengths.without_targets == 1
     assert lengths.target_share == pytest.approx(11 / (20 + 12))
 
 
-def test_it_fails_as_the_trainer_would(tmp_path: Path) -> None:
+def test_a_preview_fails_with_the_trainer_s_error(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_text(json.dumps(CHAT))
     tokenizer = make_tokenizer()

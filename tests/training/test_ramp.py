@@ -30,7 +30,7 @@ def test_the_steps_of_a_linear_ramp_are_known_before(samples: int, warmup: int) 
     assert spec.steps_for(samples) == walked(spec, samples)
 
 
-def test_a_linear_ramp_rises_to_the_whole_and_stays() -> None:
+def test_a_linear_ramp_rises_to_the_full_batch_and_stays_there() -> None:
     spec = ramped("linear", warmup_steps=4)
     assert [spec.batch_at(step) for step in range(6)] == [4, 7, 10, 13, 16, 16]
 
@@ -61,7 +61,7 @@ def test_a_batch_doubles_while_the_losses_vary() -> None:
     assert sizes[-1] == 64
 
 
-def test_the_steps_left_go_by_the_batch_that_the_ramp_has_reached() -> None:
+def test_remaining_steps_are_estimated_from_the_current_batch() -> None:
     spec = ramped("noise_scale")
     assert steps_total(spec, RunState(), 160) == 30
     assert steps_total(spec, at(step=10, epoch=1), 160) == 10 + 2 + 2

@@ -71,7 +71,9 @@ def test_a_tuned_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
 
 
-def test_a_run_whose_plan_was_right_is_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_that_confirms_the_plan_does_not_change_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
     monkeypatch.setattr(sweep, "smallest_of_the_fastest", lambda pairs: 512)
@@ -80,7 +82,9 @@ def test_a_run_whose_plan_was_right_is_bit_equal(tmp_path: Path, monkeypatch: py
     assert all(torch.equal(value, weights(tuned)[name]) for name, value in weights(plain).items())
 
 
-def test_a_size_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_does_not_fit_is_excluded_from_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with settled(lay(tmp_path / "run", "first")) as training:
         limit = 300
 
@@ -95,7 +99,7 @@ def test_a_size_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: pytes
     assert all(tried.largest_tokens <= limit for tried in tuning.tried)
 
 
-def test_only_measured_makes_no_model(tmp_path: Path) -> None:
+def test_tune_only_saves_no_model(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", "only", steps=1)
     outcome = run_to_end(run)
     assert outcome.tuning is not None

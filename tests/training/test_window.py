@@ -85,7 +85,7 @@ def test_a_window_split_any_way_gives_the_same_gradient(
     assert relative(split, whole_batch(family, dtype, window64)) <= TOLERANCE[dtype]
 
 
-def test_a_mean_of_means_would_fail_this(window64: Window64) -> None:
+def test_a_mean_of_means_differs_from_the_window_s_gradient(window64: Window64) -> None:
     """The usual way, for comparison: it is wrong by far more than rounding on this very window."""
     model = cached_model("gpt2", torch.float64)
     model.zero_grad(set_to_none=True)
@@ -197,7 +197,7 @@ def test_a_window_that_is_not_finite_leaves_everything_untouched(poison: float, 
     assert one_window(1.0)
 
 
-def test_an_fp16_overflow_halves_the_scale_and_asks_for_a_replay() -> None:
+def test_an_fp16_overflow_halves_the_scale_and_requests_a_replay() -> None:
     weight, optimizer = quadratic()
     scale = LossScale(2.0**127)
     window = Window([weight], optimizer, Clipping(None), scale)
@@ -215,7 +215,7 @@ def test_an_fp16_overflow_halves_the_scale_and_asks_for_a_replay() -> None:
     assert weight.tolist() == [0.0, 0.0]
 
 
-def test_a_loss_that_is_no_number_is_no_overflow() -> None:
+def test_a_non_finite_loss_is_not_an_overflow() -> None:
     weight, optimizer = quadratic()
     window = Window([weight], optimizer, Clipping(None), LossScale(1024.0))
     window.open(denominator=1)
@@ -224,7 +224,7 @@ def test_a_loss_that_is_no_number_is_no_overflow() -> None:
     assert (closed.applied, closed.overflow) == (False, False)
 
 
-def test_a_window_that_no_scale_helps_does_not_lower_the_scale() -> None:
+def test_a_non_finite_window_does_not_lower_the_loss_scale() -> None:
     weight, optimizer = quadratic()
     scale = LossScale(1024.0)
     window = Window([weight], optimizer, Clipping(None), scale)

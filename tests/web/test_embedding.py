@@ -14,7 +14,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 TRAINING = "/tuning/gradient-accumulation/training"
 
 
-def test_mounted_under_a_path_with_its_own_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_app_can_be_mounted_in_an_application_with_its_own_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCRUE_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("ACCRUE_OFFLINE", "true")
     get_settings.cache_clear()

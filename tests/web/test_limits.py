@@ -16,7 +16,7 @@ from tests.harness.runs import until
 AUDIT = "/gradient-accumulation/audit"
 
 
-def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> None:
+def test_a_rate_limited_request_gets_retry_after(settings: Settings) -> None:
     with service(settings, rate_limit="5/minute") as (client, mine):
         assert [client.get(PATH, headers=mine).status_code for _ in range(5)] == [200] * 5
         refused = client.get(PATH, headers=mine)
@@ -35,7 +35,7 @@ def test_one_request_too_many_is_told_when_to_come_back(settings: Settings) -> N
         ("ACCRUE_RATE_LIMIT_STORAGE", "redis://localhost"),  # without its client
     ],
 )
-def test_a_limit_that_makes_no_sense_stops_the_start(
+def test_an_invalid_rate_limit_prevents_startup(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -47,11 +47,11 @@ def test_a_limit_that_makes_no_sense_stops_the_start(
 
 
 @pytest.mark.parametrize("limit", ["1/second", "6000/minute", "10/hour", "100000/day"])
-def test_every_limit_that_settings_allow_is_one(limit: str) -> None:
+def test_every_rate_limit_accepted_by_settings_works(limit: str) -> None:
     asyncio.run(RateLimiter(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1"))
 
 
-def test_a_key_has_so_many_jobs_waiting_and_no_more(settings: Settings) -> None:
+def test_queued_jobs_per_key_are_limited(settings: Settings) -> None:
     submit = f"{PATH}/with-accumulation"
     with service(settings, max_queued_jobs=2) as (client, mine):
         first, _ = (client.post(submit, json=JOB, headers=mine).json()["id"] for _ in range(2))
@@ -72,7 +72,7 @@ def entries(client: TestClient, header: dict[str, str], **query: Any) -> list[di
     return found
 
 
-def test_who_changed_what_is_written_down(settings: Settings) -> None:
+def test_changes_are_written_to_the_audit_log(settings: Settings) -> None:
     with service(settings) as (client, mine):
         admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
         made = client.post(f"{PATH}/with-accumulation", json=JOB, headers=mine)
@@ -91,14 +91,14 @@ def test_who_changed_what_is_written_down(settings: Settings) -> None:
         assert client.get(AUDIT, headers=mine).status_code == 403
 
 
-def test_reads_are_written_down_where_that_is_asked_for(settings: Settings) -> None:
+def test_reads_are_audited_if_enabled(settings: Settings) -> None:
     with service(settings, audit_reads=True) as (client, mine):
         client.get(PATH, headers=mine)
         admin = key_for(client.app.state.database, "admin")  # type: ignore[attr-defined]
         until(lambda: any(entry["path"] == PATH for entry in entries(client, admin)), 10)
 
 
-def test_the_last_of_it_is_written_when_the_service_ends(settings: Settings) -> None:
+def test_pending_audit_entries_are_written_at_shutdown(settings: Settings) -> None:
     with service(settings) as (client, mine):
         client.post(f"{PATH}/ftjob-1/cancel", headers=mine)
     with service(settings) as (client, _):
@@ -107,7 +107,7 @@ def test_the_last_of_it_is_written_when_the_service_ends(settings: Settings) -> 
         assert (entry["path"], entry["status"]) == (f"{PATH}/ftjob-1/cancel", 404)
 
 
-def test_every_answer_tells_a_browser_to_make_nothing_of_it(client: TestClient) -> None:
+def test_every_response_has_security_headers(client: TestClient) -> None:
     for path in (PATH, "/healthz", "/nowhere"):
         headers = client.get(path).headers
         assert headers["x-content-type-options"] == "nosniff"
@@ -115,7 +115,7 @@ def test_every_answer_tells_a_browser_to_make_nothing_of_it(client: TestClient) 
         assert headers["x-frame-options"] == "DENY"
 
 
-def test_pages_of_named_origins_may_call_and_others_may_not(settings: Settings) -> None:
+def test_only_allowed_origins_may_send_requests(settings: Settings) -> None:
     ours, other = {"Origin": "https://ours.example"}, {"Origin": "https://other.example"}
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     with service(settings, cors_origins="https://ours.example/, https://too.example") as (client, mine):
@@ -135,5 +135,5 @@ def test_pages_of_named_origins_may_call_and_others_may_not(settings: Settings) 
     [("203.0.113.7", "203.0.113.7"), ("2001:db8::1", "2001:db8::1"), ("fe80::1%eth0", "fe80::1%eth0"),
      ("<script>", "?"), ("9" * 8000, "?"), ("", "?")],
 )  # fmt: skip
-def test_what_a_proxy_calls_an_address_is_kept_if_it_may_be_one(host: str, kept: str) -> None:
+def test_client_addresses_are_validated_before_they_are_stored(host: str, kept: str) -> None:
     assert _address(host) == kept

@@ -31,7 +31,7 @@ def test_a_configuration_is_stored_listed_and_deleted(client: TestClient) -> Non
     assert client.get(f"{ROOT}/config/{config['config_id']}").status_code == 404
 
 
-def test_a_job_s_configuration_is_asked_for_by_the_job_s_id(client: TestClient) -> None:
+def test_a_job_s_configuration_can_be_read_by_the_job_s_id(client: TestClient) -> None:
     body = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"texts": ["a"]}, "accumulation_steps": 2}
     job = client.post(f"{ROOT}/training/with-accumulation", json=body).json()
     config = client.get(f"{ROOT}/config/{job['id']}").json()
@@ -60,14 +60,14 @@ def test_statistics_of_an_empty_service_and_of_a_waiting_job(client: TestClient)
 
 
 @pytest.mark.parametrize("identifier", ["ftjob-x", "accumulation_x"])
-def test_statistics_of_what_is_not_there(client: TestClient, identifier: str) -> None:
+def test_statistics_of_unknown_ids_are_404(client: TestClient, identifier: str) -> None:
     assert client.get(f"{ROOT}/stats/{identifier}").status_code == 404
 
 
 @pytest.mark.parametrize(
     "path", ["training/x", "training/x/log", "training/x/metrics", "training/x/model", "config/x"]
 )
-def test_what_is_not_there_is_a_404_in_the_one_shape(client: TestClient, path: str) -> None:
+def test_unknown_objects_get_404_with_the_standard_error_body(client: TestClient, path: str) -> None:
     answer = client.get(f"{ROOT}/{path}")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
@@ -99,7 +99,7 @@ def test_devices_and_workers(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("PUT", "/healthz", 405)])
-def test_errors_of_the_framework_have_the_one_shape(
+def test_framework_errors_have_the_standard_error_body(
     client: TestClient, method: str, path: str, status: int
 ) -> None:
     answer = client.request(method, path)
@@ -117,13 +117,13 @@ def test_errors_of_the_framework_have_the_one_shape(
         {"origin": "http://["},
     ],
 )
-def test_no_web_page_of_another_site_drives_the_service(client: TestClient, headers: dict[str, str]) -> None:
+def test_pages_of_other_sites_cannot_send_requests(client: TestClient, headers: dict[str, str]) -> None:
     answer = client.get("/healthz", headers=headers)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "forbidden"
 
 
-def test_the_service_s_own_pages_do(client: TestClient) -> None:
+def test_the_service_s_own_pages_can_send_requests(client: TestClient) -> None:
     for own in ({"origin": "http://127.0.0.1:8000"}, {"sec-fetch-site": "same-origin"},
                 {"sec-fetch-site": "none"}):  # fmt: skip
         assert client.get("/healthz", headers=own).status_code == 200
@@ -144,17 +144,17 @@ def test_pages_of_another_site_or_port_are_refused(client: TestClient, headers: 
     assert client.get("/gradient-accumulation/training", headers=headers).status_code == 403
 
 
-def test_a_link_elsewhere_may_lead_to_the_dashboard(client: TestClient) -> None:
+def test_a_link_from_another_site_may_open_the_dashboard(client: TestClient) -> None:
     headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     assert client.get("/", headers=headers).status_code == 200
 
 
-def test_a_header_that_says_where_a_request_comes_from_is_given_once(client: TestClient) -> None:
+def test_repeated_origin_headers_are_rejected(client: TestClient) -> None:
     twice = [("host", "127.0.0.1:8000"), ("host", "evil.example")]
     assert client.get("/gradient-accumulation/training", headers=twice).status_code == 403
 
 
-def test_an_error_of_our_own_is_a_500_without_a_stack_trace(
+def test_internal_errors_give_500_without_a_stack_trace(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from app.statistics import totals
@@ -178,7 +178,7 @@ def test_the_document_describes_every_route(client: TestClient) -> None:
             assert operation["summary"]
 
 
-def test_large_answers_are_compressed_for_those_who_take_them_so(client: TestClient) -> None:
+def test_large_responses_are_compressed_if_the_client_accepts_it(client: TestClient) -> None:
     for path, encoding in (("/openapi.json", "gzip"), ("/healthz", None)):
         answer = client.get(path, headers={"Accept-Encoding": "gzip"})
         assert answer.headers.get("content-encoding") == encoding
@@ -198,7 +198,7 @@ def test_large_answers_are_compressed_for_those_who_take_them_so(client: TestCli
         ("/v1/fine_tuning/jobs?limit=5&metadata[team]=a", 200),
     ],
 )
-def test_a_parameter_that_is_not_there_is_refused_by_name(client: TestClient, path: str, status: int) -> None:
+def test_unknown_query_parameters_are_rejected_by_name(client: TestClient, path: str, status: int) -> None:
     answer = client.get(path)
     assert answer.status_code == status, answer.text
     if status != 200:
@@ -215,7 +215,7 @@ def test_a_parameter_that_is_not_there_is_refused_by_name(client: TestClient, pa
         (f"{ROOT}/calculate-batch-size?model_name=accrue/tiny-gpt2&gpus=24GB&gpus=24GB", 200),
     ],
 )
-def test_a_parameter_that_comes_twice_is_refused_where_it_is_no_list(
+def test_repeated_query_parameters_are_rejected_unless_they_are_lists(
     client: TestClient, path: str, status: int
 ) -> None:
     answer = client.get(path)

@@ -60,12 +60,14 @@ def of_method(method: Any) -> dict[str, Any]:
         ({"gpu_ids": ["a"]}, "gpu_ids.0", NUMBER),
     ],
 )
-def test_the_field_is_named_and_what_it_may_be(given: dict[str, Any], field: str, message: str) -> None:
+def test_errors_name_the_field_and_its_allowed_values(
+    given: dict[str, Any], field: str, message: str
+) -> None:
     found = told(**given)
     assert list(found) == [field]
     assert found[field].endswith(message)
 
 
-def test_several_are_told_together() -> None:
+def test_several_errors_are_reported_together() -> None:
     found = told(priority="high", nothing=1, training_config={"method": 3})
     assert set(found) == {"training_config.method", "priority", "nothing"}

@@ -102,7 +102,7 @@ def outcomes(database: Database) -> list[tuple[int, float | None, str | None]]:
         return [(row.attempts, row.not_before, row.outcome) for row in rows]
 
 
-def test_openai_s_client_believes_what_it_is_told(
+def test_the_openai_client_verifies_a_delivery(
     database: Database, receiver: Receiver, delivering: Deliverer
 ) -> None:
     job_id = cancelled(database, receiver.url)
@@ -116,7 +116,7 @@ def test_openai_s_client_believes_what_it_is_told(
     assert headers["Host"] == receiver.url.split("/")[2]
 
 
-def test_each_end_and_each_pause_is_told_once(database: Database) -> None:
+def test_each_end_and_pause_is_delivered_once(database: Database) -> None:
     first, second = (with_webhook(database, "https://example.org/") for _ in range(2))
     with database.writing() as session:
         lifecycle.pause(session, first)
@@ -138,7 +138,7 @@ def test_each_end_and_each_pause_is_told_once(database: Database) -> None:
     ]
 
 
-def test_what_is_refused_is_tried_again_under_the_same_id(
+def test_a_rejected_delivery_is_retried_under_the_same_id(
     database: Database, receiver: Receiver, delivering: Deliverer
 ) -> None:
     receiver.statuses = [500, 302]
@@ -171,13 +171,13 @@ def test_addresses_of_no_public_host_are_refused(host: str) -> None:
         check(f"https://{host}/x", private=True)
 
 
-def test_public_addresses_are_not() -> None:
+def test_public_addresses_are_accepted() -> None:
     assert all(is_public(ip_address(each)) for each in ("8.8.8.8", "2606:4700:4700::1111"))
     check("https://8.8.8.8/x", private=False)
     check("https://name.that.nobody.asks.about.example/x", private=False)
 
 
-def test_a_name_that_points_inwards_is_refused_when_it_is_to_be_told(
+def test_a_host_that_resolves_to_a_private_address_is_rejected_at_delivery(
     database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_AFTER_SECONDS", ())
@@ -191,12 +191,12 @@ def test_a_name_that_points_inwards_is_refused_when_it_is_to_be_told(
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "none", "whsec_!!!", SECRET[6:]])
-def test_a_secret_that_is_none_is_named(secret: str) -> None:
+def test_an_invalid_webhook_secret_is_reported(secret: str) -> None:
     with pytest.raises(BadSetting, match="ACCRUE_WEBHOOK_SECRET"):
         signer(secret)
 
 
-def test_a_body_holds_no_more_than_it_must(
+def test_a_delivery_s_body_contains_only_the_documented_fields(
     database: Database, receiver: Receiver, delivering: Deliverer
 ) -> None:
     cancelled(database, receiver.url)
@@ -206,7 +206,7 @@ def test_a_body_holds_no_more_than_it_must(
     assert set(told["data"]) == {"id"}
 
 
-def test_one_that_cannot_be_delivered_holds_up_no_other(
+def test_an_undeliverable_webhook_does_not_block_others(
     database: Database, receiver: Receiver, delivering: Deliverer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolve_as_ever = module.resolve
@@ -224,7 +224,7 @@ def test_one_that_cannot_be_delivered_holds_up_no_other(
     until(lambda: [(a, due, str(o)[:12]) for a, due, o in outcomes(database)] == told, 20)
 
 
-def test_somebody_to_tell_may_not_be_on_a_private_network(settings: Settings) -> None:
+def test_a_default_webhook_url_on_a_private_network_is_rejected(settings: Settings) -> None:
     own = {"webhook_url": "http://127.0.0.1:9/", "webhook_secret": SecretStr(SECRET)}
     with pytest.raises(BadSetting, match=r"ACCRUE_WEBHOOK_URL.*public internet"):
         create_app(settings.model_copy(update=own))
@@ -247,7 +247,7 @@ def test_a_webhook_url_requires_a_secret(settings: Settings) -> None:
         ("http://" + "a" * 300, SECRET, "not a valid URL"),
     ],
 )
-def test_a_job_that_cannot_be_told_of_is_refused(
+def test_a_job_with_an_unusable_webhook_url_is_rejected(
     settings: Settings, url: str, secret: str | None, said: str
 ) -> None:
     own = settings.model_copy(update={"webhook_secret": None if secret is None else SecretStr(secret)})
@@ -263,7 +263,7 @@ def test_a_job_that_cannot_be_told_of_is_refused(
     assert said in answer.text
 
 
-def test_a_receiver_that_drips_is_given_up_in_time(
+def test_a_receiver_that_answers_too_slowly_times_out(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte now and then renews every timeout but the whole delivery's."""
@@ -291,7 +291,7 @@ def test_addresses_that_only_look_public_are_not(address: str) -> None:
     assert not is_public(ip_address(address))
 
 
-def test_receivers_that_never_answer_delay_their_owner_s_alone(database: Database) -> None:
+def test_silent_receivers_delay_only_their_owner_s_deliveries(database: Database) -> None:
     deliverer = Deliverer(database, signer(SECRET), private_addresses=True)
     for host in ("slow.example", "slow.example"):
         assert deliverer._has_place("alice", host)
@@ -304,7 +304,7 @@ def test_receivers_that_never_answer_delay_their_owner_s_alone(database: Databas
     assert deliverer._has_place(None, "good.example")
 
 
-def test_the_library_of_the_standard_accepts_a_delivery(
+def test_the_standardwebhooks_library_accepts_a_delivery(
     database: Database, receiver: Receiver, delivering: Deliverer
 ) -> None:
     cancelled(database, receiver.url)
@@ -315,7 +315,7 @@ def test_the_library_of_the_standard_accepts_a_delivery(
         Webhook("whsec_" + base64.b64encode(bytes(32)).decode()).verify(body, headers)
 
 
-def test_any_number_of_one_owner_s_deliveries_leaves_the_next_owner_s_turn(database: Database) -> None:
+def test_many_deliveries_of_one_owner_do_not_delay_another_owner(database: Database) -> None:
     owned = {owner: submitted(database) for owner in ("alice", "bob")}
     with database.writing() as session:
         for owner, job_id in owned.items():
@@ -328,7 +328,7 @@ def test_any_number_of_one_owner_s_deliveries_leaves_the_next_owner_s_turn(datab
     assert [taken.id for taken in chosen if taken is not None] == ["evt-a0", "evt-b", "evt-a1"]
 
 
-def test_owners_take_turns_at_a_host_that_both_of_them_name(database: Database) -> None:
+def test_owners_that_share_a_host_take_turns(database: Database) -> None:
     owned = {owner: submitted(database) for owner in ("alice", "bob")}
     with database.writing() as session:
         for owner, job_id in owned.items():

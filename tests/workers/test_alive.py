@@ -6,7 +6,7 @@ from app.storage.tables import Worker
 from workers.alive import is_alive
 
 
-def test_a_worker_is_alive_as_long_as_it_is_heard_of(database: Database) -> None:
+def test_a_worker_is_alive_while_its_heartbeat_is_recent(database: Database) -> None:
     assert not is_alive(database, "here")
     with database.writing() as session:
         live_workers.beat(

@@ -62,7 +62,7 @@ def test_steps_events_and_progress(database: Database, run: RunDirectory, fence:
     assert job.checkpoint_step == 2
 
 
-def test_read_again_from_the_start_nothing_is_doubled(
+def test_reading_again_from_the_start_stores_no_duplicates(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:
     with Reporter(run, 1) as reporter:
@@ -75,7 +75,7 @@ def test_read_again_from_the_start_nothing_is_doubled(
         assert len(session.scalars(select(JobEvent).where(JobEvent.type == "training")).all()) == 1
 
 
-def test_the_later_attempt_s_step_stays(database: Database, run: RunDirectory, fence: Fence) -> None:
+def test_the_later_attempt_s_step_is_kept(database: Database, run: RunDirectory, fence: Fence) -> None:
     with Reporter(run, 1) as reporter:
         for each in (line(1), line(2), line(2, attempt=2, loss=0.7), line(1, attempt=2, loss=0.9)):
             reporter.step(each)
@@ -86,7 +86,7 @@ def test_the_later_attempt_s_step_stays(database: Database, run: RunDirectory, f
     assert stored(database) == [(1, 2, 0.9), (2, 2, 0.7)]
 
 
-def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
+def test_an_incomplete_line_is_read_later_and_a_broken_one_is_skipped(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:
     whole = line(1).model_dump_json().encode() + b"\n"
@@ -99,7 +99,9 @@ def test_a_torn_line_waits_for_its_end_and_a_broken_one_is_passed_over(
     assert stored(database) == [(1, 1, 1.0)]
 
 
-def test_whoever_lost_the_job_stores_nothing(database: Database, run: RunDirectory, fence: Fence) -> None:
+def test_a_worker_that_lost_the_job_stores_nothing(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
     expire(database, fence.job_id)
     on(database, queue.reclaim_expired)
     with Reporter(run, 1) as reporter:
@@ -125,9 +127,7 @@ def test_what_was_rolled_back_is_read_again(database: Database, run: RunDirector
     assert stored(database) == [(1, 1, 1.0)]
 
 
-def test_an_event_longer_than_what_is_read_at_once(
-    database: Database, run: RunDirectory, fence: Fence
-) -> None:
+def test_an_event_longer_than_one_read_is_stored(database: Database, run: RunDirectory, fence: Fence) -> None:
     with Reporter(run, 1) as reporter:
         reporter.event("skipped", "x", samples=list(range(100_000)))
         reporter.event("training", "starts", steps_total=10)
@@ -169,7 +169,7 @@ def test_a_long_log_is_read_in_pieces_that_are_each_committed(
     assert (progress["samples_seen"], progress["tokens_seen"]) == (800, 8000)
 
 
-def test_steps_that_are_made_again_count_once(database: Database, run: RunDirectory, fence: Fence) -> None:
+def test_repeated_steps_count_once(database: Database, run: RunDirectory, fence: Fence) -> None:
     with Reporter(run, 1) as reporter:
         for step in range(1, 11):
             reporter.step(line(step))
@@ -186,7 +186,7 @@ def test_steps_that_are_made_again_count_once(database: Database, run: RunDirect
         assert transitions.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
 
 
-def test_progress_within_a_window_is_told(database: Database, run: RunDirectory, fence: Fence) -> None:
+def test_progress_within_a_window_is_reported(database: Database, run: RunDirectory, fence: Fence) -> None:
     with Reporter(run, 1) as reporter:
         reporter.step(line(1))
     run.write_progress(WindowProgress(attempt=1, step=1, micro_step=5, accumulation_step=3))

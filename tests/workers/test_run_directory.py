@@ -12,13 +12,13 @@ OUTCOME = Outcome(
 )
 
 
-def test_an_order_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_an_assignment_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run")
     assert run.assignment().plan == lay_assignment(tmp_path / "again").assignment().plan
     assert run.path.stat().st_mode & 0o077 == 0
 
 
-def test_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_outcome_and_failure_are_read_as_they_were_written(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run")
     assert (run.outcome(), run.failure()) == (None, None)
     run.write_outcome(OUTCOME)
@@ -27,7 +27,7 @@ def test_ends_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert run.failure() is not None
 
 
-def test_a_new_attempt_forgets_the_last_one_s_failure(tmp_path: Path) -> None:
+def test_a_new_attempt_removes_the_previous_failure(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run")
     run.write_failure(Failure(code="x", message="y", permanent=False))
     lay_assignment(tmp_path / "run", attempt=2)
@@ -42,7 +42,7 @@ def hold(
         go.wait(30)
 
 
-def test_one_trainer_holds_a_run_and_its_death_lets_go(tmp_path: Path) -> None:
+def test_a_run_is_locked_by_one_trainer_and_released_at_its_death(tmp_path: Path) -> None:
     run = lay_assignment(tmp_path / "run")
     context = multiprocessing.get_context("fork")
     held, go = context.Event(), context.Event()

@@ -71,7 +71,7 @@ def turn(supervisor: Supervisor) -> None:
     supervisor._claim_for_free_devices()
 
 
-def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_away(
+def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_unavailable(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = endless(settings, database)
@@ -96,7 +96,7 @@ def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_away(
     until(lambda: running.trainer.status() is not None, 5)
 
 
-def test_trouble_with_one_job_is_that_job_s_crash_and_not_the_worker_s(
+def test_an_unexpected_error_in_one_job_does_not_end_the_worker(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
     broken, good = endless(settings, database), endless(settings, database)
@@ -109,7 +109,7 @@ def test_trouble_with_one_job_is_that_job_s_crash_and_not_the_worker_s(
     assert [running.fence.job_id for running in supervisor.running] == [good]
 
 
-def test_an_end_that_makes_no_sense_is_a_crash(
+def test_an_unreadable_failure_file_counts_as_a_crash(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
     job_id = endless(settings, database)
@@ -122,7 +122,7 @@ def test_an_end_that_makes_no_sense_is_a_crash(
     assert job(database, job_id).failures == 1
 
 
-def test_a_resume_keeps_the_plan_on_a_device_alike(
+def test_a_resume_on_an_equal_device_keeps_the_plan(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
     job_id = endless(settings, database)
@@ -144,7 +144,7 @@ def test_a_resume_keeps_the_plan_on_a_device_alike(
     end_all(other)
 
 
-def test_a_stopped_supervisor_gives_its_jobs_back(
+def test_a_stopped_supervisor_returns_its_jobs_to_the_queue(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
     job_id = endless(settings, database)
@@ -170,7 +170,7 @@ def stand_in(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, script: st
     monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
 
 
-def test_told_twice_a_supervisor_ends_at_once_and_gives_its_jobs_back(
+def test_a_second_stop_signal_kills_trainers_and_returns_their_jobs(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(supervisor, monkeypatch, "trap '' TERM; while true; do sleep 0.1; done")  # it will not listen
@@ -184,7 +184,7 @@ def test_told_twice_a_supervisor_ends_at_once_and_gives_its_jobs_back(
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
 
 
-def test_a_drained_supervisor_finishes_what_runs_and_claims_nothing_more(
+def test_a_drained_supervisor_finishes_running_jobs_and_claims_no_more(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(supervisor, monkeypatch, "sleep 1; exit 75")
@@ -196,7 +196,7 @@ def test_a_drained_supervisor_finishes_what_runs_and_claims_nothing_more(
     assert job(database, second).attempt == 0
 
 
-def test_a_worker_that_works_off_the_queue_ends_with_it(
+def test_until_empty_ends_the_worker_when_the_queue_is_empty(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failure = '{"code": "bad_data", "message": "no", "permanent": true}'
@@ -207,7 +207,7 @@ def test_a_worker_that_works_off_the_queue_ends_with_it(
     assert {job(database, job_id).status for job_id in ids} == {"failed"}
 
 
-def test_a_trainer_that_nothing_is_heard_of_is_ended_and_its_job_tried_again(
+def test_a_stuck_trainer_is_killed_and_its_job_retried(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor.settings = supervisor.settings.model_copy(update={"no_progress_seconds": 0.4})
@@ -243,7 +243,7 @@ def test_a_start_that_fails_leaves_no_trainer_behind(
     assert "ZeroDivisionError" in told(database, job_id)
 
 
-def test_a_full_disk_costs_the_job_nothing(
+def test_a_full_disk_postpones_the_job_without_counting_a_crash(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(supervisor, monkeypatch, "exit 74")
@@ -281,7 +281,7 @@ def test_a_gpu_that_fails_is_set_aside_and_its_job_goes_to_another(
 
 
 @pytest.mark.parametrize("device", ["a GPU that works", "a CPU"])
-def test_a_trainer_s_word_sets_no_device_aside(
+def test_a_reported_device_failure_is_checked_before_the_device_is_set_aside(
     supervisor: Supervisor,
     settings: Settings,
     database: Database,
@@ -302,7 +302,7 @@ def test_a_trainer_s_word_sets_no_device_aside(
     assert len(supervisor.slots.usable()) == 1
 
 
-def test_a_trainer_that_gives_its_job_back_unasked_has_crashed(
+def test_an_unrequested_interruption_counts_as_a_crash(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(supervisor, monkeypatch, "exit 75")
@@ -312,7 +312,7 @@ def test_a_trainer_that_gives_its_job_back_unasked_has_crashed(
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 1)
 
 
-def test_endless_reports_are_stored_a_part_at_a_time_and_not_of_a_cancelled_job(
+def test_endless_reports_are_stored_in_parts_and_dropped_for_cancelled_jobs(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.supervisor._TURN_SECONDS", 0.0)
@@ -332,7 +332,7 @@ def test_endless_reports_are_stored_a_part_at_a_time_and_not_of_a_cancelled_job(
     assert running.position.events < running.run.events.stat().st_size / 2
 
 
-def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
+def test_a_job_is_requeued_if_its_gpu_disappears(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [DetectedGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
@@ -351,7 +351,7 @@ def test_a_gpu_that_is_gone_from_under_a_job_gives_it_back(
     assert "has disappeared" in told(database, job_id)
 
 
-def test_starting_a_trainer_takes_one_connection_and_gives_it_back(
+def test_starting_a_trainer_releases_its_database_connection(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(supervisor, monkeypatch, "sleep 60")
@@ -362,7 +362,7 @@ def test_starting_a_trainer_takes_one_connection_and_gives_it_back(
     assert (database.engine.pool.checkedin(), database.engine.pool.checkedout()) == (1, 0)
 
 
-def test_leases_are_renewed_while_the_supervisor_is_held_up(
+def test_leases_are_renewed_while_the_supervisor_is_blocked(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = {"lease_seconds": 3.0, "heartbeat_seconds": 0.2}
@@ -379,7 +379,7 @@ def test_leases_are_renewed_while_the_supervisor_is_held_up(
     end_all(held_up)
 
 
-def test_a_stop_ends_training_with_a_model(
+def test_a_stop_request_ends_training_and_saves_the_model(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:
     job_id = endless(settings, database)
@@ -395,7 +395,7 @@ def test_a_stop_ends_training_with_a_model(
 
 
 @pytest.mark.parametrize("kind", ["a broken link", "a folder"])
-def test_whatever_a_trainer_puts_in_the_place_of_the_finish_mark_costs_the_worker_nothing(
+def test_a_trainer_cannot_break_the_worker_through_the_finish_file(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     stand_in(supervisor, monkeypatch, "sleep 60")
@@ -409,7 +409,7 @@ def test_whatever_a_trainer_puts_in_the_place_of_the_finish_mark_costs_the_worke
     assert job(database, job_id).status == "running"
 
 
-def test_an_error_about_one_trainer_is_that_job_s_crash(
+def test_an_error_while_handling_one_trainer_counts_as_its_job_s_crash(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(supervisor, monkeypatch, "sleep 60")

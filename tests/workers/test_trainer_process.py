@@ -28,7 +28,7 @@ def bystander(pid: int) -> subprocess.Popen[bytes] | None:
     return None
 
 
-def test_whoever_has_a_dead_trainer_s_process_id_is_left_alone(tmp_path: Path) -> None:
+def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: Path) -> None:
     trainer = TrainerProcess(
         lay_assignment(tmp_path / "run"), Device("cpu", "CPU", 2**30, "cpu"), silence_seconds=60
     )
@@ -73,7 +73,7 @@ def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.
     assert with_network != without
 
 
-def test_where_the_network_cannot_be_kept_away_the_worker_says_so(
+def test_a_worker_reports_if_it_cannot_isolate_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unshare = tmp_path / "unshare"

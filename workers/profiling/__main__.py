@@ -26,7 +26,7 @@ log = structlog.get_logger("accrue.profiler")
 _LOOKED_AT_EVERY = 0.05
 _WAIT_AFTER_TROUBLE = 5.0
 _NICENESS = 5
-"""Trainers of the same machine go first."""
+"""Trainers on the same machine have priority."""
 
 
 def main() -> None:
@@ -45,8 +45,8 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    for device in ("cuda", "cpu"):  # what is imported and compiled on first use
-        previews.answer_one(database, settings)  # requested before the imports were done
+    for device in ("cuda", "cpu"):  # warm up: import and compile what the first profile needs
+        previews.answer_one(database, settings)  # answer what was requested during the imports
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
     changes = ChangeDetector(database)
@@ -75,12 +75,12 @@ def answer_one(database: Database) -> bool:
             with database.writing() as session:
                 profiles.store(session, request, profile)
                 if profiles.waiting(session):
-                    break  # somebody waits: this one stays unchecked
+                    break  # another request is waiting: leave this profile unchecked
         log.info("profile made", model=request.model_name, seconds=round(profile.seconds, 2))
     except OperationalError:
         raise
-    except Exception as error:  # a config.json may be anything, and so may its error
-        log.exception("no profile", model=request.model_name)
+    except Exception as error:  # any config.json may arrive, and cause any error
+        log.exception("could not make the profile", model=request.model_name)
         with database.writing() as session:
             profiles.give_up(session, request, _error_line(error))
     return True

@@ -1,10 +1,10 @@
-"""PyTorch's caching allocator, as far as it decides how much memory is reserved.
+"""A model of PyTorch's caching allocator that computes how much memory is reserved.
 
 After c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11: sizes are rounded up to 512 bytes; blocks up to
 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from segments of
-their own size rounded up to 2 MiB; the smallest free block that is large enough is taken, and split where
-enough is left; neighbours that are free become one. With `expandable_segments` each pool is one segment
-that grows by pages of 2 or 20 MiB. One stream; a device that never runs out.
+their own size rounded up to 2 MiB; the smallest free block that is large enough is taken, and split if
+enough is left; free neighbours are merged. With `expandable_segments` each pool is one segment that grows by
+pages of 2 or 20 MiB. The model assumes one stream and a device that never runs out of memory.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +23,7 @@ LARGE_ROUND = 2 * MIB
 
 @dataclass(slots=True)
 class _Piece:
-    """A part of a segment; neighbours are those of the same segment."""
+    """A part of a segment; `before` and `after` are its neighbours in that segment."""
 
     address: int
     size: int
@@ -59,7 +59,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Answers allocations and frees; `reserved` is what it holds of the device, in bytes.
+    """Serves allocations and frees; `reserved` is the device memory that it holds, in bytes.
 
     Args:
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
@@ -90,7 +90,7 @@ class CachingAllocator:
         return piece
 
     def free(self, piece: _Piece) -> None:
-        """Gives a piece back; it becomes one with its free neighbours."""
+        """Frees a piece and merges it with its free neighbours."""
         self.allocated -= piece.size
         pool = self._pools[piece.small]
         for neighbour in (piece.before, piece.after):
@@ -110,7 +110,7 @@ class CachingAllocator:
         return self._reserve(whole, small, self._segments)
 
     def _grow(self, size: int, small: bool) -> _Piece:
-        """More pages at the end of the pool's one segment, behind what is free there."""
+        """Extends the pool's only segment by whole pages, and uses the free memory at its end first."""
         page = SMALL_SEGMENT if small else LARGE_SEGMENT
         end = self._ends[small]
         if end is not None and end.free:
@@ -162,7 +162,7 @@ class CachingAllocator:
 
 
 def replay(tape: Tape, *, expandable_segments: bool = False) -> CachingAllocator:
-    """The allocator after a whole tape."""
+    """Replays a tape, and returns the allocator in its final state."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     pieces: dict[int, _Piece] = {}
     for block, allocates in tape.events():

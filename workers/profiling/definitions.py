@@ -14,7 +14,7 @@ _LEAST_FOR_8BIT = 4096
 
 
 def to_compute_precision(layers: nn.ModuleList) -> None:
-    """Makes linear layers what their weights are worked with once dequantised: bf16."""
+    """Converts linear layers to bf16, the precision of their weights once dequantised."""
     for module in layers.modules():
         if isinstance(module, nn.Linear):
             module.to(torch.bfloat16)
@@ -28,13 +28,13 @@ def is_quantised(weight: Tensor, group: int | None) -> bool:
 
 
 def stored_bytes(weight: Tensor) -> int:
-    """A weight in 4 bits."""
+    """The bytes of a weight in 4 bits."""
     return int(weight.numel() * BYTES_PER_4BIT_WEIGHT)
 
 
 def state_bytes(state: Tensor) -> int:
-    """A state of an 8-bit optimizer: a byte each, and a scale of 32 bits for each 256; small ones stay whole
-    (Dettmers et al. 2022, section 2)."""
+    """The bytes of an 8-bit optimizer's state: one per value, and a 32-bit scale for every 256 values. Small
+    states stay in full precision (Dettmers et al. 2022, section 2)."""
     if state.numel() < _LEAST_FOR_8BIT:
         return state.untyped_storage().nbytes()
     return int(state.numel() * (1 + 4 / _STATE_BLOCK))

@@ -14,15 +14,16 @@ class Depth:
     period: int
     traced: int
     copies: int
-    """How often the third of the four groups has to be repeated for the whole depth; 0: it is whole."""
+    """How often the third of the four groups has to be repeated for the full depth; 0 if the whole model is
+    traced."""
 
     def group_of(self, layer: int) -> int:
-        """A layer's group; what does not fill a group belongs to the last."""
+        """A layer's group; remaining layers that fill no group belong to the last group."""
         return min(layer // self.period, LAST)
 
 
 def depth_for(layers: int, period: int) -> Depth:
-    """Four groups and what is left over stand for all; a model that has no more is traced whole.
+    """Four groups and the remaining layers represent the model; a model with no more layers is traced whole.
 
     >>> depth_for(32, 1)
     Depth(period=1, traced=4, copies=29)
@@ -34,10 +35,10 @@ def depth_for(layers: int, period: int) -> Depth:
 
 
 def period_of(config: dict[str, Any], sequence: int) -> int:
-    """After how many layers their kinds repeat; the number of layers, where they don't.
+    """The period at which the kinds of layers repeat, or the number of layers if they do not repeat.
 
     Args:
-        sequence: tokens of a sample; up to a sliding window's length that attention is like any other.
+        sequence: tokens of a sample; up to the window's length, sliding attention equals full attention.
     """
     layers = layers_in(config)
     if config.get("mlp_only_layers"):
@@ -56,7 +57,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
 
 
 def config_for(fields: dict[str, Any]) -> Any:
-    """transformers' config of the content of a config.json."""
+    """transformers' config object for the content of a config.json."""
     from transformers import AutoConfig
 
     own = dict(fields)
@@ -69,9 +70,10 @@ def layers_in(config: dict[str, Any]) -> int:
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config of a model of so many layers, each of the kind that it is in the whole.
+    """The config of a model with only `layers` layers, each of its kind in the full model.
 
-    Only the last of them make room for kinds that come later, which are like theirs but for a mask.
+    Kinds that only appear later in the full model replace those of the last layers; they differ only in the
+    mask.
     """
     name = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
     whole = _kinds(config)

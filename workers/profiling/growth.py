@@ -1,9 +1,9 @@
-"""How each block of a tape grows with the micro-batch, from two tapes that differ in nothing else.
+"""Computes how each block of a tape grows with the micro-batch, from two tapes that differ in nothing else.
 
-A tensor's size is a product of lengths, so that a block is the same for all micro-batches, or goes with the
-rows, with their square (a packed row's mask), or with the positions of a chunk of the loss: which of these,
-its two sizes tell exactly. So every point of the step is known at every micro-batch, and the peak is the
-highest of them, wherever it moves to; nothing is drawn through peaks, which may lie at different points.
+A tensor's size is a product of lengths. So a block's size is constant, or proportional to the rows, to their
+square (a packed row's mask) or to the positions of a chunk of the loss; the block's two sizes determine
+which. This gives the memory of every point of the step at every micro-batch, and the peak is the highest
+point. Peaks themselves are not interpolated, since they may lie at different points.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,11 @@ from workers.profiling.tape import Block, Run, Tape
 
 Numbers = npt.NDArray[np.float64]
 TERMS = 5
-"""What a block may grow with: nothing, the rows, their square, a first chunk's positions, a second's."""
+"""The number of terms that a block may grow with: 1, rows, rows², positions of the first and second chunk."""
 
 
 class NotAlike(Exception):
-    """The two tapes do not do the same."""
+    """The two tapes make different allocations."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Range:
-    """Micro-batches from `rows` on, and how many positions of the two chunks there are in such a one:
-    for each chunk, (positions, positions for each row)."""
+    """Micro-batches of at least `rows` rows; `first` and `second` are the positions in the two chunks of the
+    loss, as (fixed positions, positions per row)."""
 
     rows: float
     first: tuple[float, float] = (0.0, 0.0)
@@ -73,10 +73,10 @@ def growths(one: Sample, other: Sample) -> Growths:
     """How each block of the first tape grows.
 
     Raises:
-        NotAlike: they make other allocations, or in another order.
+        NotAlike: the tapes make different allocations, or in a different order.
     """
     if not _alike(one.tape, other.tape):
-        raise NotAlike("the step allocates otherwise at other micro-batches")
+        raise NotAlike("the step makes different allocations at different micro-batches")
     return {
         id(block): _growth(block.size, twin.size, one, other)
         for block, twin in zip(one.tape.blocks, other.tape.blocks, strict=True)
@@ -91,12 +91,13 @@ def _alike(one: Tape, other: Tape) -> bool:
 
 
 def _steps(run: Run) -> list[list[int]]:
-    """What is allocated, and freed, in a row. Autocast drops its copies of weights in no order of its own."""
+    """Groups consecutive allocations, and consecutive frees: autocast drops its weight copies in no fixed
+    order."""
     return [sorted(event.block for event in own) for _, own in groupby(run.events, itemgetter(1))]
 
 
 def _growth(size: int, twin: int, one: Sample, other: Sample) -> Numbers:
-    """A single term where there is one that fits; a sum of several has its line through the two sizes."""
+    """The single term that fits both sizes, if there is one; otherwise a line through the two sizes."""
     found = np.zeros(TERMS)
     for term, (at, at_other) in enumerate(zip(one.terms, other.terms, strict=True)):
         if at and size * at_other == twin * at:
@@ -127,7 +128,7 @@ class Growing:
         """The points that are the highest for at least one of these numbers of rows.
 
         Args:
-            once: only the first micro-batch is made, and the window closed.
+            once: whether the window has only one micro-batch.
         """
         allowed = np.array([not (once and run.place.phase.endswith(" 1")) for run in self.runs])
         chosen = np.flatnonzero(allowed[self.run[self.points]])
@@ -170,7 +171,7 @@ def growing(tape: Tape, known: Growths) -> Growing:
 
 
 def at(tape: Tape, known: Growths, within: Range, rows: float) -> Tape:
-    """The tape as it is at so many rows."""
+    """The tape at a given number of rows."""
     terms = within.at(rows)
     sizes = {number: round(float(growth @ terms)) for number, growth in known.items()}
     made: dict[int, Block] = {}

@@ -11,7 +11,7 @@ Target = Literal["cpu", "cuda"]
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], target: Target) -> int:
-    """Bytes that an operator's kernel takes beside its outputs; 0 where none is known."""
+    """Bytes that an operator's kernel allocates in addition to its outputs; 0 if unknown."""
     rule = _WORKSPACES.get((str(func), target))
     if rule:
         return rule(args)
@@ -19,7 +19,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], target: Target) -> int:
 
 
 def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The output of an operator that fake tensors refuse; null for all others."""
+    """The output of an operator that fake tensors do not support; None for all other operators."""
     if func is not aten._grouped_mm.default:
         return None
     one: Tensor = args[0]
@@ -31,7 +31,7 @@ def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
 
 
 def _casts_on_cpu(args: tuple[Any, ...]) -> int:
-    """On a CPU, operands of several precisions are first copied to the one that is worked in
+    """On a CPU, operands of different precisions are first copied to a common one
     (aten/src/ATen/TensorIterator.cpp, compute_types); a GPU's kernels cast as they read."""
     operands = [each for each in args if isinstance(each, Tensor) and each.dtype != torch.bool]
     if len({each.dtype for each in operands}) < 2:
@@ -76,7 +76,7 @@ def _flash_backward_on_cpu(args: tuple[Any, ...]) -> int:
 
 def _product_on_cpu(args: tuple[Any, ...]) -> int:
     """oneDNN's product of matrices in bf16: for each thread a tile of the result in fp32, and the panels of
-    both sides that it lays out anew: of the right side always, of the left one where it is transposed
+    the operands that it repacks: always of the right one, and of the left one only if it is transposed
     (src/cpu/x64/matmul/brgemm_matmul.cpp; the largest tiles as measured on PyTorch 2.13)."""
     one, other = args[-2:]
     if one.dtype != torch.bfloat16:
@@ -93,8 +93,8 @@ def _up(size: int, step: int) -> int:
 
 
 def _chunked_cross_entropy(args: tuple[Any, ...]) -> int:
-    """A chunk's logits, a value and a hidden state for each of its rows, and unless the policy is compact the
-    chunk's share of the weight's gradient; of each position its target, whether it counts, and how much
+    """For a chunk: its logits, a value and a hidden state for each row, and a gradient of the weight unless
+    the policy is compact. For each position: its target, whether it counts, and its weight
     (torch/nn/modules/linear_cross_entropy.py of PyTorch 2.13)."""
     hidden: Tensor = args[0]
     weight: Tensor = args[1]

@@ -18,10 +18,10 @@ def weights_by_group(model: Any, depth: Depth) -> Iterator[tuple[Tensor, int | N
 
 
 def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> list[Any]:
-    """Hooks that tell the recorder which group of layers is at work, forward and backward.
+    """Installs hooks that set the recorder's group of layers, forward and backward. Returns the hooks.
 
     Args:
-        routed: the loss works on what each layer's router said; there the inputs tell the group.
+        routed: whether the loss uses the routers' outputs; the group of the inputs then counts.
     """
     layers = layers_of(model)
     hooks: list[Any] = []
@@ -43,7 +43,7 @@ def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> lis
                 hidden.register_hook(_backward(recorder, phase, below))
             if last:
                 recorder.enter(phase, None, "logits")
-                recorder.by_origin = routed  # the balance loss works on what each layer's router said
+                recorder.by_origin = routed  # the balance loss uses the output of every layer's router
 
         return hook
 
@@ -68,7 +68,7 @@ def _backward(recorder: Recorder, phase: str, group: int | None) -> Any:
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    """The list of a model's layers: the first whose length is their number.
+    """The list of a model's layers: the first module list that is as long as the number of layers.
 
     Raises:
         ValueError: the model has no such list.

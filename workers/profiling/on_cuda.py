@@ -1,8 +1,8 @@
-"""What differs on a GPU, for a step that is simulated with fake tensors of the CPU.
+"""Simulates a GPU's memory use with fake CPU tensors.
 
-So that a simulation needs neither a GPU nor a build of torch for one, and is the same everywhere: autocast
-runs other operators in fp32 there (PyTorch documentation, "CUDA Ops that can autocast to float32"),
-dropout keeps a mask of bytes, and attention does not make its matrix for the sake of dropout.
+A simulation then needs neither a GPU nor a CUDA build of torch, and gives the same result everywhere. On a
+GPU, autocast runs other operators in fp32 (PyTorch documentation, "CUDA Ops that can autocast to float32"),
+dropout keeps a mask of bytes, and attention does not materialise its matrix because of dropout.
 """
 
 from typing import Any
@@ -29,13 +29,13 @@ _IN_FP32 = frozenset(
 
 
 class OnCuda(TorchFunctionMode):
-    """Inside, a CPU's tensors are worked on as a GPU's would be, as far as memory is concerned."""
+    """Within this mode, operators on CPU tensors use as much memory as on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # layers that are recomputed within it are on the target too
+        if func is Tensor.backward:  # keep the mode active for layers that the backward pass recomputes
             loss: Tensor = args[0]
             with self:
                 return _engine_run_backward(

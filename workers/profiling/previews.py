@@ -37,14 +37,14 @@ from workers.training.preview import preview
 log = structlog.get_logger("accrue.profiler")
 
 _SECONDS = 20.0
-"""For one look."""
+"""The time limit for one preview."""
 
 _ENDS_WITHIN_SECONDS = 10.0
-"""For the kernel to end everything that a killed child has started."""
+"""The time in which the kernel must have ended all descendants of a killed child."""
 
 _FOUND = "found.json"
 _LARGEST_PREVIEW = 2**23
-"""Bytes."""
+"""The maximum size of a preview, in bytes."""
 _CPU_SECONDS = 60
 _MEMORY_BYTES = 2**31
 """The memory that making a preview may use, beyond what the process uses before."""
@@ -55,7 +55,7 @@ _served: dict[str | None, float] = {}
 
 
 def answer_one(database: Database, settings: Settings) -> bool:
-    """Makes the preview that was requested first; false if there is none."""
+    """Makes the next requested preview. Returns False if there is no request."""
     with database.reading() as session:
         if not previews.has_unclaimed(session):
             return False
@@ -78,10 +78,10 @@ def answer_one(database: Database, settings: Settings) -> bool:
 
 
 def _looked_at(order: PreviewSpec, settings: Settings) -> tuple[DatasetPreview | None, str | None]:
-    """What there is to see, or why there is nothing: found out by a child with limits.
+    """Makes a preview in a child process with limits. Returns the preview, or the reason why there is none.
 
-    A tokenizer's files may keep it busy for ever, fill the memory, or end the process, in native code that
-    no exception and no signal handler reaches.
+    A tokenizer's files may make the process run forever, fill the memory or end, in native code that no
+    exception and no signal handler can interrupt.
     """
     with _temporary_folder() as folder:
         model = base_models.path_of(order.model, settings)
@@ -114,7 +114,7 @@ def _looked_at(order: PreviewSpec, settings: Settings) -> tuple[DatasetPreview |
 
 @contextmanager
 def _temporary_folder() -> Iterator[str]:
-    """Deleted however deep the folders are that a child made in it."""
+    """A temporary folder that is deleted at the end, however deeply a child has nested folders in it."""
     folder = tempfile.mkdtemp(prefix="accrue-preview-")
     try:
         yield folder
@@ -123,7 +123,7 @@ def _temporary_folder() -> Iterator[str]:
 
 
 class _Found(BaseModel):
-    """What the child writes."""
+    """The child's result."""
 
     preview: DatasetPreview | None = None
     error: str | None = None
@@ -139,8 +139,8 @@ def _found(folder: Path) -> _Found | None:
 
 @cache
 def _children() -> ForkServerContext:
-    """Children are forks of a process that has everything imported, and never held a database, a setting or a
-    secret: they share neither this process's memory nor its open files."""
+    """A context whose children are forks of a server process that has imported everything but never held a
+    database, a setting or a secret. They share neither this process's memory nor its open files."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{PACKAGE_PREFIX}workers.profiling.previews"])
     return context
@@ -148,7 +148,7 @@ def _children() -> ForkServerContext:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """The environment as a process that is started meanwhile gets it."""
+    """Removes secrets from the environment of processes that are started within the block."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if not is_passed_on(name)}
     try:
         yield
@@ -164,21 +164,22 @@ def _look(
     folder: Path,
     hidden: Path | None,
 ) -> None:
-    """The child: leaves a preview or an error in a folder.
+    """Runs in the child: writes a preview or an error into a folder.
 
     Args:
-        make: gives the preview; found by its name.
-        hidden: the data folder, of which it is to see its file and its model alone.
+        make: makes the preview; the child imports it by its name.
+        hidden: the data folder, in which the child may read only its file and its model; None for no
+        isolation.
     """
     die_with_parent()
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # they would keep the fork server alive
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # else they keep the fork server alive
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
     for number in (1, 2):
         os.dup2(sys.stderr.fileno(), number)
     if hidden is None:
         _answer(make, order, model, data, folder)
         return
-    fetched_first(lambda: _fetch(order, model))  # what is missing is missed below
+    fetched_first(lambda: _fetch(order, model))  # if files are still missing, the code below reports it
 
     def look(apart: bool) -> int:
         if apart:
@@ -206,16 +207,18 @@ def _answer(
 ) -> None:
     """Makes the preview under limits, and writes it, or the error, into the folder."""
     limit_memory(_MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # also after the wait is over
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))  # even if the parent stops waiting
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         found = _Found(preview=make(order, model, data, folder))
     except CannotTrain as refused:
         found = _Found(error=str(refused))
-    except BaseException as unexpected:  # tokenizers panic with one; its message may be training text
+    except (
+        BaseException
+    ) as unexpected:  # tokenizers' panics are BaseExceptions; their message may be training text
         what = type(unexpected).__name__
         found = _Found(
-            error=f"the tokenizer of {order.model.name} could not be loaded or used ({what}): look whether "
+            error=f"the tokenizer of {order.model.name} could not be loaded or used ({what}): check that "
             "the worker has the model's files"
         )
     with create_plain(folder / _FOUND) as file:

@@ -16,15 +16,16 @@ from workers.profiling.unroll import NotUniform
 
 _MOST_ROWS = 2**20
 _CHECKED_ROWS = 1
-"""One row alone: a tensor of a single row needs no copy to become contiguous, so that the step allocates
-otherwise than with several."""
+"""One row alone: a tensor of a single row needs no copy to become contiguous, so the step makes other
+allocations than with several rows."""
 
 _RESERVED_ROWS = 4
 _LEAST_UNIT = 10
 
 _SAMPLES = ((2, Chunks(768, 384)), (3, Chunks(896, 512)))
-"""Two micro-batches and the chunks of their loss, no two of whose lengths grow in the same proportion. A
-trace takes no longer for many rows than for few; chunks are long, as real ones are: kernels work in tiles."""
+"""Two micro-batches and the chunks of their loss. Rows and chunks all grow by different ratios, so that a
+block's two sizes tell what it depends on. The chunks are as long as real ones, since kernels work in tiles;
+more rows do not make a trace slower."""
 
 Together = Callable[[Sequence[Callable[[], Tape]]], list[Tape]]
 """How several traces are made: one after another, or side by side."""
@@ -87,7 +88,7 @@ def _retried_variants(
 
 
 class _StepVariant:
-    """A way that the step is made, known at every micro-batch from two traces of it."""
+    """A variant of the step; two traces determine its memory at every micro-batch."""
 
     def __init__(self, simulation: Simulation, one: Sample, other: Sample) -> None:
         self.known: Growths = growths(one, other)
@@ -98,14 +99,14 @@ class _StepVariant:
 def _step_variants(
     simulation: Simulation, sequence: int, together: Together
 ) -> list[tuple[_StepVariant, Range]]:
-    """How the step is made at which micro-batches: with one chunk of the loss, two, or more.
+    """The variants of the step, with one, two or more chunks of the loss, and their ranges of micro-batches.
 
     Raises:
         NotUniform: the layers that were left out are not like those that were traced.
     """
     chunk, positions = simulation.chunk, max(1, sequence - 1)
     second, third = (chunk + 1) / positions, (2 * chunk + 1) / positions
-    """Rows from which on there is a second chunk, and a third."""
+    """The numbers of rows from which there is a second chunk, and a third."""
 
     def traced(*requested: tuple[int, Chunks | None]) -> list[_StepVariant]:
         tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in requested])
@@ -146,7 +147,7 @@ def _stretch(known: Growing, within: Range, end: float) -> Stretch:
 
 
 def _looked_at(start: float) -> Iterator[float]:
-    """Numbers of rows from a first one on, each one or an eighth more than the last."""
+    """Numbers of rows from `start` on; each is larger than the last by one or by an eighth."""
     yield start
     rows = max(1, int(start) + 1)
     while rows < max(_MOST_ROWS, 2 * start):
@@ -155,7 +156,7 @@ def _looked_at(start: float) -> Iterator[float]:
 
 
 def _reserved(ways: Sequence[tuple[_StepVariant, Range]], recipe: Recipe) -> tuple[tuple[int, float], ...]:
-    """What the caching allocator reserves over what is allocated: at a few rows, and at many."""
+    """The ratio of reserved to allocated memory of the caching allocator, at few rows and at many."""
     if recipe.device == "cpu":
         return ((_RESERVED_ROWS, 1.0),)
     found = []
@@ -192,7 +193,7 @@ def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
 
 
 def _through(like: Line, peak: Peak) -> Line:
-    """A line through the peak of a single row, which for a part of a row falls as one nearby does."""
+    """A line through the peak of a single row, with the slope of a nearby line for fractions of a row."""
     slope = {kind: min(max(0.0, like.slope[kind]), float(peak.by_kind[kind])) for kind in KINDS}
     base = {kind: peak.by_kind[kind] - slope[kind] for kind in KINDS}
     return Line(part=like.part, base=base, slope=slope)

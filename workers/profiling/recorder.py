@@ -21,32 +21,32 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes when each storage on a device comes to life and when it dies.
+    """Records when each storage on a device is allocated and freed.
 
-    Sees what operators return, so that memory which an operator takes and gives back by itself is known
-    only from `kernels`. Where a fake tensor's value is read, it answers 1, and `truth` for a boolean.
-    Tensors are the CPU's, whatever the target; what is elsewhere is passed over.
+    It sees only what operators return; memory that an operator allocates and frees internally comes from
+    `kernels`. Reading the value of a fake tensor returns 1, or `truth` for a boolean. All tensors are on the
+    CPU, whatever the target; tensors on other devices are ignored.
 
     Args:
-        target: whose kernels' workspaces are added.
-        truth: what a boolean that is read from a fake tensor is taken for.
+        target: the kind of device whose kernels' workspaces are added.
+        truth: the value that a boolean fake tensor has when it is read.
     """
 
     def __init__(self, target: Target, *, truth: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.by_origin = False
-        """Outside of the layers' passes: an operator works for the group that its inputs belong to."""
+        """Whether an operator is assigned to the group of its inputs, as outside of the layers' passes."""
         self.expanded: dict[int, int] = {}
-        """Blocks that are brought into another form wherever they are used, and the bytes of that form."""
+        """Quantised blocks, and the bytes that each takes when it is dequantised for use."""
         self._target = target
         self._truth = truth
         self._place = Place("start", None)
         self._kind: Kind = "activations"
         self._summed: tuple[int, int] | None = None
-        """The block that a backward pass added to, and that of the sum, where this was the last event."""
+        """If the last event was an addition in a backward pass: the blocks of the addend and of the sum."""
         self._blocks: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Live blocks by storage address: a weak reference, which notices the end, and the block's number."""
+        """Live blocks by storage address: a weak reference with a callback for its end, and the number."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -54,11 +54,11 @@ class Recorder(TorchDispatchMode):
         return False
 
     def enter(self, phase: str, group: int | None = None, kind: Kind = "activations") -> None:
-        """What follows happens there, and what it allocates is of that kind."""
+        """Sets the place and the kind of the allocations that follow."""
         self._place, self._kind = Place(phase, group), kind
 
     def stop(self) -> Tape:
-        """The tape, to which nothing is added from here on."""
+        """Stops recording and returns the tape."""
         self._blocks.clear()
         return self.tape
 
@@ -67,14 +67,15 @@ class Recorder(TorchDispatchMode):
         return self._place.phase
 
     def know(self, tensor: Tensor, kind: Kind, group: int | None) -> int | None:
-        """Takes up a tensor that was made before; its block, null where its storage is known already."""
+        """Adds a tensor that already exists. Returns its block, or None if its storage is already on the
+        tape."""
         if self._block_of(tensor) is not None:
             return None
         self._place = Place(self._place.phase, group)
         return self._allocated(tensor, kind)
 
     def label(self, tensor: Tensor, kind: Kind) -> int | None:
-        """Says what a tensor turned out to be; its block, null where it is not on the tape."""
+        """Sets the kind of a tensor. Returns its block, or None if the tensor is not on the tape."""
         block = self._block_of(tensor)
         if block is not None:
             self.tape.blocks[block].kind = kind
@@ -83,7 +84,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # asked for a dozen times an operator: answered here, which is faster
+        if func is _DEVICE:  # queried a dozen times per operator, so it is answered here
             return args[0].device
         if func in _READS and isinstance(args[0], FakeTensor):
             return self._truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -137,9 +138,9 @@ class Recorder(TorchDispatchMode):
         """The blocks of a gradient and of its sum with another, if they are alike.
 
         Autograd adds up gradients in place where nothing else holds the first of them (PyTorch's
-        torch/csrc/autograd/input_buffer.cpp), but never so with fake tensors: there the sum is made again,
-        and the first one ends with it. A gradient that is a view, as that of a linear layer over three
-        dimensions is, has a base, and is added to out of place.
+        torch/csrc/autograd/input_buffer.cpp), but not with fake tensors: there the sum is a new tensor,
+        and the first gradient is freed right after. A gradient that is a view, such as that of a linear layer
+        over three dimensions, is not added to in place, since its base also holds the memory.
         """
         block, made = self._block_of(args[0]), self._block_of(output)
         if args[0]._is_view():  # its base holds the memory, too
@@ -149,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return block, made
 
     def _rename(self, made: int, block: int) -> None:
-        """What was noted as a block of its own is another one that lives on."""
+        """Replaces a block that was recorded as new by the existing block that it continues."""
         address = next(key for key, (_, own) in reversed(self._blocks.items()) if own == made)
         self._blocks[address] = (self._blocks[address][0], block)
 
@@ -164,10 +165,11 @@ class Recorder(TorchDispatchMode):
         return "weights" if weight else self._kind
 
     def _follow(self, args: tuple[Any, ...], position: int | None = None) -> None:
-        """Goes to the group that the inputs belong to; where a list is made of lists, those at a position.
+        """Sets the group to that of the inputs; of inputs that are lists, only the entries at `position`
+        count.
 
-        Of several it is the last, which adds to what the earlier ones made; in a backward pass the first,
-        since what is shared comes down from the last.
+        If the inputs belong to several groups, the last one is used, since it adds to the results of earlier
+        ones; in a backward pass the first, since gradients of shared values come from the last.
         """
         groups = []
         for argument in args:

@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of all, in order; the first is worked on here, each of the others in a fork.
+    """Runs the first function here and each other one in a fork. Returns their results in order.
 
-    For a process without threads that hold locks, such as the profiler; not for one that others share.
+    Use this only in a dedicated process whose threads hold no locks, such as the profiler.
 
     Raises:
         Exception: what one of them raised.
@@ -30,7 +30,7 @@ def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def _fork(work: Callable[[], T]) -> tuple[int, int]:
-    """A child's process id, and the end of the pipe that it answers through."""
+    """Starts a child. Returns its process id and the read end of the pipe for its result."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child:
@@ -46,7 +46,7 @@ def _fork(work: Callable[[], T]) -> tuple[int, int]:
         with os.fdopen(theirs, "wb") as pipe:
             pickle.dump(answer, pipe)
     finally:
-        os._exit(0)  # no handler and no destructor of the parent's runs twice
+        os._exit(0)  # the parent's exit handlers and destructors must not run here
 
 
 def _end(child: int, ours: int) -> tuple[T, Exception | None]:

@@ -32,7 +32,7 @@ from workers.training.replica import add
 from workers.training.window import Clipping, LossScale, Window
 
 MICRO_BATCHES = 2
-"""The first and one that adds to it: every further one is like the second."""
+"""The first micro-batch and one that accumulates: all further ones are like the second."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class _FewChunks(Head):
-    """A chunk's memory is the same for all: the first two are worked on, or two of the sizes asked for."""
+    """Processes only the first two chunks, or two of the requested sizes: all others need the same memory."""
 
     requested: Chunks | None = None
 
@@ -61,7 +61,7 @@ class _FewChunks(Head):
 
 @dataclass
 class _Step:
-    """What `replica.add` needs of a run."""
+    """The part of a run that `replica.add` needs."""
 
     window: Window
     gradients: InPlace | SeparateAccumulator
@@ -92,7 +92,7 @@ class Simulation:
             _materialise(self._model)
 
     def whole(self, rows: int, sequence: int) -> Tape:
-        """The tape of the model at its whole depth.
+        """Traces the model, and extends the tape to the model's full depth.
 
         Raises:
             NotUniform: the layers that were left out are not like those that were traced.
@@ -108,12 +108,12 @@ class Simulation:
         return unroll(tape, self._depth.copies) if self._depth.copies else tape
 
     def trace(self, rows: int, sequence: int, chunks: Chunks | None = None) -> Tape:
-        """One window of two micro-batches in steady state, after one that makes the optimizer's states.
+        """Traces one window of two micro-batches, after a step that creates the optimizer's states.
 
         Args:
             rows: samples of each micro-batch.
             sequence: tokens of each sample.
-            chunks: of the loss, where they are to be of other sizes than the trainer's.
+            chunks: the sizes of the loss's chunks, if they must differ from the trainer's.
         """
         recorder = Recorder(self.recipe.device, truth=not self.recipe.packing)
         on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
@@ -122,7 +122,7 @@ class Simulation:
 
     @property
     def chunks_at_once(self) -> bool:
-        """Whether one operator works on all chunks, where there are several: asked of the loss itself."""
+        """Whether one operator processes all chunks of the loss. The loss itself is run to find out."""
         head = head_of(self._model)
         if head is None:
             return False
@@ -142,7 +142,7 @@ class Simulation:
 
     @property
     def chunk(self) -> int:
-        """Positions whose logits are made at a time; 0 where they are made for all at once."""
+        """The number of positions per chunk of the loss; 0 if all logits are computed at once."""
         head = head_of(self._model)
         return 0 if head is None else head.rows
 
@@ -168,7 +168,9 @@ class Simulation:
         from transformers import AutoModelForCausalLM
 
         made = config_for(with_layers(config, self._depth.traced))
-        attention = "eager" if self.recipe.attention == "eager" else "sdpa"  # flash attention keeps the same
+        attention = (
+            "eager" if self.recipe.attention == "eager" else "sdpa"
+        )  # flash attention keeps the same tensors
         dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
         try:
             model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
@@ -225,7 +227,7 @@ class Simulation:
             gradients.release()
 
     def _make_states(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer, for what it keeps."""
+        """Runs one step of the optimizer, which creates its states."""
         recorder.enter("states")
         recorder.by_origin = True
         for parameter in self._model.parameters():
@@ -262,17 +264,17 @@ class Simulation:
 
 
 class _OffDeviceOptimizer(torch.optim.Optimizer):
-    """One whose states and arithmetic are in another memory (training/optimizer.py: OnHost)."""
+    """An optimizer whose states and arithmetic are on the host (training/optimizer.py: OnHost)."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__([p for p in parameters if p.requires_grad], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Takes no memory here."""
+        """Does nothing, since the step takes no memory on the device."""
 
 
 def _materialise(model: nn.Module) -> None:
-    """Makes parameters and buffers that are on no device fake tensors of the CPU; shared ones stay shared."""
+    """Replaces parameters and buffers on the meta device by fake CPU tensors; shared ones stay shared."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for own in (module._parameters, module._buffers):
@@ -289,7 +291,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def _host(recipe: Recipe) -> torch.device | None:
-    """Where gradients go that are not kept on the device; on a GPU's target, out of the recorder's sight."""
+    """Where gradients are kept if not on the device: for a GPU, on the meta device, which is not recorded."""
     if not recipe.accumulate_on_cpu:
         return None
     return torch.device("meta" if recipe.device == "cuda" else "cpu")
@@ -326,7 +328,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of libraries, and no garbage collector: its pauses are longer than a trace."""
+    """Disables the libraries' warnings, and the garbage collector, whose pauses are longer than a trace."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -340,7 +342,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_if_real() -> Iterator[None]:
-    """Keeps transformers from making masks for fake tensors that it leaves out for real ones."""
+    """Stops transformers from making masks that it makes for fake tensors but not for real ones."""
     module: Any = import_module("transformers.masking_utils")
     was = getattr(module, "is_tracing", None)
     module.is_tracing = lambda *_: False

@@ -12,21 +12,22 @@ class Block:
     """One allocation."""
 
     size: int
-    """Bytes, as the operator asked for them."""
+    """Bytes, as requested by the operator."""
     kind: Kind
     group: int | None
-    """The group of layers in whose part of the step it was made; None: outside of the layers."""
+    """The group of layers that made the allocation, or None outside of the layers."""
 
 
 class Place(NamedTuple):
-    """A stretch of the step: a pass over the model, or its end, and the group of layers at work."""
+    """A part of the step: its phase (a pass over the model, or the close of the window) and the group of
+    layers."""
 
     phase: str
     group: int | None
 
 
 class Event(NamedTuple):
-    """A block comes to life, or its life ends."""
+    """A block is allocated or freed."""
 
     block: int
     allocates: bool
@@ -34,7 +35,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Run:
-    """Events in a row at one place."""
+    """Consecutive events at one place."""
 
     place: Place
     events: list[Event] = field(default_factory=list)
@@ -42,13 +43,13 @@ class Run:
 
 @dataclass
 class Tape:
-    """Blocks by number, and the runs in which they come and go."""
+    """Blocks by number, and the runs of events that allocate and free them."""
 
     blocks: list[Block] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     def allocate(self, place: Place, size: int, kind: Kind) -> int:
-        """A new block's number."""
+        """Records an allocation. Returns the new block's number."""
         self.blocks.append(Block(size, kind, place.group))
         number = len(self.blocks) - 1
         self._add(place, Event(number, True))
@@ -58,7 +59,7 @@ class Tape:
         self._add(place, Event(block, False))
 
     def takes_back(self, block: int) -> bool:
-        """Whether a block's allocation was the last event; then it is as if it had never been."""
+        """Undoes a block's allocation if it was the last event. Returns whether it was."""
         if block != len(self.blocks) - 1 or not self.runs or self.runs[-1].events[-1] != Event(block, True):
             return False
         self.blocks.pop()
@@ -87,7 +88,7 @@ class Peak:
 
 
 def peaks(tape: Tape) -> list[Peak]:
-    """Each run's peak, in order. The first events of a run come on top of what is live before it."""
+    """Each run's peak, in order. A run starts with the memory that is live before it."""
     live = dict.fromkeys(KINDS, 0)
     total, found = 0, []
     for run in tape.runs:

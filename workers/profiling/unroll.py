@@ -1,10 +1,10 @@
 """Turns the tape of a shallow model into that of the deep one, by repeating a group of layers.
 
-The shallow model has four groups of layers: first, two alike, last. If the two in the middle do the same,
-allocation for allocation, the deep model does just that once more for each group that it has more: the
-tape of the third group is repeated, forward in one order and backward in the other. What a group frees of
-its neighbours' (the activations between two layers) is found by what the group before it does with its
-own neighbours. Nothing is estimated; where the groups differ, the tape says so.
+The shallow model has four groups of layers: the first, two equal ones, and the last. If the two in the middle
+make the same allocations, every further group of the deep model makes them too: the tape of the third group
+is repeated, in one order in the forward pass and in reverse in the backward pass. Which blocks of its
+neighbours a copy frees (the activations between two layers) is known from what the second group frees of its
+own neighbours. Nothing is estimated: if the groups differ, NotUniform is raised.
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ GROUPS = 4
 
 
 class NotUniform(Exception):
-    """The groups in the middle do not do the same: the model has to be traced at its full depth."""
+    """The middle groups make different allocations: the model has to be traced at its full depth."""
 
 
 def unroll(tape: Tape, copies: int) -> Tape:
-    """The tape with the third of its four groups `copies` times.
+    """Repeats the third of a tape's four groups `copies` times.
 
     Raises:
         NotUniform: the second and the third group differ.
@@ -51,10 +51,10 @@ def unroll(tape: Tape, copies: int) -> Tape:
 
 
 def _twins(tape: Tape) -> dict[int, int]:
-    """For each block of the second group, the third's that corresponds to it.
+    """Maps each block of the second group to the corresponding block of the third.
 
     Raises:
-        NotUniform: there is none, or it is of another size.
+        NotUniform: a block has no counterpart, or one of another size.
     """
     runs: dict[tuple[str, int], list[Run]] = {}
     for run in tape.runs:
@@ -64,13 +64,13 @@ def _twins(tape: Tape) -> dict[int, int]:
     for phase in {phase for phase, _ in runs}:
         before, repeated = runs.get((phase, BEFORE), []), runs.get((phase, REPEATED), [])
         if [len(run.events) for run in before] != [len(run.events) for run in repeated]:
-            raise NotUniform(f"{phase}: the groups make another number of allocations")
+            raise NotUniform(f"{phase}: the groups make different numbers of allocations")
         for one, other in zip(before, repeated, strict=True):
             for a, b in zip(one.events, other.events, strict=True):
                 if a.allocates != b.allocates:
-                    raise NotUniform(f"{phase}: the groups allocate in another order")
+                    raise NotUniform(f"{phase}: the groups allocate in different orders")
                 if a.allocates and not _alike(tape.blocks[a.block], tape.blocks[b.block]):
-                    raise NotUniform(f"{phase}: the groups allocate other sizes")
+                    raise NotUniform(f"{phase}: the groups allocate different sizes")
                 if a.allocates:
                     twins[a.block] = b.block
     return twins
@@ -82,7 +82,7 @@ def _alike(one: Block, other: Block) -> bool:
 
 @dataclass
 class _Unrolled:
-    """The longer tape in the making."""
+    """Builds the longer tape."""
 
     source: Tape
     copies: int
@@ -96,7 +96,7 @@ class _Unrolled:
         self._originals = {twin: original for original, twin in self.twins.items()}
 
     def keep(self, run: Run) -> None:
-        """A run that happens once, however deep the model is."""
+        """Adds a run that happens once, however deep the model is."""
         events: list[Event] = []
         for block, allocates in run.events:
             if allocates:
@@ -108,7 +108,7 @@ class _Unrolled:
         self.tape.runs.append(Run(run.place, events))
 
     def repeat(self, run: Run, before: Run) -> None:
-        """A run that happens once for each copy; `before` is the second group's that corresponds."""
+        """Adds a run once for each copy; `before` is the corresponding run of the second group."""
         order = range(self.copies)
         for copy in reversed(order) if run.place.phase.startswith("backward") else order:
             events = [
@@ -120,7 +120,8 @@ class _Unrolled:
             self.tape.runs.append(Run(run.place, events))
 
     def _freed(self, block: int, others: int, copy: int) -> Event:
-        """What the copy frees where the third group frees `block`, and the second `others`."""
+        """The block that a copy frees when the third group frees `block` and the second group frees
+        `others`."""
         owner = self.source.blocks[block].group
         if owner == REPEATED:
             return self._old(block, copy)
@@ -128,14 +129,16 @@ class _Unrolled:
             return self._old(block, 0) if copy == 0 else self._old(self._twin(block), copy - 1)
         if owner == LAST:
             return self._old(block, 0) if copy == self.copies - 1 else self._old(others, copy + 1)
-        raise NotUniform("a group in the middle frees what belongs to none of its neighbours")
+        raise NotUniform("a middle group frees a block that belongs to none of its neighbours")
 
     def _copies_freed(self, block: int, run: Run) -> range:
         """The copies whose block is freed by a run outside of the copies."""
         twin_freed_in = self.freed_in.get(self._original(block))
-        if twin_freed_in == REPEATED:  # each by the group above it: what is left is the last one's
+        if twin_freed_in == REPEATED:  # the group above frees each copy's block, but not the last copy's
             return range(self.copies - 1, self.copies)
-        if run.place.group == BEFORE and twin_freed_in == FIRST:  # each by the group below it
+        if (
+            run.place.group == BEFORE and twin_freed_in == FIRST
+        ):  # all but the first copy's: by the group below
             return range(1)
         return range(self.copies)
 
@@ -157,5 +160,5 @@ class _Unrolled:
 
     def _old(self, block: int, copy: int) -> Event:
         if (block, copy) not in self._numbers:
-            raise NotUniform("a block is freed that was never made")
+            raise NotUniform("a block is freed that was never allocated")
         return Event(self._numbers[block, copy], False)

@@ -1,6 +1,6 @@
 """`python -m workers.training RUN_DIR`: one attempt at one job, in this process.
 
-Exit status: 0 with outcome.json; 75 if told to stop (a checkpoint is written), or where another trainer
+Exit status: 0 with outcome.json; 75 if stopped by a signal (a checkpoint is written), or if another trainer
 still holds the directory; 74 if the disk is full; 1 otherwise, with failure.json if the trainer could say
 why.
 """
@@ -41,7 +41,7 @@ _DEVICE_LOST = (
     "device(s) is/are busy or unavailable", "unknown error",
     "hardware stack error", "nvlink error", "contained memory error",
 )  # fmt: skip
-"""What CUDA says where the device is at fault, not the program (CUDA runtime API, error codes)."""
+"""CUDA's messages for errors of the device, not of the program (CUDA runtime API, error codes)."""
 
 
 class StopSignal:
@@ -75,7 +75,7 @@ def main() -> int:
             isolate(run.path)
         elif isolated:
             drop_capabilities()
-        die_with_parent()  # again: it is forgotten when powers are given up
+        die_with_parent()  # again: dropping capabilities clears this setting
         try:
             with run.locked():
                 return attempt(run, stop)
@@ -87,7 +87,8 @@ def main() -> int:
 
 
 def _fetch(run: RunDirectory) -> int:
-    """Puts the base model's files where the trainer can read them: it can write to its run alone."""
+    """Fetches the base model's files where the trainer can read them, since it can write only to its run
+    directory."""
     end_with_supervisor()
     assignment = run.assignment()
     try:
@@ -101,7 +102,8 @@ def _fetch(run: RunDirectory) -> int:
 
 
 def attempt(run: RunDirectory, stop: StopSignal) -> int:
-    """Runs one attempt and leaves its end in the run directory. The one broad except of the trainer."""
+    """Runs one attempt and writes its result to the run directory. This has the trainer's only broad
+    except."""
     assignment = run.assignment()
     with Reporter(run, assignment.attempt) as reporter:
         try:
@@ -124,7 +126,7 @@ def attempt(run: RunDirectory, stop: StopSignal) -> int:
 
 
 def _crash(error: Exception, run: RunDirectory) -> Failure:
-    """The kind of error and its first line; the whole is in trainer.log, which no answer shows."""
+    """The kind of error and its first line; the full error is in trainer.log, which no response shows."""
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return NO_ROOM

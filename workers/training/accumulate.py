@@ -1,6 +1,6 @@
 """Runs one window: micro-batches forward and backward, replays if necessary, and one step.
 
-This and `window.py` are the accumulation; they are read together.
+This module and `window.py` together implement gradient accumulation.
 """
 
 import time
@@ -24,7 +24,7 @@ from workers.training.window import Closed
 
 @dataclass(frozen=True)
 class Added:
-    """What went into a window."""
+    """Waiting time and tokens of an accumulated window."""
 
     data_seconds: float
     """Wall time spent waiting for micro-batches."""
@@ -33,7 +33,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Trained:
-    """A window that was worked through, applied or not. Seconds of wall time."""
+    """A trained window, whether applied or not. Times are wall-clock seconds."""
 
     closed: Closed
     groups: Groups
@@ -50,7 +50,7 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     loss scale) and after running out of memory (in smaller micro-batches, or recomputing activations).
 
     Raises:
-        StopRequested: meanwhile; the window was abandoned.
+        StopRequested: a stop was requested; the window was abandoned.
         CannotTrain: there is no memory for the smallest micro-batch, or for the optimizer's step.
     """
     spec, own, began = training.assignment.spec, training.replica.window, time.perf_counter()
@@ -79,7 +79,7 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
 def _observe(
     training: Training, window: Indices, groups: Groups, denominator: float, *, tap: bool
 ) -> tuple[Observed, Added | None]:
-    """Accumulates a window, and says what happened; the tensors of one that failed are gone."""
+    """Accumulates a window and returns what happened; after a failure, its tensors are released."""
     replica = training.replica
     replica.memory.begin()
     try:
@@ -101,10 +101,10 @@ def accumulate(
     """Opens a window, and adds every micro-batch to it; nothing is applied yet.
 
     Args:
-        tap: note the gradient's norm after the first of several micro-batches.
+        tap: whether to record the gradient's norm after the first of several micro-batches.
 
     Raises:
-        StopRequested: meanwhile; the window was abandoned.
+        StopRequested: a stop was requested; the window was abandoned.
     """
     replica, reporter, progress = training.replica, training.reporter, training.state.progress
     data_seconds, padded_tokens = 0.0, 0
@@ -132,7 +132,7 @@ def cut(training: Training, window: Indices, rule: MicroBatchRule, *, measured: 
     """A window's micro-batches, as groups of positions in it.
 
     Args:
-        measured: the first is drawn at random, for the noise scale.
+        measured: whether the first micro-batch is drawn at random, to measure the noise scale.
     """
     first = None
     if measured:
@@ -143,15 +143,15 @@ def cut(training: Training, window: Indices, rule: MicroBatchRule, *, measured: 
 
 
 def seed_window(seed: int, cursor: Cursor) -> None:
-    """Seeds dropout from the place in the data: a resume or a replay sees what the first run saw."""
+    """Seeds dropout from the position in the data, so that a resume or a replay draws the same numbers."""
     mixed = np.random.SeedSequence([seed, cursor.epoch, cursor.consumed]).generate_state(1, np.uint64)
     torch.manual_seed(int(mixed[0]) >> 1)
 
 
 def observe_routing(training: Training, window: Indices, groups: Groups) -> None:
-    """The first forward of a mixture of experts, without gradient, which counts what the routers choose.
+    """Runs the first forward pass of a mixture of experts, without gradient, to count the routers' choices.
 
-    It draws the same random numbers as the second, so that both route alike.
+    It draws the same random numbers as the second forward pass, so that both route the same way.
     """
     balance = training.replica.balance
     if balance is None:
@@ -190,10 +190,11 @@ def _measurement(
 
 
 def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
-    """Takes less memory after running out of it: smaller micro-batches, or activations made twice.
+    """Reduces memory use after running out of memory: by smaller micro-batches, or by recomputing
+    activations.
 
     Raises:
-        CannotTrain: neither is left.
+        CannotTrain: neither is possible any more.
     """
     training.replica.free_memory()
     spec, fallbacks, budget = training.assignment.spec, training.state.fallbacks, training.budget
@@ -201,7 +202,7 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
     tokens = tokens_of(lengths[widest], budget.packed)
     if len(widest) > 1 and spec.auto_adjust_batch_size:
         smaller = budget.failed(tokens)
-        message = f"Out of memory: the window is replayed with at most {smaller} tokens a micro-batch."
+        message = f"Out of memory: the window is replayed with at most {smaller} tokens per micro-batch."
         training.reporter.event(
             "out_of_memory", message, "warning", token_budget=smaller, failed_tokens=tokens
         )

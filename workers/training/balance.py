@@ -1,14 +1,15 @@
 """A mixture of experts' balance loss, exact however the window is split.
 
-The loss of Switch Transformers (Fedus et al. 2021, equations 4 to 6), as transformers has it: with E
+The loss of Switch Transformers (Fedus et al. 2021, equations 4 to 6), as transformers implements it: with E
 experts, F_e the share of (token, layer) rows that chose expert e among their top k, and P_e the mean
-routing probability, it is coefficient × E × Σ F_e × P_e. A product of means is no sum over tokens: a mean
-of micro-batches' losses is another loss, and a sum of them is K times as strong.
+routing probability, it is coefficient × E × Σ F_e × P_e. A product of means is not a sum over tokens: the
+mean of the micro-batches' losses is a different loss, and their sum is K times as large.
 
 - `window`: F is counted over the whole window by a first forward without gradient. F has no gradient
   (it comes from an argmax), and P is a mean over rows, so that with F known the loss is a sum over rows.
 - `sequence`: the same product within each sequence, averaged over the window's sequences (as in
-  DeepSeek-V3, 2024, equations 17 to 20). A sum over sequences, at no cost, but another loss.
+  DeepSeek-V3, 2024, equations 17 to 20). This is a sum over sequences and costs nothing, but is a different
+  loss.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from workers.training.batches import MicroBatch
 
 @dataclass
 class Balance:
-    """The balance loss of one window after another."""
+    """Computes the balance loss, one window after another."""
 
     coefficient: float
     experts: int
@@ -33,11 +34,11 @@ class Balance:
     _sequences: int = 0
 
     def begin(self, sequences: int) -> None:
-        """Starts a window of so many sequences."""
+        """Starts a window of `sequences` sequences."""
         self._chosen, self._rows, self._sequences = None, 0, sequences
 
     def observe(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> None:
-        """Counts what the routers chose for a micro-batch of the window; for the scope `window` only."""
+        """Counts the routers' choices for a micro-batch. Only the scope `window` needs this."""
         if self._chosen is None:
             first = router_logits[0]
             self._chosen = torch.zeros(self.experts, dtype=_at_least_fp32(first), device=first.device)
@@ -61,7 +62,9 @@ class Balance:
         return self._chosen
 
     def _by_sequence(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
-        assert batch.owner is not None, "a batch of a model that routes says whose its tokens are"
+        assert batch.owner is not None, (
+            "a mixture of experts needs to know which sample each token belongs to"
+        )
         like: dict[str, Any] = {"dtype": _at_least_fp32(router_logits[0]), "device": router_logits[0].device}
         zeros = torch.zeros(len(batch.lengths), self.experts, **like)
         ones = torch.ones(len(batch.owner), **like)
@@ -86,7 +89,7 @@ class Balance:
 
 
 def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Balance | None:
-    """The balance loss that a model's config names; null where it names none or `scope` is none."""
+    """The balance loss of a model's config, or None if it has none or `scope` is \"none\"."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", None)

@@ -1,7 +1,7 @@
 """Divides samples into windows, and windows into micro-batches. Pure functions.
 
-The windows depend on the data, the seed and the effective batch alone; the cut is the plan's, and
-never changes a window's gradient.
+The windows depend only on the data, the seed and the effective batch. The plan determines how a window is
+cut, which never changes its gradient.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 
 _COST_OF_A_MICRO_BATCH = 0.25
-"""What a micro-batch costs beside its tokens, as a share of the token budget (tests/benchmarks: on a CPU,
+"""The fixed cost of a micro-batch, as a share of the token budget (tests/benchmarks: on a CPU,
 33 ms at 5,000 tokens/s, or 160 of 512 tokens, for a model of 4 million parameters; 60 for one of 30)."""
 
 Lengths = npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ class Cursor:
 class MicroBatch:
     """Samples for one forward pass: rows padded on the right, or all in one row (packed).
 
-    Causal attention keeps the padding behind every real token out of its sight, so no attention mask is
+    With causal attention, no token attends to the padding on its right, so no attention mask is
     needed. In a packed row each sample's positions begin at 0, which is how transformers tells them apart.
     Flat positions are row × sequence + column.
     """
@@ -51,16 +51,16 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host."""
     weights: Tensor | None = None
-    """How much each target counts, fp32 of shape (targets,); None: all 1."""
+    """How much each target counts, fp32 of shape (targets,); None if all are 1."""
     position_ids: Tensor | None = None
     """int64 of shape (1, sequence), of a packed row."""
     real: Tensor | None = None
-    """Flat positions of all tokens that are no padding; int64 of shape (tokens,)."""
+    """Flat positions of all tokens that are not padding; int64 of shape (tokens,)."""
     owner: Tensor | None = None
     """The sample, counted from 0, that each real token belongs to; int64 of shape (tokens,)."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Starts the copy to the device; on a GPU it goes on by itself."""
+        """Starts the copy to the device; on a GPU, the copy is asynchronous."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {
@@ -73,7 +73,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How samples are laid into a micro-batch."""
+    """How samples are laid out in a micro-batch."""
 
     pad_id: int
     packed: bool = False
@@ -84,7 +84,7 @@ class BatchLayout:
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of the samples in an epoch: a permutation that seed and epoch fix."""
+    """The order of the samples in an epoch: a permutation determined by the seed and the epoch."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
@@ -94,7 +94,7 @@ def window_at(cursor: Cursor, order: npt.NDArray[np.int64], effective_batch: int
 
 
 def after(cursor: Cursor, window: int, samples: int) -> Cursor:
-    """The cursor behind a window of that many samples."""
+    """The cursor after a window of `window` samples."""
     consumed = cursor.consumed + window
     return Cursor(cursor.epoch + 1, 0) if consumed >= samples else Cursor(cursor.epoch, consumed)
 
@@ -115,8 +115,8 @@ def cut_window(
         cut: a token budget, a number of micro-batches, or a size; all are upper bounds on memory.
         by_length: order by length, longest first, so that little is padded; false keeps the order given.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
-        rows: under a token budget, at most so many samples in one.
-        first: draws the first micro-batch at random, before the rest is ordered; None: no such one.
+        rows: the maximum number of samples per micro-batch under a token budget.
+        first: draws the first micro-batch at random, before the rest is ordered; None draws nothing.
     """
     array = np.asarray(lengths, dtype=np.int64)
     positions = np.arange(len(array))
@@ -161,8 +161,8 @@ def _drawn(
 
 
 def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[tuple[int, int]]:
-    """Within the budget, the cut of samples in falling length that costs least: its padded tokens, and for
-    each micro-batch a share of the budget, since a device takes time for one however small it is.
+    """The cheapest cut within the budget of samples in descending length. Its cost is the padded tokens plus
+    a share of the budget for each micro-batch, since a device needs time for even the smallest one.
 
     By dynamic programming from the shortest sample backwards: best[i] is the cost of cutting all from i on.
     """
@@ -238,7 +238,7 @@ def collate(rows: Sequence[Row], form: BatchLayout, weights: Sequence[float] | N
 
     Args:
         rows: each sample's tokens, and which of these count for the loss.
-        weights: how much each sample's tokens count; None: all alike.
+        weights: how much each sample's tokens count; None if all count the same.
     """
     lengths = np.array([len(tokens) for tokens, _ in rows])
     if form.packed:
@@ -278,8 +278,8 @@ def _positions(lengths: Lengths) -> Lengths:
 class Buckets:
     """The few shapes that a compiled model sees.
 
-    Lengths go up in eighths of a power of two, as far as `longest`; rows in powers of two, as far as `tokens`
-    in all allow.
+    Lengths are rounded up to eighths of a power of two, but not beyond `longest`. The number of rows is
+    rounded up to a power of two if the micro-batch then has at most `tokens` tokens.
     """
 
     tokens: int

@@ -1,7 +1,7 @@
 """The token budget: how large a micro-batch may be, by the plan and by what the run has learned since.
 
-Everything that decides about it is here: the plan's own rule, less after running out of memory, more after
-many windows that went well, and what a sweep found to be fastest.
+Everything that determines it is here: the plan's rule, decreases after running out of memory, increases
+after many windows that fitted, and the fastest size that a sweep found.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from workers.training.batches import Groups, Lengths, cut_window
 from workers.training.state import LearnedBudget
 
 WINDOWS_BEFORE_GROWTH = 50
-"""So many windows without running out of memory before a larger micro-batch is tried again."""
+"""The number of windows without running out of memory before a larger micro-batch is tried again."""
 
 _WORTH_GROWING = 1.1
 
@@ -21,10 +21,11 @@ class Budget:
 
     Args:
         rank: the plan for this device.
-        learned: what a checkpoint keeps of it; changed in place.
+        learned: the learned part, which checkpoints keep; changed in place.
         effective_batch_size: samples of a window, before any ramp.
-        most_tokens: the largest micro-batch that the plan expects to fit; None: the plan's own.
-        by_length: windows are cut by length, so that little is padded.
+        most_tokens: tokens of the largest micro-batch that the plan expects to fit; None for the plan's
+        budget.
+        by_length: whether windows are cut by length, so that there is little padding.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
     """
 
@@ -45,11 +46,11 @@ class Budget:
         self.packed = packed
 
     def rule(self, batch: int | None = None) -> MicroBatchRule:
-        """How windows are cut as things stand.
+        """The rule by which windows are cut now.
 
         Args:
-            batch: samples of the window; None: as many as the spec's effective batch. A fixed number of
-                micro-batches grows with it.
+            batch: samples of the window, or None for the spec's effective batch. A fixed number of
+                micro-batches grows in proportion.
         """
         if self.learned.tokens is not None:
             return TokenBudget(tokens=self.learned.tokens)
@@ -66,7 +67,7 @@ class Budget:
         Args:
             lengths: tokens of the window's samples.
             rule: usually `rule()`.
-            first: draws the first micro-batch at random; None: no such one.
+            first: draws the first micro-batch at random; None draws nothing.
         """
         planned = self._rank.micro_batch_rule
 
@@ -86,7 +87,7 @@ class Budget:
         return groups
 
     def tokens(self, longest: int) -> int:
-        """Tokens of a micro-batch as things stand.
+        """The current budget of a micro-batch, in tokens.
 
         Args:
             longest: tokens of the longest sample.
@@ -95,7 +96,8 @@ class Budget:
         return rule.tokens if isinstance(rule, TokenBudget) else self._rank.micro_batch_size * longest
 
     def failed(self, tokens: int) -> int:
-        """A micro-batch of this many tokens did not fit: the new budget is the largest that did, or half."""
+        """Lowers the budget after `tokens` did not fit: to the largest size that did, or to half. Returns
+        it."""
         learned = self.learned
         learned.failed_tokens = min(tokens, learned.failed_tokens or tokens)
         known = learned.largest_done
@@ -104,14 +106,14 @@ class Budget:
         return learned.tokens
 
     def window_fitted(self, largest: int) -> int | None:
-        """A window fitted; after enough of them the budget goes half way back to what failed, and never
-        beyond the plan's.
+        """Records that a window fitted. After enough of them, raises the budget halfway to the size that
+        failed, but never beyond the plan's budget.
 
         Args:
             largest: tokens of the window's largest micro-batch.
 
         Returns:
-            The new budget, or null where it stays.
+            The new budget, or None if it stays the same.
         """
         learned, planned = self.learned, self._rank.micro_batch_rule
         if learned.tokens is None or learned.failed_tokens is None:
@@ -135,7 +137,7 @@ class Budget:
         return most if failed is None else min(most, failed - 1)
 
     def measured(self, tokens: int) -> None:
-        """A sweep found that such micro-batches are the fastest."""
+        """Sets the budget to the size that a sweep found to be the fastest."""
         if self.rule() != TokenBudget(tokens=tokens):
             self.learned.tokens = tokens
         self.learned.measured = True

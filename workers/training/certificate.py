@@ -1,6 +1,6 @@
-"""The equivalence certificate: before training, the gradient is compared in two splits.
+"""The equivalence certificate: compares the gradients of two splits of the first window before training.
 
-And that the loss which is trained is the model's own: a head that was taken apart must give the same.
+loss_checks.py checks separately that the trained loss is the model's own.
 """
 
 import copy
@@ -23,7 +23,7 @@ from workers.training.start import Training
 from workers.training.window import Window
 
 TOLERANCE_IN_FP64 = 1e-6
-"""Some parts of a model work in fp32 whatever its precision is: norms' sums, eager attention's softmax."""
+"""Larger than fp64 rounding, since norms' sums and eager attention's softmax are always computed in fp32."""
 
 _SAMPLES_IN_FP64 = 4
 
@@ -43,7 +43,7 @@ def compare(
     """Compares the gradients of two splits of one window. Holds one gradient on the host.
 
     Args:
-        accumulate: opens the window and adds the micro-batches of a split, with nothing random.
+        accumulate: opens the window and adds the micro-batches of a split, without any randomness.
     """
     accumulate(reference)
     held = {p: gradient.detach().cpu().clone() for p, gradient in window.gradient().items()}
@@ -60,7 +60,7 @@ def compare(
 
 
 def smaller_split(plan: Groups) -> Groups:
-    """Every micro-batch in two; where all are single samples, the same in the opposite order."""
+    """Splits every micro-batch in two; if all are single samples, reverses their order."""
     if all(len(group) == 1 for group in plan):
         return plan[::-1]
     halves = [(group[: (len(group) + 1) // 2], group[(len(group) + 1) // 2 :]) for group in plan]
@@ -74,7 +74,8 @@ def changed_choices(chosen: Sequence[Tensor]) -> int:
 
 
 def certify(training: Training) -> None:
-    """Before the first step: the first window's gradient under the plan against that of a smaller split.
+    """Compares the first window's gradient under the plan with that of a smaller split, before the first
+    step.
 
     Raises:
         CannotTrain: they differ by more than rounding.
@@ -123,11 +124,12 @@ def certify(training: Training) -> None:
 
 
 def in_fp64(training: Training, window: Indices) -> float | None:
-    """Compares gradients in fp64, with a copy of the model on the host: one micro-batch of a few samples with
-    the same samples one by one. None: the model cannot be copied or converted, or memory is too short.
+    """Compares gradients in fp64, with a copy of the model on the host: those of a few samples in one
+    micro-batch and one by one. Returns None if the model cannot be copied or converted, or if memory is
+    insufficient.
 
     The last bit of its input can turn a ReLU unit on or off, which changes the gradient by far more than
-    rounding; in fp64, that bit is too small to matter by chance.
+    rounding; in fp64, that bit is too small for this to happen by chance.
     """
     samples, replica = training.loader.samples, training.replica
     counted = window[samples.targets[window] > 0]
@@ -157,7 +159,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
         places = list(range(len(few)))
         with models.without_randomness(model):
             found = compare(twin.window, accumulate, [places], [[place] for place in places])
-    except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or no room for either
+    except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None
     return found.gradient_error
 

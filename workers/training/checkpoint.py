@@ -2,9 +2,9 @@
 
 A checkpoint is a directory of safetensors and JSON, with the SHA-256 of each file in manifest.json.
 Weights and the optimizer's state are kept by parameter name, so that neither depends on the order in which
-an optimizer was given its parameters. It is written beside its final name, synced, and renamed. The random
-state is not in it: every window seeds its own from (seed, epoch, position), so that a resume needs no
-generator's state.
+an optimizer was given its parameters. It is written under a temporary name, synced, and renamed. It contains
+no random state: every window is seeded from (seed, epoch, position), so a resume needs no generator's
+state.
 """
 
 import errno
@@ -34,14 +34,14 @@ BEST = "best"
 
 
 class AllDamaged(Exception):
-    """There are checkpoints, and none of them is whole."""
+    """Checkpoints exist, but all of them are damaged."""
 
 
 def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path | None:
     """Writes the checkpoint of a step and returns once it is on the disk.
 
     Returns:
-        The checkpoint, or null where the very same one is there already.
+        The checkpoint's path, or None if an identical one exists already.
     """
     target = folder / name_of(state)
     for again in range(1, 1000):
@@ -49,7 +49,9 @@ def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim
             break
         if json.loads((target / "state.json").read_text())["state"] == state.to_json():
             return None
-        target = folder / f"{name_of(state)}-{again:03d}"  # the same place, with something learned since
+        target = (
+            folder / f"{name_of(state)}-{again:03d}"
+        )  # the same position, but the state has changed since
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{target.name}.{os.getpid()}"
     _clear(folder)
@@ -58,7 +60,7 @@ def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim
         partial.mkdir()
         _write(partial, state, model, optimizer)
     except (OSError, SafetensorError) as error:
-        _clear(folder)  # a full disk has the room back
+        _clear(folder)  # frees the space again if the disk is full
         if isinstance(error, SafetensorError) and "No space left" in str(error):
             raise OSError(errno.ENOSPC, "No space left on device") from None
         raise
@@ -72,7 +74,7 @@ def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim
 
 
 def _write(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A checkpoint's files, on the disk with their manifest."""
+    """Writes a checkpoint's files and their manifest, and flushes them to disk."""
     save_file(dict(_trained(model)), folder / "model.safetensors")
     fail_point("checkpoint.weights")
     tensors, scalars = _flat(optimizer, parameter_names(model, optimizer))
@@ -94,7 +96,7 @@ def _write(folder: Path, state: RunState, model: nn.Module, optimizer: torch.opt
 
 
 def name_of(state: RunState) -> str:
-    """The name of a state's checkpoint; later ones sort behind earlier ones."""
+    """The name of a state's checkpoint; later ones sort after earlier ones."""
     at = state.position
     return f"step-{state.step:08d}-{at.epoch:04d}-{at.consumed:08d}"
 
@@ -105,17 +107,20 @@ def restore(
     """Loads the newest whole checkpoint into model and optimizer.
 
     Returns:
-        The state, null where there is no checkpoint yet, and the names of damaged ones passed over.
+        The state, or None if there is no checkpoint yet; and the names of damaged checkpoints that were
+        skipped.
 
     Raises:
-        AllDamaged: there are checkpoints, but not one can be trusted.
+        AllDamaged: checkpoints exist, but all are damaged.
         CannotTrain: a newer version of this program wrote it.
     """
     damaged: list[str] = []
     for path in newest_first(folder):
         if _is_whole(path):
             for name in damaged:
-                (folder / name).rename(folder / f"damaged-{name}")  # so that it blocks no new one
+                (folder / name).rename(
+                    folder / f"damaged-{name}"
+                )  # so that a new checkpoint can have its name
             return _load(path, model, optimizer), damaged
         damaged.append(path.name)
     if damaged:
@@ -151,7 +156,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _flat(
     optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """The optimizer's state as `parameter:state`: tensors, and everything that is none.
+    """The optimizer's state as `parameter:state`: tensors, and all values that are not tensors.
 
     A state that is a dict itself, as bitsandbytes' 8-bit ones are, is kept as `parameter:state/inner`.
     """
@@ -174,7 +179,7 @@ def _flat(
 
 
 def _unflat(flat: Mapping[str, Any], names: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """What `_flat` was given, by the place of each parameter in this optimizer."""
+    """Reverses `_flat`: the states by each parameter's index in this optimizer."""
     places = {name: place for place, name in enumerate(names)}
     found: dict[int, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -201,7 +206,7 @@ def _put(states: dict[str, Any], state: str, value: Any) -> None:
 
 
 def _updates(optimizer: torch.optim.Optimizer) -> list[int | None]:
-    """The updates that some optimizers (pytorch_optimizer's) count by group."""
+    """The number of updates of each group, which some optimizers (pytorch_optimizer's) count."""
     return [group.get("step") for group in optimizer.param_groups]
 
 
@@ -214,13 +219,14 @@ def _is_whole(path: Path) -> bool:
 
 
 def mark_as_best(folder: Path, state: RunState) -> None:
-    """The checkpoint of this state, which is written next, will stay; an earlier best goes its way."""
+    """Marks the checkpoint of this state, which is written next, as the best; it is kept instead of the last
+    best."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / BEST, name_of(state))
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint marked as best, if it is there and whole; the newest of several of that place."""
+    """The undamaged checkpoint marked as best, or None; the newest if several have its position."""
     mark = folder / BEST
     if not mark.exists():
         return None

@@ -41,7 +41,7 @@ _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.ui
 
 @dataclass
 class Prepared:
-    """What was done to the data, in samples."""
+    """Statistics of the prepared data, counted in samples unless named otherwise."""
 
     samples: int = 0
     tokens: int = 0
@@ -51,7 +51,7 @@ class Prepared:
     split: int = 0
     without_targets: int = 0
     unused_keys: list[str] = field(default_factory=list)
-    """Unknown keys of the lines; only the first ones."""
+    """The first unknown keys that were found in the lines."""
 
     def note_unused(self, example: Example) -> None:
         new = unused_keys(example).difference(self.unused_keys)
@@ -110,7 +110,7 @@ class Samples:
 
 
 def held_out(spec: DataSpec, seed: int) -> Taken:
-    """Which lines of the training file are kept for validation, by the seed; all false without a share."""
+    """A mask of the training file's examples that the seed selects for validation; all False if none are."""
     taken = np.zeros(spec.examples, dtype=np.bool_)
     order = np.random.Generator(np.random.PCG64([seed, spec.examples])).permutation(spec.examples)
     taken[order[: spec.held_out()]] = True
@@ -128,12 +128,12 @@ def prepare(
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
 
     Args:
-        taken: which of the file's examples, bool of shape (examples,); None: all.
-        stop: looked at between chunks.
+        taken: which of the file's examples are used, bool of shape (examples,); None for all.
+        stop: checked between chunks.
 
     Raises:
-        CannotTrain: a bad line, a line longer than allowed, or nothing in it that counts for a loss.
-        Interrupted: told to stop; what was begun is begun again.
+        CannotTrain: a line is invalid or too long, or no token counts for the loss.
+        Interrupted: a stop was requested; the next attempt prepares the data again.
     """
     key = _key(spec, tokenizer, taken)
     done = folder / "prepared.json"
@@ -149,7 +149,7 @@ def prepare(
         raise CannotTrain(
             "nothing_to_learn",
             f"none of the {prepared.samples} samples has a token that counts for the loss within "
-            f"max_length {spec.max_length}: raise max_length, or look at the prompts' lengths",
+            f"max_length {spec.max_length}: raise max_length, or shorten the prompts",
         )
     for file in folder.iterdir():
         sync(file)
@@ -158,15 +158,18 @@ def prepare(
 
 
 def _check_content(spec: DataSpec, source: Path) -> None:
-    """Raises:
-    CannotTrain: the file is not the one that the job was submitted with.
+    """Checks that the file is the one that the job was submitted with.
+
+    Raises:
+        CannotTrain: its content has changed.
     """
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != spec.sha256:
         raise CannotTrain(
             "data_changed",
-            f"the content of {spec.file_id} is no longer what was uploaded: upload it again, and submit anew",
+            f"the content of {spec.file_id} is no longer what was uploaded: upload it again, and submit a "
+            "new job",
         )
 
 
@@ -231,13 +234,13 @@ def _record(rows: list[tuple[list[int], list[bool]]]) -> pa.RecordBatch:
 def read_examples(
     spec: DataSpec, source: Path, taken: Iterable[object] | None = None
 ) -> Iterator[tuple[int, Example]]:
-    """The examples of a JSONL file with their line numbers, from 1; blank lines are passed over.
+    """The examples of a JSONL file with their line numbers, from 1; blank lines are skipped.
 
     Args:
-        taken: for each example whether it is read; None: all are.
+        taken: for each example, whether it is read; None reads all.
 
     Raises:
-        CannotTrain: a line that is no example of the format.
+        CannotTrain: a line is not an example of the format.
     """
     with source.open("rb") as lines:
         examples: Iterable[tuple[int, bytes]] = (
@@ -255,7 +258,7 @@ def read_examples(
 class Tokeniser:
     """Turns examples into tokens piece by piece, split where the loss begins or ends.
 
-    At inference a prompt is tokenised without knowing its completion, so it is here.
+    At inference, a prompt is tokenised without its completion; the same is done here.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -277,7 +280,7 @@ class Tokeniser:
             self._renderer.close()
 
     def rows(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[int], list[bool]]]:
-        """Line number, tokens, and which of these count, of each example."""
+        """Yields each example's line number, its tokens, and which of these count."""
         pieces = [self._pieces(number, example) for number, example in chunk]
         texts = [text for example in pieces for text, _ in example]
         encoded = iter(self._tokenizer(texts, add_special_tokens=False).input_ids)
@@ -304,7 +307,8 @@ class Tokeniser:
                 return self._turns(number, example)
 
     def _turns(self, number: int, chat: Chat) -> list[Piece]:
-        """The chat as its template renders it; what follows an assistant's opening counts, to its end."""
+        """Splits the rendered chat into pieces; of an assistant's turn, everything after its opening
+        counts."""
         learned = [
             index for index, message in enumerate(chat.messages)
             if message.role == "assistant" and message.weight
@@ -338,7 +342,7 @@ class Tokeniser:
         prefixes = [(len(chat.messages), False)]
         for index in learned:
             prefixes += [(index, True), (index + 1, False)]
-        requested = [each for each in prefixes if each[0]]  # of no message at all there is nothing to render
+        requested = [each for each in prefixes if each[0]]  # an empty prefix needs no rendering
         messages = [message.model_dump(include={"role", "content"}) for message in chat.messages]
         try:
             made = iter(self._renderer.render(messages, requested))

@@ -1,6 +1,6 @@
 """Decides whether a window is applied, replayed or skipped.
 
-Training on several devices asks it once for all of them, so that none goes on where another replays.
+With several devices, the decision is made once for all, so that none continues while another replays.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,12 +10,12 @@ from math import isfinite
 
 
 class Verdict(Enum):
-    """What becomes of a window that was accumulated, or could not be."""
+    """The decision on a window that was accumulated, or that could not be."""
 
     APPLY = auto()
     """The optimizer makes its step."""
     STOP = auto()
-    """A stop was requested meanwhile: nothing is applied, and a resume begins with this window."""
+    """A stop was requested during the window: nothing is applied, and a resume begins with this window."""
     REPLAY_IN_LESS_MEMORY = auto()
     """It ran out of memory."""
     REPLAY_AT_LOWER_LOSS_SCALE = auto()
@@ -39,17 +39,17 @@ class Totals:
     tapped_norm: float | None = None
     """The gradient's norm when `tap()` was called."""
     micro_losses: tuple[float, ...] = ()
-    """Each micro-batch's part of `loss`; only where requested."""
+    """Each micro-batch's part of `loss`; only if requested."""
     layer_norms: Mapping[str, float] = field(default_factory=dict)
-    """The norm of each layer's gradient before clipping; only where requested."""
+    """The norm of each layer's gradient before clipping; only if requested."""
     micro_batches: int = 0
     synchronise_seconds: float = 0.0
-    """Reading the sums back, once the device has worked them out."""
+    """The time for reading the sums back, after the device has computed them."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What happened while a window was accumulated; `totals` where it was completed."""
+    """What happened while a window was accumulated; `totals` is None if it was not completed."""
 
     totals: Totals | None = None
     out_of_memory: bool = False
@@ -59,11 +59,11 @@ class Observed:
 def decide(
     observed: Observed, *, scale_can_fall: bool = False, accept: Callable[[float], bool] | None = None
 ) -> Verdict:
-    """What becomes of a window.
+    """Decides what happens with a window.
 
     Args:
-        scale_can_fall: there is a loss scale, and it is not at its smallest.
-        accept: whether a finite loss may be trained on; None: any may.
+        scale_can_fall: whether there is a loss scale above its minimum.
+        accept: whether a finite loss may be trained on; None accepts any.
     """
     if observed.stop_requested:
         return Verdict.STOP

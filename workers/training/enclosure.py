@@ -1,11 +1,11 @@
 """Runs work in a process tree of its own, which sees no other process and leaves none behind.
 
     this process    passes signals on, and ends as the work ended
-      └─ init       the first of its process ids: when it ends, the kernel ends everything below it
+      └─ init       PID 1 of the tree: when it ends, the kernel ends everything below it
            └─ work
 
-Where the machine does not let a process have process ids of its own (no Linux, a container without
-namespaces), init ends what is left of its descendants instead.
+If the machine does not support PID namespaces (other systems than Linux, some containers), init kills its
+remaining descendants instead.
 """
 
 import contextlib
@@ -37,23 +37,24 @@ _THAT_END = {
     signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM,
     signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSYS,
 }  # fmt: skip
-"""Signals by which this process ends as the work ended; the work could name others, which would stop it."""
+"""Signals that end this process as they ended the work; others, which only stop a process, are ignored."""
 _SIGNALLED = 128
 """Added to a signal's number in init's exit status, as shells do."""
 
 _END_ALL = signal.SIGUSR1
-"""What init gets instead of SIGKILL when its parent ends, where the kernel does not end its descendants."""
+"""The signal that init gets instead of SIGKILL when its parent ends, if it must kill its descendants
+itself."""
 
 Work = Callable[[], int]
 
 
 def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | None = None) -> int:
-    """Does work in a process tree of its own. Call it before there is a second thread.
+    """Runs work in its own process tree. Call this before a second thread is started.
 
-    This process ends by the signal that the work was ended by, if it was.
+    If a signal ended the work, this process ends by the same signal.
 
     Args:
-        work: gives the exit status; is called with whether it has mounts and process ids of its own.
+        work: returns the exit status; its argument is whether it has its own mounts and process ids.
         apart: whether the work should have mounts and process ids of its own, if the machine allows it.
         lifeline: what ends this process and the work, besides the end of the process that started this one.
 
@@ -82,7 +83,8 @@ def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | N
 
 
 def in_a_child(work: Work) -> int:
-    """Runs `work` in a child process that ends with this one. Returns its exit status; negative: a signal."""
+    """Runs `work` in a child process that ends with this one. Returns its exit status, negative after a
+    signal."""
     with _passed_on_later():
         child = _fork(work)
         before = _pass_on(child)
@@ -96,7 +98,9 @@ def in_a_child(work: Work) -> int:
 def _init(work: Work, *, own: bool) -> int:
     """Waits for the work, and for the orphans that it leaves."""
     os.setsid()  # a signal to the work's own process group reaches nothing outside
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # locks and pipes are for the outermost
+    os.closerange(
+        3, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )  # only the outermost process keeps locks and pipes
     if own:
         flags = ctypes.c_ulong(_NO_SUID | _NO_DEV | _NO_EXEC)
         ctypes.CDLL(None).mount(b"proc", b"/proc", b"proc", flags, None)  # a container may forbid it
@@ -161,7 +165,7 @@ def _end(work: Work) -> None:
 
 
 def _wait_for(child: int) -> int:
-    """The exit status of a child; others, which were adopted, are let go of meanwhile."""
+    """Waits for a child and returns its exit status; adopted children that end meanwhile are reaped."""
     while True:
         ended, status = os.wait()
         if ended == child:
@@ -169,13 +173,13 @@ def _wait_for(child: int) -> int:
 
 
 def _end_all(number: int, frame: object) -> None:
-    """Init's parent has ended."""
+    """Handles the end of init's parent."""
     _end_orphans()  # the work is one of init's children, too
     os._exit(1)
 
 
 def _adopt_orphans() -> None:
-    """Descendants whose parents have ended become this process's children."""
+    """Makes descendants whose parents have ended children of this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
 
@@ -193,7 +197,7 @@ def _end_orphans() -> None:
 
 @contextlib.contextmanager
 def _passed_on_later() -> Iterator[None]:
-    """Holds the signals back that are passed on, until it is known to whom."""
+    """Blocks the signals that are passed on, until their receiver is known."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
         yield
@@ -202,7 +206,7 @@ def _passed_on_later() -> Iterator[None]:
 
 
 def _pass_on(child: int) -> dict[int, Any]:
-    """Passes signals on to a child. Returns the handlers before."""
+    """Passes signals on to a child. Returns the previous handlers."""
 
     def pass_on(number: int, frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -212,9 +216,10 @@ def _pass_on(child: int) -> dict[int, Any]:
 
 
 def _own_namespaces() -> bool:
-    """Gives this process mounts of its own, and its children process ids of their own.
+    """Gives this process its own mounts, and its children their own process ids.
 
-    A child tries it before: some systems allow the first step and forbid the others, and none can be undone.
+    A child tries this first: some systems allow the first step but forbid the others, and no step can be
+    undone.
     """
     if sys.platform != "linux" or in_a_child(_try_namespaces) != 0:
         return False
@@ -226,14 +231,16 @@ def _try_namespaces() -> int:
     try:
         _enter_namespaces()
     except OSError as error:
-        log.info("the trainer has no view of its own: %s", error.strerror)
+        log.info("the trainer cannot have its own namespaces: %s", error.strerror)
         return 1
     return 0
 
 
 def _enter_namespaces() -> None:
-    """Raises:
-    OSError: this machine does not allow it.
+    """Enters new namespaces for mounts, IPC and process ids.
+
+    Raises:
+        OSError: this machine does not allow it.
     """
     user, group = os.getuid(), os.getgid()
     flags = _NEW_MOUNTS | _NEW_IPC | _NEW_PROCESS_IDS | (0 if user == 0 else _NEW_USER)

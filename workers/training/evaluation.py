@@ -16,10 +16,11 @@ from workers.training.state import RunState
 def validation_loss(
     replica: Replica, samples: Samples, form: BatchLayout, tokens: int, between: Callable[[], None]
 ) -> float:
-    """Weighted token losses over the set, divided by their weights once. One read from the device.
+    """The sum of weighted token losses over the set, divided once by their weights. Reads the device only
+    once.
 
     Args:
-        tokens: at most so many in a micro-batch.
+        tokens: the maximum number of tokens in a micro-batch.
         between: called before each micro-batch; may raise to end the evaluation.
     """
     counted = np.flatnonzero(samples.targets)
@@ -39,10 +40,10 @@ def validation_loss(
 
 
 def note(state: RunState, loss: float, patience: EarlyStopping | None) -> bool:
-    """Notes an evaluation at the present step; whether its loss is the lowest so far.
+    """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
-    The lowest loss is that of the model to keep, however little lower it is. Patience is another matter: it
-    is renewed only by a gain of at least `min_delta` over the last loss that renewed it.
+    The model with the lowest loss is kept, however small the gain. Patience is reset only by a gain of at
+    least `min_delta` over the loss that reset it last.
     """
     own = state.evaluations
     own.loss, own.at_step = loss, state.step

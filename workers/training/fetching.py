@@ -14,18 +14,18 @@ from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.enclosure import in_a_child
 
 _FETCHED = "ACCRUE_MODEL_FETCHED"
-"""Set where the files are there already: nothing is downloaded any more."""
+"""Set once the files are fetched: from then on, nothing is downloaded."""
 
 _WANTED = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
 _OTHER = ["*/*", "consolidated*"]
-"""Files with the same weights in the format of the model's makers."""
+"""Files with the same weights in the publisher's own format."""
 
 
 def fetched_first(fetch: Callable[[], int]) -> int:
-    """Fetches in a child process; from then on this process and its children look at what is there alone.
+    """Fetches in a child process; from then on, this process and its children use only local files.
 
     Returns:
-        0, or the exit status that says why not.
+        0, or the exit status of the failed attempt.
     """
     status = in_a_child(fetch)
     os.environ[_FETCHED] = "1"
@@ -42,7 +42,7 @@ def fetch(model: ModelReference, path: str) -> Path:
         path: a folder, or a name on the hub.
 
     Raises:
-        OSError, ValueError: it cannot be had.
+        OSError, ValueError: the model cannot be fetched.
     """
     token = _hub_token()
     is_fetched = _FETCHED in os.environ
@@ -67,7 +67,7 @@ def fetch(model: ModelReference, path: str) -> Path:
 
 
 def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:
-    """What an error says, with the model's name in the place of paths."""
+    """The first line of an error, with paths replaced by the model's name."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     for path in (str(folder), assignment.model_path):
         first = first.replace(path, assignment.spec.model.name)
@@ -75,7 +75,8 @@ def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:
 
 
 def _hub_token() -> str | None:
-    """The token that the supervisor passed on, read once; None: the hub's own rules hold (run by hand)."""
+    """The token from the supervisor, read once; if None (run by hand), huggingface_hub looks for one
+    itself."""
     descriptor = os.environ.pop(TOKEN_VARIABLE, None)
     if descriptor is None:
         return None

@@ -43,7 +43,7 @@ def fit(run: RunDirectory, assignment: Assignment, reporter: Reporter, stop: Sto
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
-        Interrupted: told to stop; a checkpoint was written.
+        Interrupted: a stop was requested; a checkpoint was written.
     """
     with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
         training, prepared = start(run, assignment, reporter, trackers, stop)
@@ -63,10 +63,10 @@ def fit(run: RunDirectory, assignment: Assignment, reporter: Reporter, stop: Sto
 
 
 def measure(training: Training) -> Outcome:
-    """The first steps, and the sweep over micro-batches that they warm up: no model comes of it.
+    """Makes the first steps as a warm-up, then sweeps over micro-batch sizes. Saves no model.
 
     Raises:
-        StopRequested: told to stop meanwhile.
+        StopRequested: a stop was requested.
     """
     state = training.state
     while state.step < sweep.AFTER_STEPS:
@@ -79,10 +79,10 @@ def measure(training: Training) -> Outcome:
 
 
 def train(training: Training) -> None:
-    """Window after window, with the evaluations and checkpoints that fall due between them."""
+    """Trains window after window, with the evaluations and checkpoints that are due between them."""
     spec, state = training.assignment.spec, training.state
     saved_at = state.step
-    _evaluate_if_due(training)  # the one that an interruption cut short
+    _evaluate_if_due(training)  # repeats an evaluation that was interrupted
     while not training.finished:
         if training.stop():
             raise StopRequested
@@ -102,7 +102,7 @@ def train(training: Training) -> None:
 
 
 def _stop_early(training: Training) -> None:
-    """A user has requested the model as it is now."""
+    """Ends training early, since a user has requested the model as it is now."""
     training.state.progress.stopped_early = True
     message = f"Stopped as requested at step {training.state.step} of {training.steps_total}."
     training.reporter.event("stopped_early", message)
@@ -115,7 +115,7 @@ def _evaluate_if_due(training: Training) -> None:
 
 
 def advance(training: Training) -> None:
-    """One window: trained, applied if it is finite, reported, and left behind."""
+    """Trains one window, applies it if it is finite, reports it, and moves on to the next."""
     spec, state, samples = training.assignment.spec, training.state, training.loader.samples
     at, index, batch = state.position.cursor, state.position.windows_in_epoch, training.batch
     window = training.next_window()
@@ -142,10 +142,10 @@ def advance(training: Training) -> None:
 
 
 def evaluate(training: Training) -> None:
-    """The validation loss at this step; the best step's checkpoint is kept.
+    """Computes the validation loss at this step, and keeps the checkpoint of the best step.
 
     Raises:
-        StopRequested: told to stop meanwhile.
+        StopRequested: a stop was requested.
     """
     loader, spec, state = training.loader, training.assignment.spec, training.state
     if loader.validation is None:
@@ -191,7 +191,7 @@ def evaluate(training: Training) -> None:
 
 
 def finish(training: Training) -> Outcome:
-    """Saves the model (with early stopping, the best one) and says how the run ended."""
+    """Saves the model (with early stopping, the best one) and returns how the run ended."""
     assignment, evaluations = training.assignment, training.state.evaluations
     best = checkpoint.best(training.run.checkpoints) if assignment.spec.early_stopping else None
     if best is not None and evaluations.best_step != training.state.step:
@@ -202,11 +202,11 @@ def finish(training: Training) -> Outcome:
     noise = noise_scale.estimate(training.state.noise)
     if noise is not None:
         band = f"{noise.low:.0f} to {noise.high:.0f}" if noise.high is not None else f"above {noise.low:.0f}"
-        message = f"Gradient noise scale {noise.value:.0f} samples (90 % band: {band})."
+        message = f"Gradient noise scale {noise.value:.0f} samples (90 % confidence interval: {band})."
         training.reporter.event("noise_scale", message, **noise.model_dump())
     completions.after(training)
     fail_point("trainer.saving")
-    tokenizer = loading.load_tokenizer(training.base)  # as it was before it was used
+    tokenizer = loading.load_tokenizer(training.base)  # loaded again, since using a tokenizer changes it
     files = models.save(
         training.replica.model,
         tokenizer,
@@ -226,7 +226,7 @@ def _outcome(
     noise: NoiseScale | None = None,
     tuning: Tuning | None = None,
 ) -> Outcome:
-    """How the run ended; the data is closed."""
+    """Closes the data, and returns how the run ended."""
     training.loader.close()
     state = training.state
     return Outcome(
@@ -245,7 +245,7 @@ def _outcome(
 
 
 def save_checkpoint(training: Training) -> None:
-    """Writes a checkpoint, and says so once it and the log before it are on the disk."""
+    """Writes a checkpoint, and reports it once the checkpoint and the log up to it are on disk."""
     state, replica = training.state, training.replica
     if replica.loss_scale is not None:
         state.loss_scale.value = replica.loss_scale.value
@@ -274,7 +274,7 @@ def _profiled(training: Training, window: Indices, denominator: float) -> Traine
 
 
 def _count(training: Training, window: Indices, trained: Trained) -> None:
-    """Notes a made step."""
+    """Records an applied step."""
     state, loader, loss = training.state, training.loader, trained.closed.loss
     state.progress.step += 1
     state.progress.skipped_in_a_row = 0
@@ -304,7 +304,7 @@ def _note_loss(losses: Losses, loss: float) -> None:
 
 
 _MOST_NAMED = 1000
-"""Samples that an event of a skipped window names."""
+"""The maximum number of samples that the event of a skipped window lists."""
 
 
 def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
@@ -333,7 +333,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
 
 
 def _add_alone(training: Training, sample: int, denominator: float) -> None:
-    """Opens a window with the whole one's denominator, and adds one of its samples."""
+    """Opens a window with the whole window's denominator, and adds one of its samples."""
     replica, batch = training.replica, training.loader.fetch([sample])
     replica.window.open(denominator)
     if replica.balance is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class InPlace:
-    """Summed by autograd in each parameter's `grad`, in the parameter's own precision."""
+    """Lets autograd sum gradients in each parameter's `grad`, in the parameter's own precision."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -24,18 +24,20 @@ class InPlace:
             parameter.grad = None
 
     def release(self) -> None:
-        """Lets the parameters go."""
+        """Releases the parameters."""
         self.forget()
 
 
 class SeparateAccumulator:
-    """Summed outside of `grad`, which each backward leaves empty as soon as a parameter's gradient is known.
+    """Sums gradients outside of `grad`, which is emptied as soon as a parameter's gradient is known.
 
-    Costs 4 bytes a parameter where that is more precise than the parameter, and no device memory between
-    micro-batches where the host holds the sums. The optimizer sees each sum rounded once to its parameter.
+    The sums are in fp32, or in the parameters' precision if that is higher. If the host holds them, they
+    take no device memory between micro-batches. The optimizer gets each sum rounded once to its parameter's
+    precision.
 
     Args:
-        host: where sums live, to come back for the optimizer's step only; None: with their parameters.
+        host: the device that holds the sums until the optimizer's step; None keeps them with their
+        parameters.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, host: torch.device | None = None) -> None:
@@ -59,7 +61,7 @@ class SeparateAccumulator:
             parameter.grad = None
 
     def release(self) -> None:
-        """Lets the parameters go: their gradients are autograd's again."""
+        """Releases the parameters: autograd keeps their gradients in `grad` again."""
         self.forget()
         for hook in self._hooks:
             hook.remove()

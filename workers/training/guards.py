@@ -14,7 +14,7 @@ from workers.training.memory import GIB
 from workers.training.window import Closed, Window
 
 MAX_SKIPPED_IN_A_ROW = 10
-"""So many windows that cannot be applied, one after another, end the job."""
+"""The number of consecutive skipped windows after which the job ends."""
 
 RECENT = 50
 """The number of recent windows that a loss is compared with."""
@@ -25,10 +25,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def finish(window: Window, totals: Totals, verdict: Verdict) -> Closed:
-    """Applies a window, or leaves it.
+    """Applies a window, or discards it.
 
     Raises:
-        CannotTrain: the optimizer's step itself runs out of memory, which smaller micro-batches do not mend.
+        CannotTrain: the optimizer's step itself runs out of memory, which smaller micro-batches cannot fix.
     """
     try:
         return window.finish(totals, verdict)
@@ -68,9 +68,9 @@ def samples_at_fault(
 
 
 def spike_filter(losses: list[float], threshold: float) -> Callable[[float], bool]:
-    """A function that says whether a window's loss is no spike: at most `threshold` standard deviations
-    (a z-score) above the mean of the recent ones. It accepts every loss while fewer than LEAST_RECENT are
-    known."""
+    """Returns a function that accepts a loss unless it is a spike, which is more than `threshold` standard
+    deviations (a z-score) above the mean of recent losses. It accepts every loss while fewer than
+    LEAST_RECENT are known."""
 
     def accept(loss: float) -> bool:
         recent = losses[-RECENT:]
@@ -82,14 +82,16 @@ def spike_filter(losses: list[float], threshold: float) -> Callable[[float], boo
 
 
 def give_up_after_too_many(skipped_in_a_row: int) -> None:
-    """Raises:
-    CannotTrain: too many windows in a row were skipped.
+    """Ends the job after too many skipped windows.
+
+    Raises:
+        CannotTrain: too many windows in a row were skipped.
     """
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise CannotTrain(
             "diverged",
             f"{MAX_SKIPPED_IN_A_ROW} windows in a row were skipped: lower the learning rate, "
-            "and look at the samples that the events name",
+            "and check the samples that the events list",
         )
 
 

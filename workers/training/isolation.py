@@ -1,9 +1,9 @@
 """Limits what a trainer sees of the machine: its own run, data and temporary folders.
 
-A model's files and training data come from strangers, and some library that reads them may one day be talked
-into opening another file, or running something. What a trainer cannot see it cannot put into the model that
-it trains, and what it cannot write no other trainer reads. Where the machine does not let a process change
-its view (no Linux, a container without namespaces), it stays as it is.
+A model's files and training data are untrusted, and might exploit a library that reads them to open other
+files or to run code. A trainer cannot put files that it does not see into its model, and cannot write files
+that other trainers read. If the machine does not support mount namespaces (other systems than Linux, some
+containers), the trainer runs without isolation.
 """
 
 import ctypes
@@ -41,20 +41,22 @@ _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders that every process may write to: an isolated one has empty ones of its own."""
 
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvidia-caps", "dri", "kfd")
-"""What there is in /dev: no disk, no memory, no console."""
+"""The only devices in /dev: no disk, no memory, no console."""
 
 _KERNEL_S = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
 """Parts of /proc that configure the kernel; the others are about processes."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Where compiled code is kept, and run from."""
+"""Variables that name the caches of compiled code, which is executed from there."""
 
 
 def named_view(folder: Path, assignment: Assignment) -> str:
-    """What the supervisor passes to `isolate`, in the environment: the trainer may write to its own folder.
+    """The view that the supervisor passes to `isolate` in the environment.
+
+    It is passed there, since the trainer may write to its own folder.
 
     Args:
-        folder: of which the trainer is to see what it needs alone.
+        folder: the folder of which the trainer may see only what it needs.
     """
     return json.dumps({"folder": str(folder.resolve()), "files": [str(path) for path in _needed(assignment)]})
 
@@ -76,15 +78,16 @@ def isolate(run: Path) -> bool:
 
 
 def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
-    """Replaces a folder, as this process sees it, by an empty one with what is needed of it, and the folders
-    for temporary files by empty ones; and gives up the powers with which that could be undone, or other
-    processes looked into.
+    """Hides a folder from this process except for what is needed in it, and makes the temporary folders
+    empty.
+
+    It then drops the capabilities with which a process could undo this, or inspect other processes.
 
     Args:
-        needed: paths, and whether they are written to. Those elsewhere stay as they are, read-only.
+        needed: maps paths to whether they are written to. Paths elsewhere stay visible, but read-only.
 
     Returns:
-        Whether it is hidden now.
+        Whether the folder is hidden now.
     """
     if sys.platform != "linux":
         return False
@@ -98,7 +101,7 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
             _hide(folder, needed)
         for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
             Path("/dev", name).symlink_to(f"/proc/self/{target}")
-        os.chdir(Path.cwd())  # by its name: the folder that we are in is still the one beneath
+        os.chdir(Path.cwd())  # enter it again by name: the current folder is still the hidden one
         written = {**needed, Path("/dev"): True, **dict.fromkeys(own, True)}
         with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
             _write_only_to({path: is_written for path, is_written in written.items() if path.exists()})
@@ -112,15 +115,17 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
 
 
 def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
-    """Puts an empty folder in the place of another, with what is needed of that.
+    """Mounts an empty folder over a folder, and mounts the needed paths of that folder in it.
 
     Raises:
         OSError: it could not be done; everything is as it was.
     """
-    folder.mkdir(parents=True, exist_ok=True)  # where it lies in one that was hidden before
+    folder.mkdir(parents=True, exist_ok=True)  # it may be in a folder that was hidden before
     with ExitStack() as opened:
         kept: list[tuple[Path, int, bool]] = []
-        for path in sorted(needed):  # in our own view: what was opened in another cannot be put into it
+        for path in sorted(
+            needed
+        ):  # open it in this namespace: descriptors of another one cannot be mounted here
             if folder in path.parents and path.exists():
                 descriptor = os.open(path, os.O_PATH)
                 opened.callback(os.close, descriptor)
@@ -137,16 +142,16 @@ def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
 
 
 def _write_only_to(needed: Mapping[Path, bool]) -> None:
-    """Makes every file system read-only, except for the folders that are to be written to and the parts of
-    /proc that are about processes: the trainer must not change what runs outside of it, such as the code of
-    other trainers.
+    """Makes every file system read-only, except for the folders to be written to and the parts of /proc about
+    processes, so that the trainer cannot change what other processes run, such as the code of other
+    trainers.
 
     Raises:
         OSError: it could not be done; everything is as it was.
     """
     kernel_s = {path: False for name in _KERNEL_S if (path := Path("/proc", name)).exists()}
     chosen = {Path("/proc"): True, **needed, **kernel_s}
-    outer_first = sorted(chosen, key=lambda path: len(path.parts))  # what lies deeper decides for itself
+    outer_first = sorted(chosen, key=lambda path: len(path.parts))  # deeper mounts override outer ones
     for path in outer_first:
         if path != Path("/proc"):
             _mount(str(path), path, None, _BIND | _RECURSIVE)
@@ -160,7 +165,7 @@ def _write_only_to(needed: Mapping[Path, bool]) -> None:
 
 
 def _set_attributes(path: Path, *, read_only: bool) -> None:
-    """mount_setattr(2), of a mount and those below it."""
+    """Calls mount_setattr(2) for a mount and those below it."""
     set_bits = _MOUNT_NO_SUID | (_MOUNT_READ_ONLY if read_only else 0)
     attributes = (ctypes.c_uint64 * 4)(set_bits, 0 if read_only else _MOUNT_READ_ONLY, 0, 0)
     libc = _libc()
@@ -176,12 +181,12 @@ def _needed(assignment: Assignment) -> Iterator[Path]:
         if name is not None:
             yield Path(name).resolve()
     model = Path(assignment.model_path)
-    if model.is_absolute():  # else the hub's
+    if model.is_absolute():  # otherwise it is a name on the hub
         yield model.resolve()
 
 
 def code_and_caches() -> Iterator[Path]:
-    """Where Python, its packages and the hub's cache are: they may lie in a hidden folder."""
+    """The folders of Python, its packages and the hub's cache, which may be inside a hidden folder."""
     for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE"):
         if variable in os.environ:
             yield Path(os.environ[variable]).resolve()
@@ -203,16 +208,16 @@ def _put_back(path: Path, descriptor: int, *, is_folder: bool, is_written: bool)
         path.touch()
     _mount(f"/proc/self/fd/{descriptor}", path, None, _BIND | _RECURSIVE)
     if not is_written:
-        with suppress(OSError):  # a user's own view may not be allowed to change how its parts are mounted
+        with suppress(OSError):  # a user namespace may not be allowed to remount
             _mount("none", path, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEV)
 
 
 def drop_capabilities() -> None:
-    """Keeps of root's powers that of reading and writing files of all users.
+    """Drops all of root's capabilities except that of reading and writing files of all users.
 
-    Without the others a mount cannot be taken away again, no device be made, no file be opened by its number,
-    and the kernel lets nobody look into a process that has more powers (its root, its environment, its
-    memory; ptrace(2), "Ptrace access mode checking").
+    The process then cannot unmount anything, create devices or open files by their inode number. The kernel
+    also stops it from inspecting processes with more capabilities (their root, environment and memory;
+    ptrace(2), "Ptrace access mode checking").
     """
     libc = _libc()
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -225,7 +230,7 @@ def drop_capabilities() -> None:
         own = current[1] & (1 << _ANY_FILE)
         kept[0], kept[1] = own, own
         libc.capset(header, kept)
-    if os.getuid() == 0:  # others of root's with as few powers could look into it, as it could into them
+    if os.getuid() == 0:  # else other root processes with as few capabilities could inspect it
         libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 

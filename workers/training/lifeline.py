@@ -1,8 +1,8 @@
 """Ends a trainer when its supervisor ends, however the supervisor ends.
 
 The kernel's parent-death signal acts at once on Linux; an inherited pipe, whose other end dies with the
-supervisor, acts everywhere. Where the supervisor promises to be heard from on that pipe, its silence ends the
-process as well.
+supervisor, acts everywhere. If the supervisor has promised to send data on that pipe regularly, its silence
+ends the process as well.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ _DIE_WITH_PARENT = 1
 """An option of prctl(2)."""
 
 _LOOK_EVERY_SECONDS = 0.1
-"""Where the kernel cannot say when a child ends."""
+"""The polling interval for the end of a child, on kernels that do not report it."""
 
 _ENDS_WITHIN_SECONDS = 10.0
-"""After that, a child that does not end is left to the kernel."""
+"""How long a killed child is waited for; after that, it is left to the kernel."""
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """The kernel sends this process a signal when the thread that started it ends. Forgotten when powers
-    change."""
+    """Makes the kernel send this process a signal when the thread that started it ends. A change of
+    capabilities clears this setting."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_DIE_WITH_PARENT, by, 0, 0, 0)
 
@@ -56,7 +56,7 @@ class Lifeline:
 
     descriptor: int
     timeout_seconds: float | None
-    """Silence for so long is the end; None: only the pipe's own end is."""
+    """Seconds of silence after which the process ends; None waits only for the end of the pipe."""
 
     def watch(self) -> None:
         """Ends this process when the supervisor is gone. Does not return."""
@@ -66,9 +66,11 @@ class Lifeline:
         os._exit(1)
 
     def watch_until_the_end_of(self, child: int, *, ends_by: int = signal.SIGKILL) -> None:
-        """Watches until a child has ended, which is left to be waited for. When the supervisor is gone, the
-        child is ended first, by a signal, and then this process. Needs no thread: a process that has given
-        its children process ids of their own can start none."""
+        """Watches the lifeline until a child has ended; the caller still has to wait for the child.
+
+        If the supervisor is gone, it ends the child by a signal, then this process. It needs no thread,
+        since a process whose children have their own PID namespace cannot start one.
+        """
         heard_at = time.monotonic()
         end = _end_of(child)
         while not _has_ended(child):
@@ -104,7 +106,7 @@ def _end_with(child: int, by: int) -> None:
 
 
 def _end_of(child: int) -> list[int]:
-    """A descriptor that can be read from once the child has ended; none where the kernel has none."""
+    """A descriptor that is readable once the child has ended; an empty list if the kernel has no pidfds."""
     try:
         return [os.pidfd_open(child)]
     except (AttributeError, OSError):

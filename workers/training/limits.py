@@ -9,10 +9,11 @@ OPEN_FILES = 4096
 
 
 def limit() -> None:
-    """For this process and those that it starts.
+    """Sets limits for this process and those that it starts.
 
-    No core dump: it would hold training text and weights, outside of the data folder. Files open at once are
-    limited, so that a leak of them ends the job and not the machine's others.
+    Core dumps are disabled, since they would put training text and weights outside of the data folder. The
+    number of open files is limited, so that a leak of them ends this job and does not affect the machine's
+    others.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -21,8 +22,8 @@ def limit() -> None:
 
 
 def limit_memory(bytes_more: int) -> None:
-    """For this process: so many bytes beside what it has mapped by now, which with many processors may be
-    gigabytes of nothing."""
+    """Limits this process to `bytes_more` bytes in addition to what it has mapped already. With many
+    processors, it may have mapped gigabytes that it does not use."""
     statm = Path("/proc/self/statm")
     if not statm.exists():  # not Linux
         return

@@ -30,11 +30,11 @@ class Loader:
     """Reads samples, and lays them into micro-batches on a device.
 
     Args:
-        samples: to train on.
-        validation: the samples to evaluate on; None: none were held out.
-        form: how samples are laid into a micro-batch; may be changed between windows.
-        device: that micro-batches go to.
-        seed: of the order of samples.
+        samples: the samples to train on.
+        validation: the samples to evaluate on; None if none were held out.
+        form: how samples are laid out in a micro-batch; may be changed between windows.
+        device: the device of the micro-batches.
+        seed: the seed of the samples' order.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Loader:
         return window_at(cursor, self._order_of_epoch[1], batch)
 
     def lengths(self, window: Indices) -> Indices:
-        """Tokens that each sample of a window takes, as windows are cut by."""
+        """The length in tokens of each sample of a window, by which the window is cut."""
         lengths = self.samples.lengths[window]
         return self.form.buckets.length(lengths) if self.form.buckets else lengths
 
@@ -75,7 +75,7 @@ class Loader:
         return prefetched(self.executor, lambda group: self.fetch(window[group].tolist()), groups)
 
     def shrink_buckets(self, budget: int | None) -> None:
-        """A compiled model's shapes keep within the token budget learned."""
+        """Limits a compiled model's shapes to the learned token budget."""
         buckets = self.form.buckets
         if buckets is not None and budget is not None:
             self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
@@ -88,9 +88,9 @@ class Loader:
 
 
 def prefetched(executor: Executor, make: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[Ready]:
-    """`make` of each item in order, one ahead of the caller, on the executor's thread.
+    """Yields `make(item)` for each item in order. The executor's thread works one item ahead of the caller.
 
-    An error of `make` is raised where its item would have come.
+    An error of `make` is raised in place of its item.
     """
     coming = executor.submit(make, items[0]) if items else None
     for item in items[1:]:

@@ -27,7 +27,8 @@ _SHOWN_WEIGHTS = 10
 
 
 def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
-    """A folder from which the model can be loaded safely: downloaded where it must be, checked, and staged.
+    """Downloads a model's files if necessary, checks them, and stages them in a folder that is safe to load
+    from.
 
     Args:
         path: a folder, or a name on the hub.
@@ -35,23 +36,23 @@ def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
 
     Raises:
         CannotTrain: the files are not those that the job was submitted with, or are not safe to load.
-        OSError, ValueError: there are none.
+        OSError, ValueError: the files cannot be fetched.
     """
     source = fetch(model, path)
     if model.fingerprint is not None and fingerprint_of_files(source) != model.fingerprint:
         raise CannotTrain(
             "model_changed",
             f"the files of the model {model.name} are no longer those that the job was submitted with: put "
-            "them back, or submit anew",
+            "them back, or submit a new job",
         )
     return stage(source, target)
 
 
 def staged(assignment: Assignment, run: RunDirectory) -> Path:
-    """`prepare_files` for a run, which trains from the same files in each of its attempts.
+    """Runs `prepare_files` for a run, and checks that every attempt uses the same files.
 
     Raises:
-        CannotTrain: the files cannot be had, are not safe to load, or changed since the first attempt.
+        CannotTrain: the files cannot be fetched, are not safe to load, or changed since the first attempt.
     """
     try:
         folder = prepare_files(assignment.spec.model, assignment.model_path, run.base)
@@ -67,7 +68,7 @@ def staged(assignment: Assignment, run: RunDirectory) -> Path:
             "model_changed",
             f"the files of the model {assignment.spec.model.name} changed since the job's first "
             "attempt: put them "
-            "back, or submit anew",
+            "back, or submit a new job",
         )
     write_whole(known, json.dumps({"name": assignment.spec.model.name, "fingerprint": found}))
     return folder
@@ -101,11 +102,11 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
     Only safetensors, never code. Weights are in fp32, or under pure_bf16 in bf16, or under QLoRA in 4 bits.
 
     Args:
-        folder: of the staged files (`prepare_files`).
+        folder: the folder of the staged files (`prepare_files`).
 
     Raises:
-        CannotTrain: files that are missing, cannot be fetched, or hold no causal language model; a package
-            that is not installed.
+        CannotTrain: files are missing, cannot be fetched, or contain no causal language model; or a package
+            is not installed.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -126,7 +127,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             f"the model {assignment.spec.model.name} could not be loaded: "
             f"{first_line(error, assignment, folder)}",
         ) from error
-    with warnings.catch_warnings(record=True) as warned:  # peft's, which a person should see
+    with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
         _check_positions(model, assignment.spec)
         model = trainable(
             model,
@@ -170,8 +171,8 @@ def _read(assignment: Assignment, folder: Path, attention: str) -> Any:
 
 
 def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
-    """Every weight must come from the files: others would be initialised at random. Tied weights, which are
-    stored once, are not among those reported.
+    """Checks that every weight comes from the files, since others would be initialised at random. Tied
+    weights, which are stored only once, are not reported as missing.
 
     Raises:
         CannotTrain: weights are missing, or of another shape; the message lists some of them.
@@ -189,7 +190,7 @@ def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
             )
     if found.get("error_msgs"):
         raise CannotTrain(
-            "model_not_loaded", f"the weights of {assignment.spec.model.name} could not be read as a whole"
+            "model_not_loaded", f"the weights of {assignment.spec.model.name} could not be read completely"
         )
 
 
@@ -219,7 +220,8 @@ def _check_positions(model: Any, spec: Spec) -> None:
 
 
 def _check_compiler() -> None:
-    """torch.compile writes C++ for a CPU, and on a GPU for what starts its kernels."""
+    """Checks for a C++ compiler: torch.compile needs one on a CPU, and on a GPU to build its kernel
+    launchers."""
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         raise CannotTrain(
             "no_compiler", "compile needs a C++ compiler: install g++, or leave training_config.compile out"

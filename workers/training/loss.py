@@ -1,9 +1,9 @@
 """The loss: the weighted sum of the target tokens' cross-entropies, to be divided by the window's count once.
 
-Only positions whose next token counts reach the output head; a prompt's or padding's logits are never
-made. Where a model's logits are its head's, scaled or soft-capped, they are made a chunk of positions at
-a time, so that the whole of (tokens × vocabulary) never exists; of any other model the model's own logits
-are taken.
+Only positions whose next token counts reach the output head; logits of prompts and padding are never
+computed. If a model's logits are those of its head, perhaps scaled or soft-capped, they are computed for a
+chunk of positions at a time, so that the full matrix (tokens × vocabulary) never exists. For other models,
+the model's own logits are used.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from workers.training.batches import MicroBatch
 
 CHUNK = 2**23
-"""Logits made at a time, in elements: 32 MiB of fp32."""
+"""The number of logits that are computed at a time: 32 MiB in fp32."""
 
 LEAST_ROWS = 128
-"""Positions in a chunk at least, so that the matrix products stay efficient."""
+"""The minimum number of positions in a chunk, so that the matrix products are efficient."""
 
 _FP16_GRADIENT_SCALE = 256.0
 """Keeps small probabilities above fp16's smallest numbers in the products of a chunk."""
@@ -59,14 +59,14 @@ class Forward:
 class TokenLoss(nn.Module):
     """A model with its loss: maps a micro-batch to its summed loss, in nats.
 
-    It wraps the model, so that what hooks a module's forward pass (DDP, FSDP) can hook this one.
+    It wraps the model, so that DDP and FSDP can hook this module's forward pass.
 
     Args:
         model: a causal language model.
-        smoothing: the share of the target's probability that goes to the whole vocabulary evenly
+        smoothing: the share of the target's probability that is spread evenly over the vocabulary
             (Szegedy et al. 2016, section 7).
-        chunked: take the output head apart, if it can be.
-        routed: also return the router logits.
+        chunked: whether to compute the head's logits in chunks, if possible.
+        routed: whether to return the router logits, too.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TokenLoss(nn.Module):
         return Forward(loss, tuple(output.router_logits) if self._arguments else ())
 
     def router_logits(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """What the routers say, without loss or gradient."""
+        """The logits of the routers, computed without loss or gradient."""
         with torch.no_grad():
             output = backbone_of(self.model)(input_ids=batch.input_ids, **self._arguments_for(batch))
         return tuple(output.router_logits)
@@ -138,8 +138,8 @@ class _ChunkedLoss(torch.autograd.Function):
     """Output head and cross-entropy in one; gradients are computed in the forward pass, chunk by chunk.
 
     With p = softmax(z) and the smoothed target q, dL/dz = weight × (p - q); the products with the head's
-    weight and the hidden states follow at once, so that a chunk's logits are gone before the next's are
-    made (the idea of Hsu et al. 2024, Liger Kernel, section 3.2).
+    weight and the hidden states follow at once, so that a chunk's logits are freed before the next chunk's
+    are computed (the idea of Hsu et al. 2024, Liger Kernel, section 3.2).
     """
 
     @staticmethod
@@ -222,7 +222,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError("the chunked loss makes its gradients once: it takes one backward, not two")
+            raise RuntimeError(
+                "the chunked loss computes its gradients once, so it supports only one backward"
+            )
         found = [
             None if gradient is None else gradient.mul_(outer[0]).to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
@@ -232,16 +234,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def backbone_of(model: Any) -> Any:
-    """The part of a causal language model that gives hidden states; adapters are inside of it."""
+    """The part of a causal language model that computes hidden states, including its adapters."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return inner.base_model
 
 
 def head_of(model: Any) -> Head | None:
-    """The output head, if it is a plain linear layer; null where only the model itself knows its logits.
+    """The output head, if it is a plain linear layer; None if only the model itself can compute its logits.
 
-    Modelled are Gemma 2's soft-capping, Cohere's factor and Granite's divisor. Whether nothing else
-    happens to the logits is checked before training (`certificate.same_loss`).
+    It includes Gemma 2's soft-capping, Cohere's factor and Granite's divisor. A check before training
+    (`loss_checks.same_loss`) ensures that nothing else happens to the logits.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     output = inner.get_output_embeddings()

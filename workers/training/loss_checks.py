@@ -10,7 +10,7 @@ from workers.training.loss import TokenLoss
 
 
 def same_loss(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
-    """How far the loss by the head taken apart is from that of the model's own logits, relatively."""
+    """The relative difference between the loss of the chunked head and that of the model's own logits."""
     own = TokenLoss(model, chunked=False)
     plain = TokenLoss(model)
     plain.head = chunked.head
@@ -20,7 +20,7 @@ def same_loss(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
 
 
 def keeps_documents_apart(model: Any, packed: MicroBatch, padded: MicroBatch) -> float:
-    """How far the loss of a packed row is from that of the same samples padded, relatively."""
+    """The relative difference between the loss of a packed row and that of the same samples when padded."""
     loss = TokenLoss(model, chunked=False)
     with torch.no_grad():
         found, expected = loss(packed).loss_sum, loss(padded).loss_sum
@@ -28,7 +28,7 @@ def keeps_documents_apart(model: Any, packed: MicroBatch, padded: MicroBatch) ->
 
 
 def _difference(found: Tensor, expected: Tensor, batch: MicroBatch) -> float:
-    """Relative to the loss, or to one nat a token where the loss is smaller: a sum that is almost nothing
-    has nothing but rounding in it."""
+    """The difference relative to the loss, or to one nat per token if the loss is smaller, since a loss near
+    zero consists only of rounding."""
     least = float(len(batch.targets))
     return float((found.double() - expected.double()).abs() / expected.double().abs().clamp(min=least))

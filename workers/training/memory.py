@@ -21,14 +21,14 @@ def in_use(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes in use since the process started, or since `forget_peak()`."""
+    """The maximum number of bytes in use since the process started, or since `forget_peak()`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begins a new `peak()`, where the system lets a process do that (Linux, CUDA)."""
+    """Resets `peak()`, if the system supports this (Linux, CUDA)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -37,14 +37,15 @@ def forget_peak(device: torch.device) -> None:
 
 
 class Watch:
-    """Holds the host's memory against a limit, stretch by stretch; a GPU's is kept by its allocator."""
+    """Checks the host's memory against a limit, window by window; a GPU's limit is enforced by its
+    allocator."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self._device, self._limit = device, limit_bytes
         self._holds = device.type == "cpu"
 
     def begin(self) -> None:
-        """Forgets a peak over the limit, such as that of loading the model."""
+        """Resets a peak above the limit, such as that of loading the model."""
         if self._holds and peak(self._device) > self._limit:
             forget_peak(self._device)
             self._holds = peak(self._device) < self._limit or in_use(self._device) > self._limit
@@ -55,5 +56,5 @@ class Watch:
 
 
 def gib(count: int) -> float:
-    """Bytes as GiB, to a hundred kilobytes."""
+    """Bytes as GiB, rounded to about a hundred kilobytes."""
     return round(count / GIB, 4)

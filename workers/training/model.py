@@ -20,7 +20,7 @@ from workers.training.exceptions import CannotTrain
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16": 2e-2}
-"""How far two ways to compute the same may differ, relatively, by precision."""
+"""The allowed relative difference between two ways to compute the same value, by precision."""
 
 
 def trainable(
@@ -35,9 +35,9 @@ def trainable(
     """Prepares a loaded model for training: adapters, gradient checkpointing, frozen parameters, precision.
 
     Raises:
-        CannotTrain: adapters or patterns that match nothing.
+        CannotTrain: the adapters or the patterns in `freeze` match nothing.
     """
-    # Padding lies to the right, out of causal attention's sight. Looking for it would read from the device.
+    # Padding is on the right, where causal attention ignores it. Checking for it would read from the device.
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -52,8 +52,9 @@ def trainable(
 
 
 def _narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:
-    """Keeps frozen linear layers in autocast's precision, to which it would cast them each time: the same
-    numbers, half the memory. A weight that another layer shares, as an output head its embedding's, stays."""
+    """Converts frozen linear layers to autocast's precision, to which autocast would convert them on each
+    use. This gives the same numbers with half the memory. Weights that layers share, as an output head and
+    the embedding do, are not converted."""
     from transformers.pytorch_utils import Conv1D
 
     owners = Counter(
@@ -67,7 +68,8 @@ def _narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:
 
 
 def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
-    """The model with low-rank adapters, which alone are trained; the seed fixes what they begin with."""
+    """Adds low-rank adapters to the model, and trains only these. The seed determines their initial
+    values."""
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
@@ -88,7 +90,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
 
 
 def recompute_activations(model: Any) -> None:
-    """Gradient checkpointing: activations are made again in the backward; the gradient is the same."""
+    """Gradient checkpointing: activations are recomputed in the backward pass; the gradient is the same."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     # The name since transformers 5.2x; releases before it have only the older one.
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
@@ -97,7 +99,7 @@ def recompute_activations(model: Any) -> None:
 
 @contextlib.contextmanager
 def without_randomness(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout and no jitter inside; layers that recompute their activations go on doing so."""
+    """Disables dropout and jitter within the block; layers that recompute activations still do so."""
     was = {module: module.training for module in model.modules()}
     recompute = {}
     for module in was:
@@ -105,7 +107,7 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
         if getattr(module, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in vars(
             module
         ):
-            # transformers asks a layer's `training` whether to recompute, and its forward whether to drop.
+            # A layer's `training` flag decides in transformers on recomputing, and in its forward on dropout.
             module.training = was[module]
             recompute[module] = module._gradient_checkpointing_func
             module._gradient_checkpointing_func = _quietly(module, module._gradient_checkpointing_func)

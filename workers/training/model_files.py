@@ -1,9 +1,9 @@
-"""A base model's files, made safe to load: a copy of the folder in which nothing can lead outside of it.
+"""Makes a base model's files safe to load: stages them in a folder in which nothing refers to other folders.
 
-A model's files come from strangers. Loaders follow what these say: a tokenizer's configuration may name any
-file of the machine as its vocabulary, an index may name weights elsewhere, a link may point anywhere. So a
-model is never loaded from the folder that it came in, but from one that holds links to its plain files, with
-its configurations rewritten to the fields that are known to be harmless.
+A model's files are untrusted, but loaders follow them: a tokenizer's configuration may name any file of the
+machine as its vocabulary, an index may name weights elsewhere, and a link may point anywhere. So a model is
+never loaded from its original folder, but from one with links to its plain files, and with configurations
+that contain only fields known to be harmless.
 """
 
 import json
@@ -22,7 +22,7 @@ _WEIGHTS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
 _INDEX = "model.safetensors.index.json"
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
-"""What a tokenizer is read from: one of these sets of files, always from the model's own folder."""
+"""Sets of files from which a tokenizer can be read, always in the model's own folder; one set is enough."""
 
 _COPIED = (
     "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
@@ -32,7 +32,8 @@ _SPECIAL_TOKENS = frozenset({
     "additional_special_tokens", "bos_token", "cls_token", "eos_token", "extra_special_tokens", "mask_token",
     "pad_token", "sep_token", "unk_token",
 })  # fmt: skip
-"""Fields of special_tokens_map.json, any other of which becomes an argument of the tokenizer's class, too."""
+"""Fields of special_tokens_map.json that are kept. Others would become arguments of the tokenizer's class,
+too."""
 
 _TOKENIZER_FIELDS = frozenset({
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder",
@@ -50,7 +51,7 @@ _NEVER_IN_A_CONFIG = frozenset({
     "init_inputs", "merges", "transformers_weights", "vocab",
 })  # fmt: skip
 _NAMES_A_FILE = re.compile(r"(^_|_(file|files|path|dir|folder|name_or_path|implementation)$)")
-"""Fields of config.json that name files, or that go before what the job says explicitly."""
+"""Fields of config.json that name files, or that override the job's explicit settings."""
 
 _GENERATION_FIELDS = frozenset({
     "bos_token_id", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "min_p", "pad_token_id",
@@ -63,11 +64,11 @@ def stage(source: Path, target: Path) -> Path:
 
     Args:
         source: the model's folder, or a snapshot in the hub's cache.
-        target: made again.
+        target: the folder to create; an existing one is replaced.
 
     Raises:
-        CannotTrain: a file that leads out of the folder, is too large, or is not what its name says.
-        OSError: the folder is not there.
+        CannotTrain: a file links to outside of the folder, is too large, or has the wrong format.
+        OSError: the folder does not exist.
     """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -101,8 +102,10 @@ def stage(source: Path, target: Path) -> Path:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises:
-    CannotTrain: the folder holds no vocabulary of a kind that is read.
+    """Checks that the folder contains a vocabulary in a supported format.
+
+    Raises:
+        CannotTrain: it contains none.
     """
     if not any(all((folder / name).exists() for name in names) for names in _VOCABULARIES):
         raise CannotTrain(
@@ -113,7 +116,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _weights(source: Path) -> Iterator[str]:
-    """The names of the weights' files, with the index where there is one; each a plain name."""
+    """The names of the weights' files, and of the index if there is one. All are plain file names."""
     index = _json(source, _INDEX)
     names = {path.name for path in source.glob("*.safetensors")}
     if index is not None:
@@ -132,7 +135,7 @@ def _weights(source: Path) -> Iterator[str]:
 
 
 def _link(source: Path, target: Path, name: str, most_bytes: int | None = None) -> None:
-    """A link to one of the folder's own files; nothing where it is not there."""
+    """Links to one of the folder's own files, if it exists."""
     found = _own(source, name)
     if found is None:
         return
@@ -142,10 +145,10 @@ def _link(source: Path, target: Path, name: str, most_bytes: int | None = None) 
 
 
 def _own(source: Path, name: str) -> Path | None:
-    """The real path of a file in the folder; None: it does not exist.
+    """The real path of a file in the folder, or None if it does not exist.
 
     Raises:
-        CannotTrain: it is a link that leads out of the folder (a snapshot: out of the repository's cache).
+        CannotTrain: it is a link out of the folder (for a snapshot, out of the repository's cache).
     """
     path = source / name
     if not path.is_file():
@@ -161,7 +164,8 @@ def _own(source: Path, name: str) -> Path | None:
 
 
 def _home(source: Path) -> Path:
-    """What the folder's links may point into: itself; for a snapshot of the hub's cache, its repository."""
+    """Where links may point: into the folder itself or, for a snapshot, into its repository in the hub's
+    cache."""
     real = source.resolve()
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         return real.parent.parent
@@ -169,7 +173,7 @@ def _home(source: Path) -> Path:
 
 
 def _json(source: Path, name: str) -> dict[str, Any] | None:
-    """The content of a small JSON object; None: it is not there."""
+    """The content of a small JSON object, or None if the file does not exist."""
     path = _own(source, name)
     if path is None:
         return None

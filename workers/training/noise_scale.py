@@ -1,8 +1,8 @@
-"""The gradient noise scale, measured in passing.
+"""The gradient noise scale, measured during training.
 
 The simple noise scale is B = tr(Σ) / |G|² (McCandlish et al. 2018, section 2.2): the batch at which the
-noise of a step's gradient is as large as the gradient. Two norms of one window give both parts (there,
-appendix A.1): that of its first micro-batch, drawn at random, and that of the whole.
+noise of a step's gradient is as large as the gradient. Two gradient norms of a window give both parts
+(appendix A.1 of that paper): that of its first micro-batch, drawn at random, and that of the whole window.
 
 Here a sample's gradient g is the sum over its n target tokens, and a step's is Σ g / Σ n, so that the noise
 is that of g - n·G, per mean length. With x = |Σ g|² over the b samples of the first micro-batch and their
@@ -19,10 +19,11 @@ import numpy as np
 from app.contract.reports import NoiseScale
 
 HISTORY = 100
-"""Measurements that count: the noise scale grows while a model learns."""
+"""The number of recent measurements that are used: older ones are outdated, since the scale grows in
+training."""
 
 LEAST = 8
-"""Fewer measurements tell nothing."""
+"""The minimum number of measurements for an estimate."""
 
 _Z = 1.6449
 """The quantile of the normal distribution for a 90 % interval."""
@@ -50,7 +51,7 @@ def estimate(measurements: Sequence[Sequence[float]]) -> NoiseScale | None:
         measurements: `Measurement.packed()` of each.
 
     Returns:
-        None: too few, or the gradient's own norm is lost in the noise.
+        The estimate, or None if there are too few measurements or the gradient's norm is lost in the noise.
     """
     if len(measurements) < LEAST:
         return None
@@ -78,7 +79,8 @@ def estimate(measurements: Sequence[Sequence[float]]) -> NoiseScale | None:
 
 
 def _fieller(a: np.ndarray, b: np.ndarray) -> tuple[float, float | None]:
-    """The 90 % band of mean(a) / mean(b); no upper end where mean(b) is not told from zero."""
+    """The 90 % band of mean(a) / mean(b); no upper end if mean(b) is not significantly different from
+    zero."""
     count = len(a)
     t = _Z + (_Z**3 + _Z) / (4 * (count - 1))  # Student's t (Abramowitz and Stegun 26.7.5, first term)
     (aa, ab), (_, bb) = np.cov(a, b) / count

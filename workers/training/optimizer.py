@@ -14,10 +14,10 @@ from workers.training.exceptions import CannotTrain
 def make_optimizer(
     spec: OptimizerSpec, parameters: Iterable[nn.Parameter], host: torch.device | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of a spec over the trainable parameters; matrices decay, norms and biases don't.
+    """The optimizer of a spec over the trainable parameters; only matrices have weight decay.
 
     Args:
-        host: where its states and its arithmetic are; None: with the parameters.
+        host: the device of its states and arithmetic; None for that of the parameters.
 
     Raises:
         CannotTrain: its package is not installed.
@@ -27,9 +27,9 @@ def make_optimizer(
 
 
 class OnHost(torch.optim.Optimizer):
-    """An optimizer over copies of the parameters in another memory, which holds its states, too.
+    """An optimizer over copies of the parameters on another device, which also holds its states.
 
-    A step moves the gradients there and the new weights back, and takes no memory of the parameters' device.
+    A step moves the gradients there and the new weights back, and takes no memory on the parameters' device.
     The arithmetic is that of the optimizer itself, in the same precision.
     """
 
@@ -56,14 +56,14 @@ class OnHost(torch.optim.Optimizer):
                 copy.grad = None
 
     def copied_from(self) -> dict[Tensor, Tensor]:
-        """The parameter that each copy is of."""
+        """Maps each copy to its original parameter."""
         return {copy: parameter for parameter, copy in self._pairs}
 
     def state_dict(self) -> dict[str, Any]:
         return self._own.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the weights over as well, which are loaded before."""
+        """Also copies the model's weights, which must have been loaded before."""
         self._own.load_state_dict(state_dict)
         self._show()
         with torch.no_grad():
@@ -116,7 +116,7 @@ def _own(spec: OptimizerSpec, *names: str) -> dict[str, Any]:
 def _from(
     module: str, name: str, groups: list[dict[str, Any]], rate: float, own: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer of a package that is imported only here."""
+    """Makes an optimizer of a package that is imported only when it is needed."""
     package = module.split(".")[0]
     try:
         make = getattr(import_module(module), name)

@@ -13,17 +13,17 @@ from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
 
 MOST_EXAMPLES = 1000
-"""The most examples that are measured; in a larger file, they are spread evenly."""
+"""The maximum number of examples that are measured; in a larger file, they are spread evenly."""
 
 _BINS = 20
 _CHUNK = 100
 
 
 def preview(order: PreviewSpec, source: Path, tokenizer: Any) -> DatasetPreview:
-    """Reads some of a file as `workers.training.data.prepare` reads all of it.
+    """Reads a part of a file in the same way as `workers.training.data.prepare` reads all of it.
 
     Raises:
-        CannotTrain: the trainer could not read it either.
+        CannotTrain: the file cannot be read, and the trainer could not read it either.
     """
     with Tokeniser(tokenizer) as tokeniser:
         return _previewed(order, source, tokenizer, tokeniser)
@@ -61,7 +61,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
 def _rows(
     order: PreviewSpec, source: Path, tokeniser: Tokeniser
 ) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
-    """The place in the file of each example that is looked at; its line, its tokens, and which count."""
+    """For each example that is read: its index, its line number, its tokens, and which of these count."""
     every, places = _every(order.data.examples), range(order.data.examples)
     taken = [place < order.shown or place % every == 0 for place in places]
     examples = read_examples(order.data, source, taken)
@@ -85,9 +85,10 @@ def _sample(line: int, tokens: list[int], counts: list[bool], tokenizer: Any) ->
 
 
 def _texts(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
-    """Each token's part of the text: what the text with the token has, and without it has not.
+    """Each token's part of the text: what decoding with the token adds to decoding without it.
 
-    Decoded alone, part of a character is nothing, and some tokenizers drop the space before a word.
+    Tokens are not decoded alone: a part of a character gives nothing, and some tokenizers drop the space
+    before a word.
     """
     texts: list[str] = []
     start, told = 0, 0

@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 def profiled(
     folder: Path, device: torch.device, work: Callable[[], Result]
 ) -> tuple[Result, dict[str, float]]:
-    """Does the work under the profiler, and writes trace.json, operators.json (and memory.pickle on a GPU)
+    """Runs `work` under the profiler, and writes trace.json, operators.json (and memory.pickle on a GPU)
     into the folder.
 
     Returns:
-        What the work gave, and seconds by phase: of the host, and on a GPU `device_` of its kernels.
+        The result of `work`, and seconds by phase: the host's and, under `device_` names, a GPU's kernels'.
     """
     folder.mkdir(parents=True, exist_ok=True)
     on_gpu = device.type == "cuda"

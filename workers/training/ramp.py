@@ -1,4 +1,4 @@
-"""How the effective batch grows while training: functions of the spec and of where the run stands."""
+"""How the effective batch grows while training: functions of the spec and the state of the run."""
 
 from math import ceil
 from statistics import pvariance
@@ -19,9 +19,10 @@ def batch_now(spec: Spec, state: RunState) -> int:
 def follow(spec: Spec, state: RunState, noise: NoiseScale | None) -> None:
     """Records a step, and adjusts the batch if the ramp follows measurements.
 
-    `noise_scale` goes to the measured scale, at most doubling or halving in a step, and never below the
-    effective batch that was asked for. `loss_variance` doubles while the variance of the last losses is
-    above the threshold (Smith et al. 2018 grow the batch for the same end).
+    The ramp `noise_scale` sets the batch to the measured scale, but changes it at most by a factor of 2 per
+    step, and never below the requested effective batch. The ramp `loss_variance` doubles the batch while the
+    variance of the last losses is above the threshold (Smith et al. 2018 grow the batch for the same
+    purpose).
     """
     state.ramp.windows_since_growth += 1
     batch, limit = batch_now(spec, state), spec.ramp.max_effective_batch_size

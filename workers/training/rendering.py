@@ -1,8 +1,8 @@
-"""Chat templates, rendered in a process of their own.
+"""Renders chat templates in a separate process.
 
-A template is a program that comes with a model: it may compute for ever, fill the memory, or put what it
-reads into its errors. The child has no secrets in its environment, little memory, and seconds of processor
-time for each conversation; of its errors only the kind is told.
+A template is a program that comes with a model: it may run forever, fill the memory, or put what it
+reads into its errors. The child has no secrets in its environment, little memory, and a few seconds of
+processor time for each conversation; only the type of its errors is reported.
 
 `python -m workers.training.rendering` is the child: a line of JSON in, a line of JSON out.
 """
@@ -22,12 +22,12 @@ from workers.training.isolation import drop_capabilities
 from workers.training.limits import limit_memory
 
 CPU_SECONDS = 5
-"""For one conversation."""
+"""The limit of processor time for one conversation."""
 
 MEMORY_BYTES = 2**30
-"""Beside what its libraries take."""
+"""The child's memory limit, in addition to what its libraries take."""
 LONGEST = 64 * 2**20
-"""Characters that one conversation may become, over all of its prefixes."""
+"""The maximum number of rendered characters of one conversation, over all of its prefixes."""
 
 
 class Renderer:
@@ -43,10 +43,10 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: list[dict[str, Any]], prefixes: list[tuple[int, bool]]) -> list[str]:
-        """The text of the first so many messages, each with or without the opening of an answer.
+        """Renders the first `n` messages, with or without the opening of an answer, for each of the prefixes.
 
         Raises:
-            CannotTrain: the template takes too long, too much memory, or raises. The message tells nothing
+            CannotTrain: the template takes too long, too much memory, or raises. The message contains nothing
                 of the conversation.
         """
         process = self._process or self._start()
@@ -69,7 +69,7 @@ class Renderer:
         if "error" in told:
             raise CannotTrain(
                 "chat_template",
-                f"the model's chat template refuses this conversation ({told['error']}): look at the order "
+                f"the model's chat template rejects this conversation ({told['error']}): check the order "
                 "and the roles of its messages, or use prompt and completion instead",
             )
         texts: list[str] = told["texts"]
@@ -113,12 +113,12 @@ class Renderer:
 
 
 def main() -> None:
-    """The child. Ends with its standard input."""
+    """Runs the child, until its standard input ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     limit_memory(MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    drop_capabilities()  # once more: a program that was started anew can be looked into again
+    drop_capabilities()  # again: starting a program makes the process open to inspection again
     first = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
         _limit_time()
@@ -147,7 +147,7 @@ def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> lis
 
 
 def _limit_time() -> None:
-    """The kernel kills this process if a conversation takes longer."""
+    """Sets a time limit for a conversation; the kernel kills this process if it takes longer."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))

@@ -26,9 +26,9 @@ class Replica:
     window: Window
     token_loss: TokenLoss
     balance: Balance | None
-    """Null: the model has no experts, or none that are to be balanced."""
+    """None if the model has no experts, or if their load is not to be balanced."""
     loss_scale: LossScale | None
-    """Null: not fp16."""
+    """None unless the precision is fp16."""
     memory: memory.Watch
 
     def autocast(self) -> Any:
@@ -59,7 +59,7 @@ class Replica:
 
 
 class Accumulating(Protocol):
-    """What it takes to add a micro-batch to a window; a simulated step has it, too."""
+    """What `add` needs; a simulated step implements it, too."""
 
     window: Window
     balance: Balance | None

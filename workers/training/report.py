@@ -19,7 +19,7 @@ log = logging.getLogger("accrue.trainer")
 
 
 def report_start(training: Training, prepared: Prepared) -> None:
-    """The banner: what will be trained, on what, and how."""
+    """Reports the data and the banner: what will be trained, on what, and how."""
     spec, plan = training.assignment.spec, training.assignment.plan
     notes = prepared.notes(spec.data.max_length)
     training.reporter.event(
@@ -86,7 +86,7 @@ def log_line(
     rate: float,
     noise: NoiseScale | None,
 ) -> LogLine:
-    """The step that was just made, as the log has it."""
+    """The log line of the step that was just applied."""
     spec, state, loader, closed = training.assignment.spec, training.state, training.loader, trained.closed
     tokens, lengths = int(loader.samples.lengths[window].sum()), loader.lengths(window)
     peak = memory.peak(training.replica.device)

@@ -6,7 +6,7 @@ from app.contract.spec import ScheduleSpec
 
 
 def warmup_of(schedule: ScheduleSpec, steps_total: int) -> int:
-    """Warmup in updates."""
+    """The number of warmup updates."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return int(schedule.warmup_ratio * steps_total)
@@ -15,10 +15,10 @@ def warmup_of(schedule: ScheduleSpec, steps_total: int) -> int:
 def rate_factor(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     """The share of the peak learning rate for the update number `step`, counted from 0.
 
-    A warmup from `warmup_start`, straight, along a parabola, or at that rate all along; then constant, or
-    down to `final` at the end, linearly or along half a cosine (Loshchilov and Hutter 2017, without
-    restarts): transformers' values. `one_cycle` has PyTorch's: up along half a cosine and down along
-    another (Smith and Topin 2018).
+    The warmup starts at `warmup_start` and rises linearly or quadratically, or stays constant. Then the rate
+    is constant, or falls to `final` at the end, linearly or along half a cosine (Loshchilov and Hutter 2017,
+    without restarts). The values are those of transformers. `one_cycle` has PyTorch's values: up along half
+    a cosine and down along another (Smith and Topin 2018).
     """
     if schedule.name == "one_cycle":
         return _one_cycle(schedule, step, steps_total)

@@ -37,8 +37,8 @@ Stop = Callable[[], bool]
 class Training:
     """A run in progress.
 
-    What it was given (order, run directory, where it reports to, when to stop); what trains (replica), on
-    what (loader); where it stands (state); and how large its micro-batches may be (budget).
+    It holds its inputs (assignment, run directory, reporter, stop signal), the replica that trains, the
+    loader of its data, its state, and the budget of its micro-batches.
     """
 
     assignment: Assignment
@@ -82,8 +82,10 @@ class Training:
         return self.loader.window(self.state.position.cursor, self.batch)
 
     def check_stop(self) -> None:
-        """Raises:
-        StopRequested: a stop was requested; what the window holds is forgotten.
+        """Discards the current window and raises, if a stop was requested.
+
+        Raises:
+            StopRequested: a stop was requested.
         """
         if self.stop():
             self.replica.window.abandon()
@@ -93,7 +95,7 @@ class Training:
 def start(
     run: RunDirectory, assignment: Assignment, reporter: Reporter, trackers: Trackers, stop: Stop
 ) -> tuple[Training, Prepared]:
-    """Loads model and data, and resumes from the newest checkpoint that is whole.
+    """Loads model and data, and resumes from the newest undamaged checkpoint.
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
@@ -108,7 +110,9 @@ def start(
         prepared, samples, validation = _data(run, assignment, tokenizer, stop)
     except (CannotTrain, Interrupted, OSError, MemoryError):
         raise
-    except BaseException as error:  # tokenizers panic with one; its message may be training text
+    except (
+        BaseException
+    ) as error:  # tokenizers' panics are BaseExceptions; their message may be training text
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise CannotTrain(
@@ -234,7 +238,7 @@ def _loss_scale(state: RunState) -> LossScale:
 
 
 def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
-    """Falls back to the model's own logits where its head alone does not give them."""
+    """Falls back to the model's own logits if its head alone does not give the same loss."""
     if replica.token_loss.head is None or fallbacks.own_logits is False:
         return
     if fallbacks.own_logits:
@@ -255,7 +259,7 @@ def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter
 
 
 def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
-    """Falls back to padding where the model's attention does not keep packed samples apart."""
+    """Falls back to padding if the model's attention does not keep packed samples apart."""
     packed, padded = loader.form, BatchLayout(loader.form.pad_id, routed=loader.form.routed)
     if fallbacks.padded and packed.packed:
         loader.form = padded
@@ -291,10 +295,10 @@ def _resume(run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, rep
     try:
         state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
     except checkpoint.AllDamaged as error:
-        message = f"every checkpoint is damaged ({error}): look at the disk, and submit the job again"
+        message = f"every checkpoint is damaged ({error}): check the disk, and submit the job again"
         raise CannotTrain("checkpoints_damaged", message) from None
     for name in damaged:
-        message = f"Checkpoint {name} is damaged and was passed over."
+        message = f"Checkpoint {name} is damaged and was skipped."
         reporter.event("checkpoint_damaged", message, "warning")
     if state is None:
         return RunState()

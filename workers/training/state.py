@@ -20,7 +20,7 @@ class Progress:
     step: int = 0
     """Optimizer steps made."""
     micro_step: int = 0
-    """Micro-batches worked through."""
+    """Micro-batches that were processed."""
     skipped: int = 0
     """Windows that made no step."""
     skipped_in_a_row: int = 0
@@ -43,11 +43,11 @@ class Position:
         return Cursor(self.epoch, self.consumed)
 
     def advance(self, window: int, samples: int) -> None:
-        """Goes behind a window.
+        """Moves on to the next window.
 
         Args:
-            window: samples in it.
-            samples: in the whole data.
+            window: the number of samples in the current window.
+            samples: the number of samples in the data.
         """
         following = after(self.cursor, window, samples)
         self.windows_in_epoch = self.windows_in_epoch + 1 if following.epoch == self.epoch else 0
@@ -67,17 +67,18 @@ class Losses:
 
 @dataclass
 class LearnedBudget:
-    """What running out of memory, or measuring, taught about the token budget (budget.py)."""
+    """What the run has learned about the token budget, by running out of memory or by measuring
+    (budget.py)."""
 
     tokens: int | None = None
-    """The current token budget; None: as planned."""
+    """The current token budget, or None for the planned one."""
     failed_tokens: int | None = None
     """The smallest micro-batch that did not fit, in tokens."""
     largest_done: int = 0
     """The largest micro-batch that did fit since, in tokens."""
     windows_since_failure: int = 0
     measured: bool = False
-    """A sweep has chosen the token budget."""
+    """Whether a sweep has chosen the token budget."""
 
 
 @dataclass
@@ -85,13 +86,13 @@ class Ramp:
     """How far the effective batch has grown (ramp.py)."""
 
     batch: int | None = None
-    """The effective batch, in samples; None: as the spec says."""
+    """The effective batch in samples, or None for that of the spec."""
     windows_since_growth: int = 0
 
 
 @dataclass
 class SavedLossScale:
-    """The fp16 loss scale as the checkpoint found it."""
+    """The fp16 loss scale at the time of the checkpoint."""
 
     value: float | None = None
     good_windows: int = 0
@@ -99,16 +100,17 @@ class SavedLossScale:
 
 @dataclass
 class Fallbacks:
-    """What this model needs to be trained correctly, or at all."""
+    """The fallbacks that this model needs to be trained correctly, or to fit into memory."""
 
     checkpointing: bool = False
-    """Gradient checkpointing was switched on, since one sample did not fit without it."""
+    """Whether gradient checkpointing was switched on because one sample did not fit without it."""
     own_logits: bool | None = None
-    """The model's own logits are taken, since its head alone does not give them; None: not checked yet."""
+    """Whether the model's own logits are used, because its head alone gives others; None if not checked
+    yet."""
     padded: bool | None = None
-    """Packing was given up; None: not checked yet."""
+    """Whether packing was replaced by padding; None if not checked yet."""
     equivalence_error: float | None = None
-    """What the equivalence certificate measured; None: nothing yet."""
+    """The gradient error of the equivalence certificate, or None if it was not measured yet."""
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Evaluations:
     best_loss: float | None = None
     best_step: int | None = None
     gained_loss: float | None = None
-    """The loss that early stopping's patience was last renewed by."""
+    """The loss that last reset early stopping's patience."""
     without_gain: int = 0
 
 
@@ -156,7 +158,10 @@ def from_json(content: Mapping[str, Any], version: int) -> RunState:
         CannotTrain: a newer version of this program wrote it.
     """
     if version > VERSION:
-        message = f"the checkpoint is of version {version}, and this trainer reads up to {VERSION}: update it"
+        message = (
+            f"the checkpoint has version {version}, but this trainer reads only up to {VERSION}: "
+            "update Accrue"
+        )
         raise CannotTrain("checkpoint_too_new", message)
     grouped = _grouped(content) if version == 1 else content
     groups = {each.name: each.default_factory for each in fields(RunState) if each.name != "noise"}

@@ -1,7 +1,7 @@
-"""Micro-batches of several sizes, measured between two windows of the run, on its data and device.
+"""Measures micro-batches of several sizes between two windows of the run, on its data and device.
 
-Each passes forward and backward over the same samples; nothing is applied, so that the run goes on as if
-nothing had been measured. It comes after the first steps, once the optimizer's states are there.
+Each size runs forward and backward over the same samples. Nothing is applied, so the run continues as if
+nothing had been measured. The sweep runs after the first steps, when the optimizer's states exist.
 """
 
 import math
@@ -18,13 +18,13 @@ from workers.training.loader import Indices
 from workers.training.start import Training
 
 AFTER_STEPS = 2
-"""Steps after which a run is settled: states are there, kernels are chosen."""
+"""Steps after which a run has warmed up: the optimizer's states exist, and kernels are chosen."""
 
 ROUNDS = 3
-"""Each size is measured so many times, in turns, and the best time counts: noise only ever adds."""
+"""The number of measurements of each size, in turns. The best time counts, since noise only adds time."""
 
 _SPAN = 4
-"""The samples are as many as fill so many of the largest micro-batch, or the whole window."""
+"""The sweep uses enough samples to fill this many of the largest micro-batches, or else the whole window."""
 
 _LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 """Sizes to measure, relative to the planned one."""
@@ -34,7 +34,7 @@ def sweep(training: Training) -> Tuning:
     """Measures, and returns the smallest of the fastest micro-batches.
 
     Raises:
-        StopRequested: told to stop; nothing was changed.
+        StopRequested: a stop was requested; nothing was changed.
     """
     loader, budget = training.loader, training.budget
     most, whole = budget.most_worth_measuring, training.next_window()
@@ -42,7 +42,7 @@ def sweep(training: Training) -> Tuning:
     ladder = candidates(planned, most, loader.lengths(whole))
     window = _enough(whole, loader.lengths(whole), ladder[0])
     cuts: dict[int, Groups] = {}
-    for size in ladder:  # of sizes that cut alike, the smallest
+    for size in ladder:  # of sizes that give equally many micro-batches, keep the smallest
         groups = cut(training, window, TokenBudget(tokens=size))
         cuts = {other: own for other, own in cuts.items() if len(own) != len(groups)} | {size: groups}
     seconds, peaks = _measure(training, window, cuts)
@@ -75,9 +75,10 @@ def settle(training: Training, tuning: Tuning) -> None:
     speed = f" ({chosen.samples_per_second:.3g} samples/s)" if chosen is not None else ""
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {tuning.token_budget} tokens are used{speed}: of {len(tuning.tried)} "
-        f"sizes measured on {tuning.samples} samples, the smallest within 3 % of the fastest. The plan had "
-        f"{before} tokens.",
+        f"Micro-batches of at most {tuning.token_budget} tokens are used{speed}. Of the {len(tuning.tried)} "
+        f"sizes measured on {tuning.samples} samples, this is the smallest within 3 % of the fastest. The "
+        "plan "
+        f"had {before} tokens.",
         **tuning.model_dump(mode="json"),
     )
 
@@ -92,7 +93,7 @@ def candidates(planned: int, most: int, lengths: Indices) -> list[int]:
 
 
 def _enough(window: Indices, lengths: Indices, largest: int) -> Indices:
-    """The first samples of a window, as many as measuring takes."""
+    """The first samples of a window, as many as the measurement needs."""
     return window[: int(np.searchsorted(np.cumsum(lengths), _SPAN * largest)) + 1]
 
 
@@ -115,7 +116,7 @@ def _measure(
 
 
 def _pass(training: Training, window: Indices, groups: Groups) -> float | None:
-    """Seconds of one pass over the samples; None: out of memory."""
+    """Seconds of one pass over the samples, or None if it ran out of memory."""
     began = time.perf_counter()
     fits = False
     try:

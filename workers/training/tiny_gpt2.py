@@ -1,4 +1,4 @@
-"""`accrue/tiny-gpt2`: a small GPT-2 of one token per byte, made from a seed. No download, no network."""
+"""Makes `accrue/tiny-gpt2`, a small GPT-2 with one token per byte, from a seed and without a network."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def ensure_tiny_gpt2(target: Path) -> None:
-    """Makes the model's directory if it is not there; several processes may ask at once."""
+    """Makes the model's directory if it does not exist; several processes may call this at the same time."""
     if (target / "config.json").exists():
         return
     partial = target.with_name(f".{target.name}.{os.getpid()}")

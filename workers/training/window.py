@@ -31,7 +31,7 @@ from workers.training.gradients import InPlace, SeparateAccumulator
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are bounded; `limit` None: not at all."""
+    """How gradients are clipped; they are not if `limit` is None."""
 
     limit: float | None = None
     mode: Literal["after_accumulation", "each_micro_batch", "value"] = "after_accumulation"
@@ -54,11 +54,11 @@ class LossScale:
         self.good_windows = 0
 
     def restore(self) -> None:
-        """No scale helps this window: the one before it is taken back."""
+        """Restores the scale from before this window, since no scale makes the window finite."""
         self.value, self._before = self._before or self.value, None
 
     def note(self, verdict: Verdict) -> None:
-        """Moves the scale after a window."""
+        """Adjusts the scale after a window."""
         match verdict:
             case Verdict.APPLY:
                 self.held()
@@ -77,22 +77,22 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Closed(Totals):
-    """A window's totals, and what became of it.
+    """A window's totals, and the decision on it.
 
-    Where `applied` is false, weights, optimizer and gradients are as they were before the window.
+    If `applied` is false, weights, optimizer and gradients are as they were before the window.
     """
 
     verdict: Verdict = Verdict.APPLY
     seconds: float = 0.0
     """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
-    """The host's time in the optimizer; on a GPU that only starts its kernels."""
+    """The host's time in the optimizer; with a GPU, this only launches kernels."""
     memory_bytes: int = 0
     """Memory in use when the window was closed: allocated on a GPU, resident on a CPU."""
 
     @property
     def applied(self) -> bool:
-        """The optimizer made its step."""
+        """Whether the optimizer made its step."""
         return self.verdict is Verdict.APPLY
 
     @property
@@ -102,19 +102,19 @@ class Closed(Totals):
 
     @property
     def refused(self) -> bool:
-        """Its numbers are finite, and `accept` would not have them."""
+        """Whether the numbers are finite, but `accept` rejected the loss."""
         return self.verdict is Verdict.SKIP_SPIKE
 
 
 class Window:
-    """Accumulates micro-batches and makes one optimizer step of them.
+    """Accumulates micro-batches and makes one optimizer step from them.
 
     Args:
         parameters: those that the optimizer trains.
         optimizer: stepped once per window that is finite; its gradients are None after every window.
-        clipping: of the gradient, once it is whole.
-        loss_scale: for fp16 autocast; null for every other precision.
-        gradients: where gradients are summed; None: in place.
+        clipping: how the window's complete gradient is clipped.
+        loss_scale: for fp16 autocast; None for every other precision.
+        gradients: where gradients are summed; None sums them in place.
         layers: parameters by layer, for `Closed.layer_norms`.
         keep_micro_losses: for `Closed.micro_losses`.
     """
@@ -175,12 +175,12 @@ class Window:
         self._opened = time.perf_counter()
 
     def add(self, loss_sum: Tensor, share: Tensor | None = None) -> None:
-        """Backward of one micro-batch. Reads nothing back from the device.
+        """Runs the backward pass of one micro-batch. Reads nothing back from the device.
 
         Args:
             loss_sum: the sum of its token losses, a scalar.
-            share: a term that is a share of the window's already and is not divided, such as this
-                micro-batch's part of a balance loss; a scalar.
+            share: a term that is already this micro-batch's share of the window's loss, such as of a balance
+                loss, so that it is not divided; a scalar.
         """
         loss = loss_sum / self._denominator
         whole = loss if share is None else loss + share
@@ -198,7 +198,8 @@ class Window:
             _clip(sums, _norm(_norms(sums)), scaled_limit)
 
     def tap(self) -> None:
-        """Notes the norm of the gradient so far, for `Closed.tapped_norm`. Reads nothing back."""
+        """Records the norm of the gradient so far as `Closed.tapped_norm`. Reads nothing back from the
+        device."""
         norm = _norm(_norms(list(self._gradients.sums().values())))
         self._tapped = norm / self._scale.value if self._scale else norm
 
@@ -206,7 +207,7 @@ class Window:
         """Decides with one read from the device whether the window is applied, and applies it.
 
         Args:
-            accept: called with the window's loss, if that and the gradient are finite; false: not applied.
+            accept: called with the loss if loss and gradient are finite; returns False to skip the window.
         """
         totals = self.totals()
         verdict = decide(Observed(totals), scale_can_fall=self.scale_can_fall, accept=accept)
@@ -214,12 +215,12 @@ class Window:
 
     @property
     def scale_can_fall(self) -> bool:
-        """Whether an overflow can be met by a lower loss scale."""
+        """Whether the loss scale can be lowered after an overflow."""
         return self._scale is not None and self._scale.value > self._scale.smallest
 
     def totals(self) -> Totals:
-        """The window's sums, with one read from the device; takes the loss scale out of the gradient, so that
-        nothing can be added any more: `finish()` is next."""
+        """Returns the window's sums, with one read from the device. It removes the loss scale from the
+        gradient, so that no more can be added: call `finish()` next."""
         assert self._loss is not None, "totals() before the first add()"
         sums = self._gradients.sums()
         gradients = list(sums.values())
@@ -230,7 +231,7 @@ class Window:
         return self._read(self._grad_norm, dict(zip(sums, norms, strict=True)))
 
     def finish(self, totals: Totals, verdict: Verdict) -> Closed:
-        """Applies the window, or leaves it: weights and optimizer are then untouched."""
+        """Applies the window, or discards it and leaves weights and optimizer unchanged."""
         assert self._loss is not None, "finish() before totals()"
         device, seconds = self._loss.device, 0.0
         if verdict is Verdict.APPLY:
@@ -280,12 +281,13 @@ class Window:
         self._micro_losses = []
 
     def gradient(self) -> dict[Tensor, Tensor]:
-        """The gradient summed so far, by parameter, without the loss scale; it stays the window's own."""
+        """The gradient summed so far, by parameter, without the loss scale; the tensors still belong to the
+        window."""
         scale = self._scale.value if self._scale else 1.0
         return {p: g / scale if self._scale else g for p, g in self._gradients.sums().items()}
 
     def _read(self, norm: Tensor, norms: dict[Tensor, Tensor]) -> Totals:
-        """The one read from the device."""
+        """Reads all numbers from the device at once."""
         assert self._loss is not None
         layers = {
             name: own
@@ -316,7 +318,7 @@ class Window:
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """The norm of each, at least in fp32."""
+    """The norm of each gradient, at least in fp32."""
     if not gradients:
         return []
     wider = torch.promote_types(gradients[0].dtype, torch.float32)
@@ -324,7 +326,7 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of all together."""
+    """The norm of all gradients together, from their norms."""
     if not norms:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
