@@ -9,7 +9,7 @@ from app.settings import get_settings
 from app.storage.database import Database
 from app.storage.migrations import migrate
 from workers.supervisor import Supervisor
-from workers.trainer_process import check_network_can_be_kept_away
+from workers.trainer_process import check_network_isolation
 
 
 def main(*, until_empty: bool = False) -> None:
@@ -22,7 +22,7 @@ def main(*, until_empty: bool = False) -> None:
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
     if not settings.trainer_network:
-        check_network_can_be_kept_away()
+        check_network_isolation()
     settings.make_directories()
     with held_by_worker(settings):
         migrate(settings.resolved_database_url)

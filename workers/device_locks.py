@@ -28,7 +28,7 @@ class DeviceLocks:
     def __init__(self, settings: Settings) -> None:
         self._gpus = Path(tempfile.gettempdir()) / f"accrue-{os.getuid()}"
         self._cpu = settings.data_dir.absolute()
-        self._told: set[int | str] = set()
+        self._logged: set[int | str] = set()
 
     def take(self, device: Device) -> int | None:
         """Takes a device's lock and returns its descriptor; the lock is held while any process has that open.
@@ -41,14 +41,14 @@ class DeviceLocks:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            if device.id not in self._told:
-                self._told.add(device.id)
+            if device.id not in self._logged:
+                self._logged.add(device.id)
                 log.warning(
                     "waiting for another worker on this machine that uses the device", device=device.name,
                     id=device.id, lock=str(path),
                 )  # fmt: skip
             return None
-        self._told.discard(device.id)
+        self._logged.discard(device.id)
         return descriptor
 
     def _path(self, device: Device) -> Path:

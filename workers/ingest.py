@@ -32,13 +32,13 @@ _READ_AT_ONCE = 2**18
 repeatedly."""
 
 _EMPTY_LINES = re.compile(rb"\n+")
-_MOST_LINES_AT_ONCE = 5000
+_MAX_LINES_PER_READ = 5000
 """The maximum lines per read: even an empty line takes time, and other writers wait for the transaction."""
 
-_LONGEST_LINE = 2**20
+_MAX_LINE_BYTES = 2**20
 """Bytes of a log line or an event; our trainer writes far less."""
 
-_MOST_EVENT_BYTES = 2**26
+_MAX_EVENT_BYTES = 2**26
 """The maximum size of all events of a job; further events are not stored."""
 
 _SECONDS_AT_ONCE = 0.1
@@ -110,14 +110,14 @@ def ingest(
     before, caught_up = replace(position, caught_up=True), False
     until = time.monotonic() + _SECONDS_AT_ONCE
     while True:
-        told, at_events = _new_events(run, position.events)
+        events, at_events = _new_events(run, position.events)
         made, at_metrics = _new_lines(run.metrics, position.metrics)
         if (at_events, at_metrics) == (position.events, position.metrics):
             caught_up = True
             break
         queue.lock_job(session, fence)
-        position = replace(_store_events(session, fence, told, position), events=at_events)
-        lines = _warmed(_log_lines([raw for _, raw in made]), temperature_celsius)
+        position = replace(_store_events(session, fence, events, position), events=at_events)
+        lines = _with_temperature(_log_lines([raw for _, raw in made]), temperature_celsius)
         _store_metrics(session, fence.job_id, lines)
         sums = _summed(session, fence.job_id, position.sums, lines)
         position = replace(position, metrics=at_metrics, sums=sums)
@@ -135,7 +135,7 @@ def ingest(
     return replace(position, caught_up=caught_up)
 
 
-def _warmed(lines: list[LogLine], temperature_celsius: float | None) -> list[LogLine]:
+def _with_temperature(lines: list[LogLine], temperature_celsius: float | None) -> list[LogLine]:
     """Adds the GPU's temperature to new lines."""
     if temperature_celsius is None:
         return lines
@@ -247,11 +247,11 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
 
 def _new_events(run: RunDirectory, offset: int) -> tuple[list[tuple[int, bytes]], int]:
     """New lines of events, up to the maximum that is stored; then an event that reports the maximum."""
-    if offset >= _MOST_EVENT_BYTES:
+    if offset >= _MAX_EVENT_BYTES:
         return [], offset
     lines, end = _new_lines(run.events, offset)
-    if end >= _MOST_EVENT_BYTES:
-        most = f"{_MOST_EVENT_BYTES // 2**20} MiB"
+    if end >= _MAX_EVENT_BYTES:
+        most = f"{_MAX_EVENT_BYTES // 2**20} MiB"
         message = f"The job has reported more than {most} of events: further ones are not stored."
         last = EventLine(
             attempt=0, time=time.time(), type="too_many_events", level="warning", message=message, data={}
@@ -270,13 +270,13 @@ def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
         file.seek(offset)
         content = file.read(_READ_AT_ONCE)
         if b"\n" not in content:  # one line longer than what is read at once
-            content += file.read(_LONGEST_LINE)
-            if len(content) > _LONGEST_LINE and b"\n" not in content:
-                raise ValueError(f"a line of {path.name} is longer than {_LONGEST_LINE} bytes")
+            content += file.read(_MAX_LINE_BYTES)
+            if len(content) > _MAX_LINE_BYTES and b"\n" not in content:
+                raise ValueError(f"a line of {path.name} is longer than {_MAX_LINE_BYTES} bytes")
             content = content[: content.find(b"\n") + 1]
     end = content.rfind(b"\n") + 1
-    lines = list(islice(_with_offsets(content[:end], offset), _MOST_LINES_AT_ONCE))
-    if len(lines) == _MOST_LINES_AT_ONCE:
+    lines = list(islice(_with_offsets(content[:end], offset), _MAX_LINES_PER_READ))
+    if len(lines) == _MAX_LINES_PER_READ:
         end = lines[-1][0] + len(lines[-1][1]) - offset
     return [(at, line) for at, line in lines if not line.isspace()], offset + end
 

@@ -8,8 +8,8 @@ from app.settings import Settings
 from app.storage.session import Session
 from workers import job_measurements
 from workers.leases import Running
-from workers.run_directory import DISK_FULL, INTERRUPTED, NO_ROOM
-from workers.trainer_process import why_it_ended
+from workers.run_directory import DISK_FULL, DISK_FULL_FAILURE, INTERRUPTED
+from workers.trainer_process import failure_of
 
 log = structlog.get_logger("accrue.worker")
 
@@ -29,7 +29,7 @@ def end_job(
     """
     fence = running.fence
     outcome = running.run.outcome() if status == 0 else None
-    failure = running.run.failure() or (NO_ROOM if status == DISK_FULL else None)
+    failure = running.run.failure() or (DISK_FULL_FAILURE if status == DISK_FULL else None)
     log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
     job_measurements.store_run(session, running)
     if outcome is not None:
@@ -39,7 +39,7 @@ def end_job(
         queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
     elif running.stopping or (status == INTERRUPTED and interrupted):
         queue.release(session, fence, running.stopping or "interrupted")
-    elif failure is not None and _is_the_machines(running, failure):
+    elif failure is not None and _is_machine_failure(running, failure):
         queue.postpone(session, fence, failure.message, RETRY_SECONDS[failure.code])
     elif running.stuck:
         message = (
@@ -50,9 +50,9 @@ def end_job(
     elif failure is not None and failure.permanent:
         queue.fail(session, fence, failure)
     else:
-        queue.crash(session, fence, failure or why_it_ended(status))
+        queue.crash(session, fence, failure or failure_of(status))
 
 
-def _is_the_machines(running: Running, failure: Failure) -> bool:
+def _is_machine_failure(running: Running, failure: Failure) -> bool:
     """Whether the machine failed, not the job. Such a job is queued again, perhaps for another device."""
     return failure.code in RETRY_SECONDS and (failure.code != DEVICE_LOST or bool(running.failed_device))

@@ -51,7 +51,7 @@ class Launcher:
             OSError: the disk is full, or the process cannot be started.
         """
         spec = Spec.model_validate(job.spec)
-        self._check_room(spec)
+        self._check_disk_space(spec)
         earlier = Plan.model_validate(job.plan)
         resumed = self._resumed_plan(spec, earlier, device)
         plan = resumed or self._new_plan(spec, device)
@@ -76,7 +76,7 @@ class Launcher:
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.write_assignment(assignment)
         if job.requested == "stop":
-            run.ask_to_finish()
+            run.request_finish()
         fail_point("supervisor.ordered")
         times_out = self._times_out(spec, fence)
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
@@ -86,7 +86,7 @@ class Launcher:
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         return Running(fence, device, trainer, run, claimed_at + self.settings.lease_seconds, times_out)
 
-    def _check_room(self, spec: Spec) -> None:
+    def _check_disk_space(self, spec: Spec) -> None:
         """Checks that the disk has space for the checkpoints and the model that the job writes.
 
         Raises:

@@ -30,13 +30,13 @@ from workers.trainer_process import TrainerProcess
 
 log = structlog.get_logger("accrue.worker")
 
-SILENT_SECONDS = 24 * 3600.0
+DELETE_WORKER_AFTER_SECONDS = 24 * 3600.0
 """The row of a worker that was silent for this long is deleted."""
 
-_BEFORE_THE_LEASE_ENDS = 1.0
+_KILL_MARGIN_SECONDS = 1.0
 """Trainers are killed this many seconds before their lease ends, which is enough time for them to end."""
 
-_LOOKED_AT_EVERY = 0.2
+_ENFORCE_INTERVAL_SECONDS = 0.2
 
 
 @dataclass
@@ -99,7 +99,7 @@ class LeaseKeeper:
         """Runs both threads until the end of the block."""
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for name, target in (("leases", self._beat_on), ("deadlines", self._enforce_on))
+            for name, target in (("leases", self._renew_loop), ("deadlines", self._enforce_loop))
         ]
         for thread in self._threads:
             thread.start()
@@ -120,7 +120,7 @@ class LeaseKeeper:
                 self._renew(database, running)
         with database.writing() as session:
             live_workers.beat(session, self._row())
-            live_workers.forget(session, [], SILENT_SECONDS)
+            live_workers.forget(session, [], DELETE_WORKER_AFTER_SECONDS)
         with database.writing() as session:
             for job_id in queue.reclaim_expired(session):
                 log.warning("job rescued from a lost worker", job=job_id)
@@ -130,7 +130,7 @@ class LeaseKeeper:
         for running in self._running():
             if running.trainer.status() is not None:
                 continue
-            if time.monotonic() > running.lease_ends - _BEFORE_THE_LEASE_ENDS:
+            if time.monotonic() > running.lease_ends - _KILL_MARGIN_SECONDS:
                 running.lost = True
                 running.trainer.kill()
             elif running.trainer.overdue:
@@ -138,7 +138,7 @@ class LeaseKeeper:
             else:
                 running.trainer.sign_of_life()
 
-    def _beat_on(self) -> None:
+    def _renew_loop(self) -> None:
         patience = self._settings.lease_seconds / 3
         database = Database(self._settings.resolved_database_url, timeout_seconds=patience)
         while not self._stopped.is_set():
@@ -153,15 +153,15 @@ class LeaseKeeper:
             self._stopped.wait(self._settings.heartbeat_seconds)
         database.close()
 
-    def _enforce_on(self) -> None:
-        while not self._stopped.wait(_LOOKED_AT_EVERY):
+    def _enforce_loop(self) -> None:
+        while not self._stopped.wait(_ENFORCE_INTERVAL_SECONDS):
             try:
                 self.enforce()
             except Exception:
                 log.exception("checking the deadlines failed")
 
     def _renew(self, database: Database, running: Running) -> None:
-        asked_at = time.monotonic()
+        sent_at = time.monotonic()
         try:
             with database.writing() as session:
                 requested = queue.heartbeat(session, running.fence, self._settings.lease_seconds)
@@ -169,7 +169,7 @@ class LeaseKeeper:
             running.lost = True
             return
         running.requested = requested
-        running.lease_ends = asked_at + self._settings.lease_seconds
+        running.lease_ends = sent_at + self._settings.lease_seconds
 
     def _row(self) -> Worker:
         return Worker(

@@ -14,7 +14,7 @@ from workers.run_directory import LIFELINE_VARIABLE
 
 log = structlog.get_logger("accrue.worker")
 
-_STARTED_AGAIN_AFTER = 30.0
+_RESTART_SECONDS = 30.0
 
 
 class ProfilerProcess:
@@ -30,11 +30,11 @@ class ProfilerProcess:
         """Starts the profiler, or restarts it if it died some time ago."""
         if self._process is not None and self._process.poll() is None:
             return
-        if time.monotonic() < self._started_at + _STARTED_AGAIN_AFTER:
+        if time.monotonic() < self._started_at + _RESTART_SECONDS:
             return
         if self._process is not None:
             log.warning("the profiler ended and is restarted", status=self._process.returncode)
-        self._let_go()
+        self._close_lifeline()
         self._started_at = time.monotonic()
         self._start()
 
@@ -43,7 +43,7 @@ class ProfilerProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._let_go()
+        self._close_lifeline()
 
     def _start(self) -> None:
         theirs, self._lifeline = os.pipe()
@@ -67,7 +67,7 @@ class ProfilerProcess:
         finally:
             os.close(theirs)
 
-    def _let_go(self) -> None:
+    def _close_lifeline(self) -> None:
         if self._lifeline is not None:
             with contextlib.suppress(OSError):
                 os.close(self._lifeline)

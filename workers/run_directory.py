@@ -42,7 +42,7 @@ INTERRUPTED = 75
 DISK_FULL = 74
 """Exit status of a trainer that could not write, perhaps not even failure.json (EX_IOERR)."""
 
-NO_ROOM = Failure(
+DISK_FULL_FAILURE = Failure(
     code="disk_full",
     message="the disk is full: the job continues from its last checkpoint once there is space",
     permanent=False,
@@ -71,7 +71,7 @@ TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 Content = TypeVar("Content", bound=BaseModel)
 
 
-_LARGEST = {"progress.json": 2**16, "failure.json": 2**16, "outcome.json": 2**20, "completions.json": 2**22}
+_MAX_BYTES = {"progress.json": 2**16, "failure.json": 2**16, "outcome.json": 2**20, "completions.json": 2**22}
 """The maximum size in bytes of a trainer's files, by name."""
 
 
@@ -97,7 +97,7 @@ class RunDirectory:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for end in ("failure.json", "outcome.json", _FINISH):
             (self.path / end).unlink(missing_ok=True)
-        write_whole(self.path / "spec.json", assignment.model_dump_json(indent=1))
+        write_atomically(self.path / "spec.json", assignment.model_dump_json(indent=1))
 
     def assignment(self) -> Assignment:
         """Reads the assignment.
@@ -110,7 +110,7 @@ class RunDirectory:
             return Assignment.model_validate_json(file.read())
 
     def write_outcome(self, outcome: Outcome) -> None:
-        write_whole(self.path / "outcome.json", outcome.model_dump_json(indent=1))
+        write_atomically(self.path / "outcome.json", outcome.model_dump_json(indent=1))
 
     def outcome(self) -> Outcome | None:
         return self._read("outcome.json", Outcome)
@@ -125,22 +125,22 @@ class RunDirectory:
     def progress(self) -> WindowProgress | None:
         return self._read("progress.json", WindowProgress)
 
-    def ask_to_finish(self) -> None:
+    def request_finish(self) -> None:
         """Requests that the trainer ends after the current window and saves its model."""
         with contextlib.suppress(NotPlain):  # anything at that path counts as the request
             append_plain(self.path / _FINISH).close()
 
-    def is_to_finish(self) -> bool:
+    def finish_requested(self) -> bool:
         return os.path.lexists(self.path / _FINISH)  # even if the trainer has put a broken link there
 
     def write_completions(self, completions: Completions) -> None:
-        write_whole(self.path / "completions.json", completions.model_dump_json(indent=1))
+        write_atomically(self.path / "completions.json", completions.model_dump_json(indent=1))
 
     def completions(self) -> Completions | None:
         return self._read("completions.json", Completions)
 
     def write_failure(self, failure: Failure) -> None:
-        write_whole(self.path / "failure.json", failure.model_dump_json(indent=1))
+        write_atomically(self.path / "failure.json", failure.model_dump_json(indent=1))
 
     def failure(self) -> Failure | None:
         return self._read("failure.json", Failure)
@@ -148,7 +148,7 @@ class RunDirectory:
     def _read(self, name: str, kind: type[Content]) -> Content | None:
         """The content of a file, or None if it does not exist or is not a plain file."""
         with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, name, max_bytes=_LARGEST.get(name, MAX_BYTES))
+            content = read_plain(self.path, name, max_bytes=_MAX_BYTES.get(name, MAX_BYTES))
             return None if content is None else kind.model_validate_json(content)
         return None
 
@@ -263,7 +263,7 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def write_whole(path: Path, content: str) -> None:
+def write_atomically(path: Path, content: str) -> None:
     """Replaces a file atomically: even after a power failure, it has either the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
     with create_plain(partial) as file:

@@ -6,7 +6,7 @@ import structlog
 
 from app.devices import gpus
 from app.planning.devices import Device
-from workers.trainer_process import works
+from workers.trainer_process import gpu_works
 
 log = structlog.get_logger("accrue.worker")
 
@@ -29,7 +29,7 @@ class Slots:
         self._aside_until: dict[int | str, float] = {}
         self._seen_at: dict[int | str, float] = {}
 
-    def there(self) -> list[Device]:
+    def available(self) -> list[Device]:
         """Every device that answers."""
         found = [gpus.this_cpu()] if self._on_cpu else [gpu.device for gpu in gpus.detected()]
         self._seen_at |= {device.id: time.monotonic() for device in found}
@@ -38,7 +38,7 @@ class Slots:
     def usable(self) -> list[Device]:
         """Devices on which no trainer has failed recently."""
         now = time.monotonic()
-        return [device for device in self.there() if self._aside_until.get(device.id, 0.0) <= now]
+        return [device for device in self.available() if self._aside_until.get(device.id, 0.0) <= now]
 
     def temperature(self, device: Device) -> float | None:
         """A GPU's recent temperature in degrees Celsius, or None if unknown, as for a CPU."""
@@ -55,10 +55,10 @@ class Slots:
         """Whether a GPU that a trainer reports as lost has really failed; a CPU never has."""
         if device.kind == "cpu":
             return False
-        return not any(other.id == device.id for other in self.there()) or not works(device)
+        return not any(other.id == device.id for other in self.available()) or not gpu_works(device)
 
     def is_gone(self, device: Device) -> bool:
         """Whether a device that was there has not been seen for some time."""
-        if any(other.id == device.id for other in self.there()):
+        if any(other.id == device.id for other in self.available()):
             return False
         return time.monotonic() - self._seen_at.get(device.id, 0.0) > _MISSED_SECONDS

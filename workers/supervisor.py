@@ -32,9 +32,9 @@ from workers.device_locks import DeviceLocks
 from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
 from workers.launch import Launcher, why_not_started
-from workers.leases import SILENT_SECONDS, LeaseKeeper, Running
+from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
-from workers.run_directory import NO_ROOM
+from workers.run_directory import DISK_FULL_FAILURE
 from workers.slots import Slots
 
 log = structlog.get_logger("accrue.worker")
@@ -66,11 +66,11 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.locks = DeviceLocks(self.settings)
         self.launcher = Launcher(self.settings, self.database)
-        self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.there)
+        self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.available)
 
     def run(self) -> None:
         """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""
-        log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.there()])
+        log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.available()])
         profiler = ProfilerProcess(self.settings)
         with self.leases.at_work():
             while not self.stopped:
@@ -86,7 +86,7 @@ class Supervisor:
                 time.sleep(self.settings.poll_seconds)
             profiler.end()
             for running in self.running:
-                self._ask_to_stop(running, "the worker was shut down")
+                self._request_stop(running, "the worker was shut down")
             while self.running or self.leaving:
                 if self.hurried:
                     for running in self.running:
@@ -94,7 +94,7 @@ class Supervisor:
                 self.turn()
                 time.sleep(min(0.1, self.settings.poll_seconds))
         with self._guarded(None), self.database.writing() as session:
-            live_workers.forget(session, [self.id], SILENT_SECONDS)
+            live_workers.forget(session, [self.id], DELETE_WORKER_AFTER_SECONDS)
         log.info("worker stopped", worker=self.id)
 
     def _is_done(self) -> bool:
@@ -132,19 +132,19 @@ class Supervisor:
             running.trainer.kill()
         elif running.trainer.status() is not None:
             if self.stopped and now > running.lease_ends:
-                self._forget(running)  # its end could not be stored: the next worker claims the job
-        elif running.requested == "stop" and not running.run.is_to_finish():
-            running.run.ask_to_finish()
+                self._release(running)  # its end could not be stored: the next worker claims the job
+        elif running.requested == "stop" and not running.run.finish_requested():
+            running.run.request_finish()
         elif running.requested in ("pause", "cancel") and not running.stopping:
-            self._ask_to_stop(running, "paused" if running.requested == "pause" else "cancelled")
+            self._request_stop(running, "paused" if running.requested == "pause" else "cancelled")
         elif running.times_out is not None and now > running.times_out and not running.stopping:
             running.timed_out = True
-            self._ask_to_stop(running, "timeout")
+            self._request_stop(running, "timeout")
         elif self._is_too_hot(running.device) and not running.stopping:
             limit = self.settings.max_gpu_temperature
             why = f"its GPU {running.device.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
             self.slots.set_aside(running.device, why)
-            self._ask_to_stop(running, why)
+            self._request_stop(running, why)
         elif self._is_stuck(running) and not running.stopping:
             running.stuck = True
             running.trainer.kill()
@@ -201,7 +201,7 @@ class Supervisor:
             log.exception("the trainer could not be started", job=job.id)
             if is_full(error):
                 with contextlib.suppress(LostJob), self.database.writing() as session:
-                    queue.postpone(session, fence, NO_ROOM.message, RETRY_SECONDS["disk_full"])
+                    queue.postpone(session, fence, DISK_FULL_FAILURE.message, RETRY_SECONDS["disk_full"])
                 return True
             self._crash(fence, Failure(code="not_started", message=why_not_started(error), permanent=False))
         return True
@@ -229,7 +229,7 @@ class Supervisor:
             if position.caught_up or time.monotonic() > until:
                 break
         if status is not None and position.caught_up:
-            self._forget(running)
+            self._release(running)
 
     def _ingest(self, session: Session, running: Running, status: int | None) -> Position:
         if (
@@ -249,7 +249,7 @@ class Supervisor:
             if is_unavailable(error):
                 raise
             log.exception("the job's crash cannot be written", job=running.fence.job_id)
-        self._forget(running)
+        self._release(running)
 
     def _check_device(self, running: Running) -> None:
         """Checks the device if the trainer reported its failure, and sets it aside if the check fails too."""
@@ -263,7 +263,7 @@ class Supervisor:
         with contextlib.suppress(LostJob), self.database.writing() as session:
             queue.crash(session, fence, failure)
 
-    def _ask_to_stop(self, running: Running, why: str) -> None:
+    def _request_stop(self, running: Running, why: str) -> None:
         if not running.stopping:
             running.stopping = why
             running.trainer.ask_to_stop(self.settings.stop_grace_seconds)
@@ -281,7 +281,7 @@ class Supervisor:
             running.trainer.close()
             self.leaving.remove(running)
 
-    def _forget(self, running: Running) -> None:
+    def _release(self, running: Running) -> None:
         running.trainer.close()
         self.running.remove(running)
 

@@ -17,9 +17,9 @@ from app.planning.devices import Device
 from workers.children import are_gone, children_of
 from workers.run_directory import (
     DISK_FULL,
+    DISK_FULL_FAILURE,
     HIDDEN_VARIABLE,
     LIFELINE_VARIABLE,
-    NO_ROOM,
     SILENCE_VARIABLE,
     TOKEN_VARIABLE,
     RunDirectory,
@@ -33,12 +33,12 @@ _PASSED_ON = (
 _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
 
 
-_TRIES_FOR_SECONDS = 60.0
+_GPU_CHECK_SECONDS = 60.0
 _WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
 """A command prefix for an empty network namespace, in the user namespace that this needs."""
 
 
-def check_network_can_be_kept_away() -> None:
+def check_network_isolation() -> None:
     """Checks that this machine can start processes without a network.
 
     Raises:
@@ -178,10 +178,10 @@ def _pipe_with(secret: str) -> int:
     return reading
 
 
-def why_it_ended(status: int) -> Failure:
+def failure_of(status: int) -> Failure:
     """The failure that an exit status means, if the trainer itself could not report one."""
     if status == DISK_FULL:
-        return NO_ROOM
+        return DISK_FULL_FAILURE
     if status >= 0:
         message = f"the trainer ended with status {status}"
         return Failure(code="trainer_crashed", message=message, permanent=False)
@@ -195,16 +195,16 @@ def is_passed_on(name: str) -> bool:
     return name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
 
 
-def works(device: Device) -> bool:
+def gpu_works(device: Device) -> bool:
     """Whether a GPU can still compute. A new process tries this, which takes some seconds."""
     command = [sys.executable, "-c", "import torch; torch.ones(8, device='cuda').sum().item()"]
     try:
         tried = subprocess.run(
             command,
-            env=_on(device),
+            env=_device_environment(device),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_TRIES_FOR_SECONDS,
+            timeout=_GPU_CHECK_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
@@ -213,10 +213,14 @@ def works(device: Device) -> bool:
 
 def _environment(device: Device, lifeline: int, silence_seconds: float) -> dict[str, str]:
     """The environment of a trainer."""
-    return {**_on(device), LIFELINE_VARIABLE: str(lifeline), SILENCE_VARIABLE: str(silence_seconds)}
+    return {
+        **_device_environment(device),
+        LIFELINE_VARIABLE: str(lifeline),
+        SILENCE_VARIABLE: str(silence_seconds),
+    }
 
 
-def _on(device: Device) -> dict[str, str]:
+def _device_environment(device: Device) -> dict[str, str]:
     """The environment of a process that uses a device."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     return {

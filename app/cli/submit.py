@@ -24,7 +24,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         help="Any other field of the request, as in training_config.method=lora or "
-        "dataset_config.packing=true; may be without_none several times",
+        "dataset_config.packing=true; may be given several times",
     ),
 ]
 

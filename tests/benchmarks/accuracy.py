@@ -24,7 +24,7 @@ from tests.benchmarks.true_peak import ROOT
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
-TOLD_ABOVE = 0.01
+PRINT_SHAPE_ABOVE = 0.01
 """The shape of a random model is printed if its relative error is larger than this."""
 
 _SIZES: dict[str, Any] = {
@@ -76,7 +76,7 @@ class Case:
         return {**FAMILIES[self.family], **self.shape}
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         options = ", ".join(f"{name} {value}" if value is not True else name
                             for name, value in self.options.items())  # fmt: skip
         return options or "full, AdamW, fp32"
@@ -164,7 +164,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(chosen):
-            row = compared(case, Path(folder) / str(number))
+            row = compare(case, Path(folder) / str(number))
             if row is not None:
                 rows.append(row)
     summary = summarise(rows)
@@ -173,7 +173,7 @@ def main() -> None:
         write(rows, summary)
 
 
-def compared(case: Case, folder: Path) -> dict[str, Any] | None:
+def compare(case: Case, folder: Path) -> dict[str, Any] | None:
     """Compares one case; None if the trainer used the model's own logits, which no recipe describes.
 
     Other changes that the trainer makes are part of the comparison: its recipe says whether it pads instead
@@ -188,7 +188,7 @@ def compared(case: Case, folder: Path) -> dict[str, Any] | None:
     shape = f"{case.rows} × {case.sequence}, K = {case.micro_batches}"
     sizes = f"{true['bytes'] / MIB:8.1f} MiB {predicted / MIB:8.1f} {error:+8.3%}"
     print(f"{case.family:9} {shape:16} {case.told:40} {sizes}", flush=True)
-    if case.shape and abs(error) > TOLD_ABOVE:
+    if case.shape and abs(error) > PRINT_SHAPE_ABOVE:
         print(f"{'':9} {case.shape}", flush=True)
     return {
         "family": case.family,
@@ -240,10 +240,10 @@ def write(rows: list[dict[str, Any]], summary: dict[str, float]) -> None:
         ),
     ]
     (RESULTS / "accuracy.md").write_text("\n".join(lines) + "\n")
-    draw(rows)
+    plot(rows)
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
+def plot(rows: list[dict[str, Any]]) -> None:
     """Plots the predicted peaks over the true ones."""
     import matplotlib
 

@@ -27,7 +27,7 @@ import uvloop
 from app.jobs import events
 from app.storage.database import Database
 from app.storage.tables import Job
-from tests.benchmarks.load import Load, ask, get, post
+from tests.benchmarks.load import Load, get, post, send_requests
 from tests.harness.service import TRAINING, Accrue, running
 
 RESULTS = Path(__file__).parent / "results"
@@ -74,8 +74,8 @@ class Bench:
 
     def load(self, name: str, requests: Iterator[bytes], connections: int, expected: int = 200) -> Load:
         """Measures one kind of request. Every response must have the expected status."""
-        ask(self.accrue.port, requests, connections, min(2.0, self.seconds))
-        load = ask(self.accrue.port, requests, connections, self.seconds)
+        send_requests(self.accrue.port, requests, connections, min(2.0, self.seconds))
+        load = send_requests(self.accrue.port, requests, connections, self.seconds)
         assert set(load.statuses) == {expected}, load.statuses
         self.figures[name] = {
             "per_second": round(load.per_second, 1),
@@ -107,7 +107,7 @@ class Bench:
             count = "SELECT count(*) FROM jobs"
             (before,) = connection.execute(count).fetchone()
             request = post(f"{TRAINING}/with-accumulation", json.dumps(body).encode())
-            ask(self.accrue.port, repeat(request), 16, 2.0)
+            send_requests(self.accrue.port, repeat(request), 16, 2.0)
             (warm,) = connection.execute(count).fetchone()
             assert warm > before
             load = self.load("submit", repeat(request), 16, expected=202)
@@ -120,23 +120,23 @@ class Bench:
         memory = psutil.Process(self.accrue.processes[0].pid).memory_info
         began = time.perf_counter()
         received = uvloop.run(self._follow())
-        told = FOLLOWERS * EVENTS_EACH
+        received = FOLLOWERS * EVENTS_EACH
         self.figures["followers"] = {
             "followers": FOLLOWERS,
-            "events_told": told,
+            "events_told": received,
             "events_received": received,
             "seconds": round(time.perf_counter() - began, 1),
             "service_memory_mb": round(memory().rss / 1e6, 1),
         }
         print(f"  followers: {self.figures['followers']}", flush=True)
-        assert received == told
+        assert received == received
 
     async def _follow(self) -> int:
         followed = [self.job_id(20 * number) for number in range(FOLLOWERS)]
         connected = asyncio.Barrier(FOLLOWERS + 1)
         following = [asyncio.create_task(self._events_of(job_id, connected)) for job_id in followed]
         await connected.wait()
-        await asyncio.to_thread(self._tell, followed)
+        await asyncio.to_thread(self._record_events, followed)
         return sum(await asyncio.gather(*following))
 
     async def _events_of(self, job_id: str, connected: asyncio.Barrier) -> int:
@@ -150,7 +150,7 @@ class Bench:
         writer.close()
         return told
 
-    def _tell(self, followed: list[str]) -> None:
+    def _record_events(self, followed: list[str]) -> None:
         database = Database(f"sqlite:///{self.path}")
         for number in range(EVENTS_EACH):
             last = number == EVENTS_EACH - 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from app.contract.plan import FixedSize
-from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, lay_run, order_of_samples
+from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, create_run, order_of_samples
 
 if TYPE_CHECKING:
     from workers.training.batches import MicroBatch
@@ -26,7 +26,7 @@ def resident(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def forget_peak() -> int:
+def reset_peak() -> int:
     """Resets the high-water mark. Returns the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
@@ -42,7 +42,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     from workers.training.trackers import Trackers
 
     cut = FixedSize(samples=requested["rows"]) if "rows" in requested else None
-    run = lay_run(
+    run = create_run(
         folder,
         Path(requested["model"]),
         Path(requested["data"]),
@@ -53,7 +53,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     assignment = run.assignment()
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
         training, _ = start(run, assignment, reporter, trackers, lambda: False)
-        before = forget_peak()
+        before = reset_peak()
         certificate.certify(training)
         began = time.time()
         try:
@@ -133,7 +133,7 @@ def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         callbacks=[times],
     )  # fmt: skip
-    before = forget_peak()
+    before = reset_peak()
     trainer.train()
     return {
         "losses": times.losses,
@@ -144,7 +144,7 @@ def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-class BareBeside:
+class InterleavedBaseline:
     """Runs each micro-batch of a window in a plain training loop first, just before the trainer runs it.
 
     The plain loop accumulates into separate gradients. Both loops alternate within a second, so that
@@ -187,7 +187,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     from workers.training.start import start
     from workers.training.trackers import Trackers
 
-    run = lay_run(
+    run = create_run(
         folder,
         Path(requested["model"]),
         Path(requested["data"]),
@@ -206,7 +206,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
             training.loader.fetch(window[g].tolist()) for g in accumulate.cut(training, window, training.rule)
         ]
         for number in range(requested["windows"] + 1):
-            training.stop = bare = BareBeside(training, batches, denominator)
+            training.stop = bare = InterleavedBaseline(training, batches, denominator)
             began = time.perf_counter()
             trained = accumulate.train_window(training, window, denominator)
             ours = time.perf_counter() - began - bare.seconds - trained.closed.optimizer_seconds

@@ -59,7 +59,7 @@ class LiveJob:
     def __init__(self, path: Path, job_id: str) -> None:
         self.path, self.job_id, self.step = path, job_id, LIVE_STEPS
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._go_on)
+        self._thread = threading.Thread(target=self._run)
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("DELETE FROM step_metrics WHERE job_id = ?", (job_id,))
             self._write(connection, 1, LIVE_STEPS)
@@ -72,7 +72,7 @@ class LiveJob:
         self._stop.set()
         self._thread.join()
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         with closing(sqlite3.connect(self.path, timeout=30)) as connection:
             while not self._stop.wait(1 / STEPS_A_SECOND):
                 self._write(connection, self.step + 1, self.step + 1)

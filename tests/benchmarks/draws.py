@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.benchmarks.accuracy import FAMILIES, Case
 
-MOST_WEIGHTS = 24_000_000
+MAX_WEIGHTS = 24_000_000
 """The maximum number of parameters in the embedding and the output head together."""
 
 
@@ -59,7 +59,7 @@ def shape_of(family: str, random: Random) -> dict[str, Any]:
     if family == "mixtral":
         width = 8 * random.randint(2, 9)  # torch's grouped product takes whole 16 bytes, in bf16 too
     hidden = heads * width
-    vocabulary = random.randint(300, min(50_000, MOST_WEIGHTS // hidden))
+    vocabulary = random.randint(300, min(50_000, MAX_WEIGHTS // hidden))
     layers = random.randint(2, 9)
     inner = random.randint(hidden, 4 * hidden)
     groups = random.choice([n for n in range(1, heads + 1) if heads % n == 0] + [1])

@@ -38,7 +38,7 @@ def post(path: str, body: bytes) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def ask(port: int, requests: Iterator[bytes], connections: int, seconds: float) -> Load:
+def send_requests(port: int, requests: Iterator[bytes], connections: int, seconds: float) -> Load:
     """Sends requests over several connections for some seconds, and reads every response completely."""
     return uvloop.run(_ask(port, requests, connections, seconds))
 

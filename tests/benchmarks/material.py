@@ -86,7 +86,7 @@ def make_model(size: Size, folder: Path, data: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def lay_run(
+def create_run(
     folder: Path, model: Path, data: Path, cut: MicroBatchRule | None, windows: int, max_length: int
 ) -> RunDirectory:
     """Creates a run directory for `windows` windows in one epoch's order; `cut` overrides the plan's rule."""

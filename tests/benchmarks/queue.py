@@ -28,7 +28,7 @@ from app.storage.migrations import migrate
 from app.storage.tables import Job
 from tests.harness.log_lines import line
 from tests.harness.postgresql import Server
-from tests.harness.runs import lay_assignment
+from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
 from workers.ingest import Position, ingest
 
@@ -46,9 +46,9 @@ def fill(database: Database, count: int) -> None:
         session.execute(insert(Job), rows)
 
 
-def claim_all(told: tuple[str, int]) -> list[str]:
+def claim_all(arguments: tuple[str, int]) -> list[str]:
     """Claims until nothing is left."""
-    url, number = told
+    url, number = arguments
     database = Database(url)
     claimed = []
     while True:
@@ -86,7 +86,7 @@ def lines_per_second(url: str, folder: Path, count: int) -> float:
     with database.writing() as session:
         fence = queue.claim(session, "worker-1", 600.0)
         assert fence is not None
-    run = lay_assignment(folder / "run")
+    run = create_run(folder / "run")
     with run.metrics.open("w") as file:
         for step in range(1, count + 1):
             file.write(line(step).model_dump_json() + "\n")

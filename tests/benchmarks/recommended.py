@@ -46,7 +46,7 @@ from workers.training.trackers import Trackers
 EXAMPLES = 48
 WINDOWS = 4
 EFFECTIVE_BATCH = EXAMPLES // WINDOWS
-ROOM_FOR = 3.5
+ROWS_IN_MEMORY = 3.5
 """Rows of full length that the device has memory for."""
 
 CASES = [
@@ -78,7 +78,7 @@ def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         make_profile(requested["config"], recipe, requested["sequence"]).curve, recipe, "simulated"
     )
     share = spec.memory.budget(10**9) / 10**9
-    device = Device("cpu", "CPU", int(profile.memory(ROOM_FOR).peak_process_bytes / share), "cpu")
+    device = Device("cpu", "CPU", int(profile.memory(ROWS_IN_MEMORY).peak_process_bytes / share), "cpu")
 
     def estimates(other: Recipe, sequence: int) -> Estimate:
         return profile if other == recipe else ByFormula(spec.model.architecture, other, sequence)
@@ -134,7 +134,8 @@ def write(found: list[dict[str, Any]]) -> None:
     }  # fmt: skip
     (RESULTS / "recommended.json").write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
     lines = [
-        f"{len(found)} jobs of {WINDOWS} windows, planned for a device with memory for {ROOM_FOR} rows of "
+        f"{len(found)} jobs of {WINDOWS} windows, planned for a device with memory for {ROWS_IN_MEMORY} "
+        "rows of "
         f"{CASES[0].sequence} tokens, on data of unequal lengths ({about['date']}, CPU, torch "
         f"{about['torch']}). The peak of live tensor bytes is compared with the prediction plus the margin. "
         "Repeat with `make accuracy`.",

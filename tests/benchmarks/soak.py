@@ -59,7 +59,7 @@ class Soak:
     def kill_trainer(self) -> None:
         self._signal_trainer(signal.SIGKILL)
 
-    def stop_trainer_for_a_while(self) -> None:
+    def suspend_trainer(self) -> None:
         pid = self._signal_trainer(signal.SIGSTOP)
         time.sleep(random.uniform(0.5, 3))
         if pid is not None:
@@ -71,12 +71,12 @@ class Soak:
         self.accrue.processes.remove(self.victim)
         self.victim = self.accrue.start("worker")
 
-    def stop_worker_past_its_lease(self) -> None:
+    def suspend_worker_past_its_lease(self) -> None:
         self.victim.send_signal(signal.SIGSTOP)
         time.sleep(random.uniform(4, 7))
         self.victim.send_signal(signal.SIGCONT)
 
-    def end_worker(self) -> None:
+    def terminate_worker(self) -> None:
         self.victim.send_signal(signal.SIGTERM)
         self.victim.wait(60)
         self.accrue.processes.remove(self.victim)
@@ -92,7 +92,7 @@ class Soak:
         if (job_id := self._any_open()) is not None:
             self.accrue.http.post(f"{TRAINING}/{job_id}/cancel")
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Drops ended jobs from the open ones, and resumes jobs whose pause took effect after their
         resume."""
         for job_id in list(self.open):
@@ -156,7 +156,7 @@ def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
     return used
 
 
-def judge(soak: Soak) -> dict[str, int]:
+def check_results(soak: Soak) -> dict[str, int]:
     """Counts lost jobs, and jobs with several ends or a log in which attempts alternate."""
     until(lambda: soak.look() is None and not soak.open, 600)  # type: ignore[func-returns-value]
     ends: Counter[str] = Counter()
@@ -189,7 +189,7 @@ def main() -> None:
         used = soak(own, 60 * requested.minutes)
         result: dict[str, Any] = {
             "date": datetime.now(UTC).date().isoformat(), "minutes": requested.minutes,
-            "faults": dict(own.done), **judge(own), "used": used,
+            "faults": dict(own.done), **check_results(own), "used": used,
         }  # fmt: skip
     growth = {
         f"{part}_{what}": used[-1][part][what] / used[0][part][what] - 1

@@ -79,10 +79,10 @@ def measure(size: Size, base: Path, rounds: int) -> dict[str, Any]:
             print(f"round {number + 1}: {name:32} {rate:7.1f} samples/s, "
                   f"peak {result['peak_bytes'] / 2**20:6.0f} MiB", flush=True)  # fmt: skip
     ratios = run({**held, "who": "overhead", "windows": size.windows + 1}, base / "run")
-    return {"contestants": summarised(found), "overhead": median(ratios["ratios"]), "overheads": ratios}
+    return {"contestants": summarise(found), "overhead": median(ratios["ratios"]), "overheads": ratios}
 
 
-def summarised(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         name: {
             "samples_per_second": median(r["samples"] / r["seconds"] for r in results),
@@ -138,7 +138,7 @@ def promises(measured: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     return least + [(name, bound, value, value <= bound) for name, bound, value in most]
 
 
-def rendered(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """The results in Markdown."""
     lines = [
         "# Accrue's trainer compared with transformers' Trainer\n\n"
@@ -213,9 +213,9 @@ def main() -> None:
         result["sizes"] = {name: measure(size, Path(folder) / name, rounds) for name, size in sizes.items()}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "trainer.json").write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / "trainer.md").write_text(rendered(result))
+    (RESULTS / "trainer.md").write_text(render(result))
     draw(result, RESULTS / "trainer.png")
-    print(rendered(result))
+    print(render(result))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Inline(Executor):
         return future
 
 
-def lay(requested: dict[str, Any], folder: Path) -> RunDirectory:
+def prepare_run(requested: dict[str, Any], folder: Path) -> RunDirectory:
     """A model made from its config, data of full length, and a run directory for two windows."""
     folder.mkdir()
     examples = 2 * requested["rows"] * requested["micro_batches"]
@@ -52,7 +52,7 @@ def lay(requested: dict[str, Any], folder: Path) -> RunDirectory:
     data = write_lines(folder / "data.jsonl", [text] * examples)
     spec = spec_of(requested, data, examples)
     plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=requested["rows"]))
-    return lay_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
+    return create_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -61,7 +61,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def lay_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) -> RunDirectory:
+def create_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) -> RunDirectory:
     """A run directory with an assignment."""
     run = RunDirectory(folder / "run")
     run.write_assignment(
@@ -72,14 +72,14 @@ def lay_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) -> Ru
     return run
 
 
-def make_model(told: dict[str, Any], model: Path) -> Path:
+def make_model(config: dict[str, Any], model: Path) -> Path:
     """A model with random weights from its config, and a byte-level tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ensure_tiny_gpt2(model)  # for its byte-level tokenizer
     for left in model.glob("*.safetensors"):
         left.unlink()
-    fields = dict(told)
+    fields = dict(config)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -156,4 +156,4 @@ def measure(run: RunDirectory) -> dict[str, Any]:
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    print("RESULT " + json.dumps(measure(lay(told, Path(told["folder"])))))
+    print("RESULT " + json.dumps(measure(prepare_run(told, Path(told["folder"])))))

@@ -19,7 +19,7 @@ import torch
 
 from app.contract.plan import FixedSize
 from tests.benchmarks.material import write_docstrings
-from tests.harness.runs import lay_assignment, small_data
+from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from workers.run_directory import Reporter
 from workers.training.fit import fit
@@ -39,13 +39,13 @@ def losses_at(accumulation: int, folder: Path) -> list[float]:
         effective_batch_size=MICRO_BATCH * accumulation, optimizer=make_optimizer("adamw", 5e-4),
         schedule=make_schedule("constant"), save_every=10**6,
     )  # fmt: skip
-    run = lay_assignment(folder / f"run{accumulation}", spec, rule=FixedSize(samples=MICRO_BATCH), threads=2)
+    run = create_run(folder / f"run{accumulation}", spec, rule=FixedSize(samples=MICRO_BATCH), threads=2)
     with Reporter(run, 1) as reporter:
         fit(run, run.assignment(), reporter, lambda: False)
     return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
 
 
-def scatter(losses: list[float]) -> float:
+def residual_variance(losses: list[float]) -> float:
     """Variance around a straight line, over the last COUNTED steps."""
     last, steps = np.array(losses[-COUNTED:]), np.arange(COUNTED)
     return float(np.var(last - np.polyval(np.polyfit(steps, last, 1), steps)))
@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         curves = {accumulation: losses_at(accumulation, Path(folder)) for accumulation in (1, 4, 16)}
-    variances = {accumulation: scatter(losses) for accumulation, losses in curves.items()}
+    variances = {accumulation: residual_variance(losses) for accumulation, losses in curves.items()}
     result: dict[str, Any] = {
         "machine": f"CPU, 2 threads ({platform.machine()}), torch {version('torch')}",
         "date": datetime.now(UTC).date().isoformat(),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.harness.browser import DESKTOP, Noticed, chromium
+from tests.harness.browser import DESKTOP, PageErrors, chromium
 from tests.harness.service import Accrue, running
 
 
@@ -31,15 +31,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
 
 
 @pytest.fixture
-def noticed(service: Accrue) -> Iterator[Noticed]:
+def noticed(service: Accrue) -> Iterator[PageErrors]:
     """Checked at the end of every test."""
-    noticed = Noticed(service.url)
+    noticed = PageErrors(service.url)
     yield noticed
     assert noticed.faults == []
 
 
 @pytest.fixture
-def page(browser: Browser, service: Accrue, noticed: Noticed) -> Iterator[Page]:
+def page(browser: Browser, service: Accrue, noticed: PageErrors) -> Iterator[Page]:
     """On a desktop, with its own storage."""
     context = browser.new_context(
         viewport={"width": DESKTOP[0], "height": DESKTOP[1]},

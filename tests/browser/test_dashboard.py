@@ -10,7 +10,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.harness.browser import DESKTOP, PHONE, Noticed
+from tests.harness.browser import DESKTOP, PHONE, PageErrors
 from tests.harness.runs import until
 from tests.harness.service import Accrue, running
 
@@ -49,7 +49,7 @@ def plan(page: Page, **fields: str) -> None:
 
 
 def test_from_a_plan_to_a_model(
-    page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
+    page: Page, service: Accrue, data: Path, noticed: PageErrors, trained: list[str]
 ) -> None:
     page.goto("./")
     page.get_by_label("Upload JSON lines").set_input_files(data)
@@ -142,7 +142,7 @@ def test_the_effective_batch_that_is_shown_is_the_one_that_is_trained(page: Page
 
 
 def test_a_rejected_upload_clears_the_selected_file(
-    page: Page, data: Path, tmp_path: Path, noticed: Noticed
+    page: Page, data: Path, tmp_path: Path, noticed: PageErrors
 ) -> None:
     page.goto("./")
     chosen = page.locator("#field-file")
@@ -177,7 +177,7 @@ def test_plan_settings_are_in_the_url_and_can_be_saved_under_a_name(page: Page) 
 
 
 def test_the_preview_shows_data_token_by_token(
-    page: Page, service: Accrue, data: Path, noticed: Noticed, trained: list[str]
+    page: Page, service: Accrue, data: Path, noticed: PageErrors, trained: list[str]
 ) -> None:
     page.goto("./")
     page.get_by_label("Upload JSON lines").set_input_files(data)
@@ -193,7 +193,9 @@ def test_the_preview_shows_data_token_by_token(
     worker.wait(30)
 
 
-def test_checked_jobs_stay_checked_after_going_back(page: Page, noticed: Noticed, trained: list[str]) -> None:
+def test_checked_jobs_stay_checked_after_going_back(
+    page: Page, noticed: PageErrors, trained: list[str]
+) -> None:
     page.goto("./#/jobs?status=succeeded")
     for job_id in trained:
         page.get_by_label(f"Compare {job_id}").check()
@@ -205,7 +207,7 @@ def test_checked_jobs_stay_checked_after_going_back(page: Page, noticed: Noticed
     expect(page.get_by_role("button", name="Compare")).to_be_enabled()
 
 
-def test_a_term_s_explanation_is_shown_next_to_it(page: Page, noticed: Noticed) -> None:
+def test_a_term_s_explanation_is_shown_next_to_it(page: Page, noticed: PageErrors) -> None:
     page.goto("./")
     requested = page.get_by_role("button", name="What is this?").nth(2)
     requested.click()
@@ -218,19 +220,19 @@ def test_a_term_s_explanation_is_shown_next_to_it(page: Page, noticed: Noticed) 
     assert meaning["x"] <= button["x"] + button["width"] <= meaning["x"] + meaning["width"] + 30
 
 
-def test_an_unknown_address_shows_an_error(page: Page, noticed: Noticed) -> None:
+def test_an_unknown_address_shows_an_error(page: Page, noticed: PageErrors) -> None:
     page.goto("./#/nowhere")
     expect(page.get_by_text("There is no page nowhere here.")).to_be_visible()
 
 
-def test_the_interface_is_documented_without_another_host(page: Page, noticed: Noticed) -> None:
+def test_the_interface_is_documented_without_another_host(page: Page, noticed: PageErrors) -> None:
     page.goto("./docs")
     expect(page.get_by_text("Submit a training job with explicit accumulation steps")).to_be_visible(
         timeout=20_000
     )
 
 
-def test_an_error_is_shown_next_to_its_field(page: Page, noticed: Noticed) -> None:
+def test_an_error_is_shown_next_to_its_field(page: Page, noticed: PageErrors) -> None:
     page.goto("./")
     page.get_by_label("Model", exact=True).fill("nobody/knows-this")
     expect(page.locator("#wrong-model")).to_contain_text("ACCRUE_MODELS_DIR")
@@ -285,7 +287,7 @@ def test_jobs_can_be_cancelled_and_deleted(page: Page, service: Accrue, data: Pa
 def test_every_page_is_accessible_and_fits(
     browser: Browser,
     service: Accrue,
-    noticed: Noticed,
+    noticed: PageErrors,
     trained: list[str],
     scheme: str,
     size: tuple[int, int],

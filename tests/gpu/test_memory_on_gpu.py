@@ -36,7 +36,7 @@ def measured(config: dict[str, Any], recipe: Recipe, rows: int, sequence: int, s
     fields = dict(config)
     made = AutoConfig.for_model(fields.pop("model_type"), **fields)
     dtype = torch.bfloat16 if recipe.precision == "pure_bf16" else torch.float32
-    model = models.trainable(
+    model = models.prepare_for_training(
         AutoModelForCausalLM.from_config(made, dtype=dtype).cuda(),
         lora=recipe.lora, seed=0, gradient_checkpointing=recipe.gradient_checkpointing, freeze=(),
         precision=recipe.precision,

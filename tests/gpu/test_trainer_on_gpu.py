@@ -142,7 +142,7 @@ def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> No
                 break
             window.abandon()
             torch.cuda.empty_cache()
-            budget = Budget(WHOLE, learned, 64).failed(budget)
+            budget = Budget(WHOLE, learned, 64).lower_after_failure(budget)
             failures += 1
         assert window.close().applied
     finally:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from app.contract.plan import FixedSize, TokenBudget
-from tests.harness.small_models import CONFIGS, SWITCHED, Window64, loss_sum, make_model, make_window64
+from tests.harness.small_models import CONFIGS, DISCONTINUOUS, Window64, loss_sum, make_model, make_window64
 from workers.training.batches import cut_window
 from workers.training.window import Clipping, LossScale, Window
 
@@ -31,7 +31,7 @@ def gradient(model: Any, data: Window64, groups: list[list[int]], autocast: torc
         (family, autocast)
         for family in CONFIGS
         for autocast in TOLERANCE
-        if autocast or family not in SWITCHED
+        if autocast or family not in DISCONTINUOUS
     ],
     ids=str,
 )

@@ -17,24 +17,24 @@ def chromium() -> str | None:
 
 
 @dataclass
-class Noticed:
+class PageErrors:
     """Errors on a page, and its requests to other hosts."""
 
     host: str
     """The only host that the page may send requests to."""
     faults: list[str] = field(default_factory=list)
-    service_is_away: bool = False
+    service_is_down: bool = False
 
     def watch(self, page: Page) -> None:
         page.on("pageerror", lambda error: self.faults.append(f"uncaught: {error}"))
-        page.on("console", lambda message: self._said(message.type, message.text))
-        page.on("request", lambda request: self._asked(request.url))
+        page.on("console", lambda message: self._on_console(message.type, message.text))
+        page.on("request", lambda request: self._on_request(request.url))
 
-    def _said(self, kind: str, text: str) -> None:
-        expected = self.service_is_away and re.search("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY", text)
+    def _on_console(self, kind: str, text: str) -> None:
+        expected = self.service_is_down and re.search("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY", text)
         if kind == "error" and not expected:
             self.faults.append(text)
 
-    def _asked(self, url: str) -> None:
+    def _on_request(self, url: str) -> None:
         if not url.startswith((self.host, "data:", "blob:")):
             self.faults.append(f"request to another host: {url}")

@@ -10,12 +10,12 @@ from app.storage.database import Database, database_now
 from app.storage.tables import Job
 
 
-def claimed(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
+def claim(database: Database, worker: str = "worker-1", lease: float = 15.0) -> Fence | None:
     with database.writing() as session:
         return queue.claim(session, worker, lease)
 
 
-def on(database: Database, action: Any, *arguments: Any) -> Any:
+def in_transaction(database: Database, action: Any, *arguments: Any) -> Any:
     with database.writing() as session:
         return action(session, *arguments)
 

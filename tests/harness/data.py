@@ -13,6 +13,6 @@ def spec(form: str = "text", **changes: Any) -> DataSpec:
     return DataSpec.model_validate({**fields, **changes})
 
 
-def of(source: Path, spec: DataSpec) -> DataSpec:
+def with_digest_of(source: Path, spec: DataSpec) -> DataSpec:
     """The spec with the SHA-256 of the source."""
     return spec.model_copy(update={"sha256": hashlib.sha256(source.read_bytes()).hexdigest()})

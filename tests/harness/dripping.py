@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def dripping() -> Iterator[str]:
+def slow_server() -> Iterator[str]:
     """Runs the server for one connection, and yields its address (http://127.0.0.1:port)."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -29,7 +29,7 @@ def panics(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetP
     raise Panic("training text")
 
 
-def looks_around(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
+def collects_secrets(order: PreviewSpec, model: str, data: Path, folder: Path) -> DatasetPreview:
     """Raises an error that lists what it could reach: open files, and secrets in the worker's environment."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():

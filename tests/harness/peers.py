@@ -60,14 +60,14 @@ def run_trainer(
     record = Record()
     seen: list[int] = []
 
-    class OnRecord(TrainerCallback):  # type: ignore[misc]
+    class Recorder(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             if "loss" in logs:
                 record.losses.append(float(logs["loss"]))
                 record.norms.append(float(logs["grad_norm"]))
                 record.rates.append(float(logs["learning_rate"]))
 
-    class InOrder(Trainer):  # type: ignore[misc]
+    class SequentialTrainer(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
             return None if isinstance(samples, Stream) else SequentialSampler(self.train_dataset)
 
@@ -87,7 +87,7 @@ def run_trainer(
 
     optimizer.register_step_pre_hook(noted)
     defaults: dict[str, Any] = {"max_grad_norm": 0.0, "save_strategy": "no", "num_train_epochs": 1}
-    trainer = InOrder(
+    trainer = SequentialTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(folder), per_device_train_batch_size=rows, gradient_accumulation_steps=accumulate,
@@ -97,7 +97,7 @@ def run_trainer(
         train_dataset=samples,
         data_collator=padded,
         optimizers=(optimizer, schedule),
-        callbacks=[OnRecord()],
+        callbacks=[Recorder()],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return record

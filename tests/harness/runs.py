@@ -37,7 +37,7 @@ def write_texts(path: Path, count: int = 40, seed: int = 0) -> Path:
     return path
 
 
-def lay_assignment(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
+def create_run(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
     """Creates a run directory for the built-in model on forty texts."""
     data = folder.parent / "data.jsonl"
     if not data.exists():

@@ -54,7 +54,7 @@ in fp32 whatever the model's precision, so it cannot be tested in fp64.)"""
 PLAIN = ("gpt2", "llama", "opt", "opt_gelu")
 """Families whose loss is cross-entropy of their head's own logits."""
 
-SWITCHED = ("opt", "mixtral")
+DISCONTINUOUS = ("opt", "mixtral")
 """Families with discontinuous gradients: the last bit of an activation, which depends on the processor, can
 switch a ReLU at its kink or an expert at a tie. In fp32 this happens now and then, so that no agreement can
 be promised; in fp64 the last bit is too small for it to happen."""
@@ -62,7 +62,7 @@ be promised; in fp64 the last bit is too small for it to happen."""
 
 def promised(family: str, dtype: torch.dtype) -> bool:
     """Whether splits agree to rounding in that precision, on any processor."""
-    return dtype == torch.float64 or family not in SWITCHED
+    return dtype == torch.float64 or family not in DISCONTINUOUS
 
 
 @dataclass

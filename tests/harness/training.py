@@ -42,7 +42,7 @@ def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
         training.fit(run, assignment, reporter, stop)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
+def scale_losses(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]) -> None:
     """Multiplies the loss of each micro-batch by `factor(batch)`."""
     honest = Replica.forward
 
@@ -57,5 +57,5 @@ def raw_log(run: RunDirectory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
-def of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+def events_of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
     return [event for event in events_of(run) if event["type"] == kind]

@@ -18,7 +18,7 @@ from app.jobs.queue import MAX_FAILURES
 from app.jobs.transitions import EDGES, Fence, LostJob, change
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
 from app.storage.tables import Attempt, File, Job, JobEvent
-from tests.harness.claims import claimed, expire, on
+from tests.harness.claims import claim, expire, in_transaction
 from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.submissions import submitted
 
@@ -32,8 +32,8 @@ def state(database: Database, job_id: str) -> Job:
 
 def test_a_job_is_claimed_once_with_a_new_attempt(database: Database) -> None:
     job_id = submitted(database)
-    assert claimed(database) == Fence(job_id, 1, "worker-1")
-    assert claimed(database) is None
+    assert claim(database) == Fence(job_id, 1, "worker-1")
+    assert claim(database) is None
     job = state(database, job_id)
     assert (job.status, job.attempt, job.worker_id) == ("running", 1, "worker-1")
     assert job.started_at is not None
@@ -42,14 +42,14 @@ def test_a_job_is_claimed_once_with_a_new_attempt(database: Database) -> None:
 def test_higher_priority_goes_first_and_then_the_older(database: Database) -> None:
     first, second = submitted(database), submitted(database)
     urgent = submitted(database, priority=5)
-    order = [claimed(database) for _ in range(3)]
+    order = [claim(database) for _ in range(3)]
     assert [fence.job_id for fence in order if fence] == [urgent, first, second]
 
 
 def test_fifty_concurrent_claimers_claim_each_job_once(database: Database) -> None:
     ids = {submitted(database) for _ in range(20)}
     with ThreadPoolExecutor(16) as pool:
-        fences = list(pool.map(lambda n: claimed(database, f"worker-{n}"), range(50)))
+        fences = list(pool.map(lambda n: claim(database, f"worker-{n}"), range(50)))
     got = [fence.job_id for fence in fences if fence]
     assert len(got) == 20
     assert set(got) == ids
@@ -61,7 +61,7 @@ def test_fifty_concurrent_claimers_claim_each_job_once(database: Database) -> No
 )
 def test_only_the_owner_of_the_lease_can_write(database: Database, stale: Fence) -> None:
     job_id = submitted(database)
-    claimed(database)
+    claim(database)
     fence = Fence(stale.job_id.format(id=job_id), stale.attempt, stale.worker_id)
     for action in (
         lambda s: queue.heartbeat(s, fence, 15.0),
@@ -73,21 +73,21 @@ def test_only_the_owner_of_the_lease_can_write(database: Database, stale: Fence)
         lambda s: queue.store_plan(s, fence, cpu_plan(make_spec()), "cpu"),
     ):
         with pytest.raises(LostJob):
-            on(database, action)
+            in_transaction(database, action)
     assert state(database, job_id).status == "running"
 
 
 def test_a_lost_worker_s_job_is_claimed_again_and_its_late_writes_are_rejected(database: Database) -> None:
     job_id = submitted(database)
-    lost = claimed(database)
+    lost = claim(database)
     assert lost is not None
-    assert on(database, queue.reclaim_expired) == []
+    assert in_transaction(database, queue.reclaim_expired) == []
     expire(database, job_id)
-    assert on(database, queue.reclaim_expired) == [job_id]
-    again = claimed(database, "worker-2")
+    assert in_transaction(database, queue.reclaim_expired) == [job_id]
+    again = claim(database, "worker-2")
     assert again == Fence(job_id, 2, "worker-2")
     with pytest.raises(LostJob):
-        on(database, queue.succeed, lost, {})
+        in_transaction(database, queue.succeed, lost, {})
     assert state(database, job_id).failures == 0
 
 
@@ -96,104 +96,104 @@ def test_a_job_that_always_crashes_fails_and_the_queue_moves_on(database: Databa
     for _ in range(MAX_FAILURES):
         with database.writing() as session:
             session.execute(update(Job).where(Job.id == job_id).values(not_before=0.0))
-        fence = claimed(database)
+        fence = claim(database)
         assert fence is not None
         assert fence.job_id == job_id
-        on(database, queue.crash, fence, CRASH)
+        in_transaction(database, queue.crash, fence, CRASH)
     job = state(database, job_id)
     assert job.status == "failed"
     assert job.error["code"] == "trainer_killed"
     assert "3 times without a new checkpoint" in job.error["message"]
-    following = claimed(database)
+    following = claim(database)
     assert following is not None
     assert following.job_id == other
 
 
 def test_a_crashed_job_waits_before_its_next_attempt(database: Database) -> None:
     submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    on(database, queue.crash, fence, CRASH)
-    assert claimed(database) is None
+    in_transaction(database, queue.crash, fence, CRASH)
+    assert claim(database) is None
 
 
 def test_checkpoint_progress_resets_the_crash_count(database: Database) -> None:
     job_id = submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == job_id).values(failures=2))
-    on(database, queue.note_progress, fence, {"step": 3}, 0)
+    in_transaction(database, queue.note_progress, fence, {"step": 3}, 0)
     assert state(database, job_id).failures == 2
-    on(database, queue.note_progress, fence, {"step": 3}, 3)
+    in_transaction(database, queue.note_progress, fence, {"step": 3}, 3)
     assert state(database, job_id).failures == 0
 
 
 def test_a_queued_job_is_cancelled_at_once_and_a_running_one_by_its_worker(database: Database) -> None:
     waiting, running = submitted(database), submitted(database, priority=1)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    assert on(database, lifecycle.cancel, waiting).status == "cancelled"
-    assert on(database, lifecycle.cancel, running).status == "running"
-    assert on(database, queue.heartbeat, fence, 15.0) == "cancel"
-    on(database, queue.release, fence, "cancelled")
+    assert in_transaction(database, lifecycle.cancel, waiting).status == "cancelled"
+    assert in_transaction(database, lifecycle.cancel, running).status == "running"
+    assert in_transaction(database, queue.heartbeat, fence, 15.0) == "cancel"
+    in_transaction(database, queue.release, fence, "cancelled")
     assert state(database, running).status == "cancelled"
-    assert on(database, lifecycle.cancel, running).status == "cancelled"
+    assert in_transaction(database, lifecycle.cancel, running).status == "cancelled"
 
 
 def test_a_running_job_is_paused_on_request_and_resumed(database: Database) -> None:
     job_id = submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    on(database, lifecycle.pause, job_id)
-    assert on(database, queue.heartbeat, fence, 15.0) == "pause"
-    on(database, queue.release, fence, "paused")
+    in_transaction(database, lifecycle.pause, job_id)
+    assert in_transaction(database, queue.heartbeat, fence, 15.0) == "pause"
+    in_transaction(database, queue.release, fence, "paused")
     assert state(database, job_id).status == "paused"
-    assert claimed(database) is None
-    on(database, lifecycle.resume, job_id)
-    assert claimed(database) == Fence(job_id, 2, "worker-1")
+    assert claim(database) is None
+    in_transaction(database, lifecycle.resume, job_id)
+    assert claim(database) == Fence(job_id, 2, "worker-1")
 
 
 def test_a_request_survives_a_lost_worker(database: Database) -> None:
     job_id = submitted(database)
-    claimed(database)
-    on(database, lifecycle.cancel, job_id)
+    claim(database)
+    in_transaction(database, lifecycle.cancel, job_id)
     expire(database, job_id)
-    on(database, queue.reclaim_expired)
+    in_transaction(database, queue.reclaim_expired)
     assert state(database, job_id).status == "cancelled"
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled"])
 def test_a_terminal_state_never_changes(database: Database, end: str) -> None:
     job_id = submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
     if end == "succeeded":
-        on(database, queue.succeed, fence, {"files": []})
+        in_transaction(database, queue.succeed, fence, {"files": []})
     elif end == "failed":
-        on(database, queue.fail, fence, CRASH)
+        in_transaction(database, queue.fail, fence, CRASH)
     else:
-        on(database, lifecycle.cancel, job_id)
-        on(database, queue.release, fence, "cancelled")
+        in_transaction(database, lifecycle.cancel, job_id)
+        in_transaction(database, queue.release, fence, "cancelled")
     for action in (lifecycle.pause, lifecycle.resume):
         with pytest.raises(Conflict):
-            on(database, action, job_id)
+            in_transaction(database, action, job_id)
     if end != "cancelled":
         with pytest.raises(Conflict):
-            on(database, lifecycle.cancel, job_id)
+            in_transaction(database, lifecycle.cancel, job_id)
     for late in (lambda s: queue.succeed(s, fence, {}), lambda s: queue.crash(s, fence, CRASH)):
         with pytest.raises(LostJob):
-            on(database, late)
+            in_transaction(database, late)
     assert state(database, job_id).status == end
-    assert claimed(database) is None
+    assert claim(database) is None
 
 
 def test_only_ended_jobs_can_be_deleted_together_with_their_files(database: Database) -> None:
     job_id = submitted(database)
     with pytest.raises(Conflict):
-        on(database, lifecycle.remove, job_id)
-    on(database, lifecycle.cancel, job_id)
-    assert on(database, lifecycle.remove, job_id) == (job_id, "file-1")
+        in_transaction(database, lifecycle.remove, job_id)
+    in_transaction(database, lifecycle.cancel, job_id)
+    assert in_transaction(database, lifecycle.remove, job_id) == (job_id, "file-1")
     with database.reading() as session:
         for table in (Job, JobEvent, Attempt, File):
             assert session.scalar(select(func.count()).select_from(table)) == 0
@@ -203,9 +203,9 @@ def test_only_ended_jobs_can_be_deleted_together_with_their_files(database: Data
 
 def test_every_transition_records_an_event(database: Database) -> None:
     job_id = submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    on(database, queue.release, fence, "the worker was shut down")
+    in_transaction(database, queue.release, fence, "the worker was shut down")
     with database.reading() as session:
         told = session.scalars(
             select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
@@ -232,27 +232,27 @@ def clock_moved(database: Database, seconds: float) -> Iterator[Database]:
 
 def test_a_clock_that_jumps_ahead_takes_no_job_from_a_worker_that_lives(database: Database) -> None:
     live, dead = submitted(database), submitted(database)
-    held, lost = claimed(database, "worker-1"), claimed(database, "worker-2")
+    held, lost = claim(database, "worker-1"), claim(database, "worker-2")
     assert held is not None
     assert lost is not None
     with clock_moved(database, 3600) as moved:
-        on(moved, queue.heartbeat, held, 15.0)  # a worker renews before it rescues
-        assert on(moved, queue.reclaim_expired) == [dead]
+        in_transaction(moved, queue.heartbeat, held, 15.0)  # a worker renews before it rescues
+        assert in_transaction(moved, queue.reclaim_expired) == [dead]
         assert state(moved, live).status == "running"
-        again = claimed(moved, "worker-1")
+        again = claim(moved, "worker-1")
         assert again is not None
         assert again.attempt == 2
         with pytest.raises(LostJob):
-            on(moved, queue.heartbeat, lost, 15.0)
+            in_transaction(moved, queue.heartbeat, lost, 15.0)
 
 
 def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Database) -> None:
     live, dead = submitted(database), submitted(database)
-    held = claimed(database, "worker-1")
-    claimed(database, "worker-2")
+    held = claim(database, "worker-1")
+    claim(database, "worker-2")
     with clock_moved(database, -3600) as moved:
-        on(moved, queue.heartbeat, held, 15.0)
-        assert on(moved, queue.reclaim_expired) == [dead]
+        in_transaction(moved, queue.heartbeat, held, 15.0)
+        assert in_transaction(moved, queue.reclaim_expired) == [dead]
         assert state(moved, live).status == "running"
 
 
@@ -261,20 +261,20 @@ def test_a_long_wait_outranks_a_higher_priority(database: Database) -> None:
     with database.writing() as session:
         waited = Job.place - AGEING_SECONDS - 60
         session.execute(update(Job).where(Job.id == patient).values(place=waited))
-    order = [claimed(database) for _ in range(2)]
+    order = [claim(database) for _ in range(2)]
     assert [fence.job_id for fence in order if fence] == [patient, urgent]
 
 
 def test_a_machine_failure_postpones_the_job_and_counts_no_crash(database: Database) -> None:
     job_id = submitted(database)
-    fence = claimed(database)
-    on(database, queue.postpone, fence, "the disk is full", 60.0)
+    fence = claim(database)
+    in_transaction(database, queue.postpone, fence, "the disk is full", 60.0)
     job = state(database, job_id)
     assert (job.status, job.failures) == ("queued", 0)
-    assert claimed(database) is None
-    on(database, lifecycle.pause, job_id)
-    on(database, lifecycle.resume, job_id)  # whoever has made room need not wait
-    assert claimed(database) is not None
+    assert claim(database) is None
+    in_transaction(database, lifecycle.pause, job_id)
+    in_transaction(database, lifecycle.resume, job_id)  # whoever has made room need not wait
+    assert claim(database) is not None
 
 
 def test_retrying_a_failed_job_creates_a_new_job(database: Database) -> None:
@@ -294,70 +294,72 @@ def test_retrying_a_failed_job_creates_a_new_job(database: Database) -> None:
 def test_a_stopped_job_is_claimed_again_until_its_model_is_kept(database: Database) -> None:
     job_id = submitted(database)
     with pytest.raises(Conflict, match="no checkpoint yet"):
-        on(database, lifecycle.stop, job_id)
-    fence = claimed(database)
+        in_transaction(database, lifecycle.stop, job_id)
+    fence = claim(database)
     assert fence is not None
-    on(database, queue.note_progress, fence, {"step": 3}, 3)
-    assert on(database, lifecycle.stop, job_id).requested == "stop"
-    assert on(database, queue.heartbeat, fence, 15.0) == "stop"
+    in_transaction(database, queue.note_progress, fence, {"step": 3}, 3)
+    assert in_transaction(database, lifecycle.stop, job_id).requested == "stop"
+    assert in_transaction(database, queue.heartbeat, fence, 15.0) == "stop"
     for refused in (lifecycle.pause, lifecycle.resume):
         with pytest.raises(Conflict, match="being stopped"):
-            on(database, refused, job_id)
-    on(database, queue.release, fence, "the worker was shut down")
+            in_transaction(database, refused, job_id)
+    in_transaction(database, queue.release, fence, "the worker was shut down")
     assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
-    again = claimed(database)
+    again = claim(database)
     assert again is not None
-    on(database, queue.succeed, again, {"files": []})
+    in_transaction(database, queue.succeed, again, {"files": []})
     assert (state(database, job_id).status, state(database, job_id).requested) == ("succeeded", None)
     with pytest.raises(Conflict, match="nothing to stop"):
-        on(database, lifecycle.stop, job_id)
+        in_transaction(database, lifecycle.stop, job_id)
 
 
 def test_a_paused_job_with_a_checkpoint_can_be_stopped_or_still_cancelled(database: Database) -> None:
     job_id = submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    on(database, queue.note_progress, fence, {"step": 3}, 3)
-    on(database, lifecycle.pause, job_id)
-    on(database, queue.release, fence, "paused")
+    in_transaction(database, queue.note_progress, fence, {"step": 3}, 3)
+    in_transaction(database, lifecycle.pause, job_id)
+    in_transaction(database, queue.release, fence, "paused")
     assert state(database, job_id).status == "paused"
-    on(database, lifecycle.stop, job_id)
+    in_transaction(database, lifecycle.stop, job_id)
     assert (state(database, job_id).status, state(database, job_id).requested) == ("queued", "stop")
-    on(database, lifecycle.cancel, job_id)
+    in_transaction(database, lifecycle.cancel, job_id)
     assert (state(database, job_id).status, state(database, job_id).requested) == ("cancelled", None)
 
 
 def test_only_timed_out_jobs_can_be_resumed_with_a_fresh_time_limit(database: Database) -> None:
     job_id = submitted(database, make_spec(timeout_seconds=60.0))
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    on(database, queue.release, fence, "shut down")
+    in_transaction(database, queue.release, fence, "shut down")
     with database.writing() as session:
         session.execute(update(Attempt).values(ended_at=Attempt.claimed_at + 50.0))
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    assert on(database, queue.seconds_run, fence) == pytest.approx(50.0)
-    on(database, queue.fail, fence, Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True))
+    assert in_transaction(database, queue.seconds_run, fence) == pytest.approx(50.0)
+    in_transaction(
+        database, queue.fail, fence, Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True)
+    )
     assert state(database, job_id).finished_at is not None
-    resumed = on(database, lifecycle.resume, job_id)
+    resumed = in_transaction(database, lifecycle.resume, job_id)
     assert (resumed.status, resumed.error, resumed.finished_at) == ("queued", None, None)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
-    assert on(database, queue.seconds_run, fence) == 0.0
-    on(
+    assert in_transaction(database, queue.seconds_run, fence) == 0.0
+    in_transaction(
         database,
         queue.fail,
         fence,
         Failure(code="no_targets", message="nothing to learn", permanent=True),
     )
     with pytest.raises(Conflict, match="has ended"):
-        on(database, lifecycle.resume, job_id)
+        in_transaction(database, lifecycle.resume, job_id)
 
 
 def test_a_job_pinned_to_a_gpu_runs_only_there(database: Database) -> None:
     job_id = submitted(database, gpu_id=2)
     other = submitted(database)
-    assert claimed(database) == Fence(other, 1, "worker-1")
+    assert claim(database) == Fence(other, 1, "worker-1")
     with database.writing() as session:
         assert queue.claim(session, "worker-1", 15.0, 0) is None
         assert queue.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")

@@ -164,7 +164,7 @@ def test_a_tokenizer_that_kills_its_process_does_not_kill_the_profiler(
 ) -> None:
     worker(database)
     monkeypatch.setattr(profiler, "_make_preview", how)
-    made, error = profiler._looked_at(order, settings)
+    made, error = profiler._make_in_child(order, settings)
     assert made is None
     assert error is not None
     assert "tokenizer" in error
@@ -178,8 +178,8 @@ def test_a_tokenizer_cannot_access_the_database_or_secrets(
     monkeypatch.setenv("ACCRUE_DATABASE_URL", "postgresql://somebody:secret@host/jobs")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     profiler._children.cache_clear()
-    monkeypatch.setattr(profiler, "_make_preview", hostile_previews.looks_around)
-    _, error = profiler._looked_at(order, settings)
+    monkeypatch.setattr(profiler, "_make_preview", hostile_previews.collects_secrets)
+    _, error = profiler._make_in_child(order, settings)
     assert error is not None
     assert "(Found0)" in error
     assert os.environ["HF_TOKEN"] == "hf_secret"

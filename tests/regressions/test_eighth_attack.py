@@ -26,9 +26,9 @@ from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, Measurement
 from app.web import downloads
 from app.web.downloads import Streams
-from tests.harness.claims import claimed
+from tests.harness.claims import claim
 from tests.harness.log_lines import line
-from tests.harness.runs import lay_assignment
+from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
 from workers import ingest as ingestion
 from workers.ingest import Position, ingest
@@ -37,13 +37,13 @@ from workers.run_directory import RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return lay_assignment(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture
 def fence(database: Database) -> Fence:
     submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
     return fence
 

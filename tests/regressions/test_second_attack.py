@@ -21,7 +21,7 @@ from app.planning.devices import parse_device
 from app.settings import Settings
 from app.storage.database import Database
 from app.submissions import admission
-from tests.harness.dripping import dripping
+from tests.harness.dripping import slow_server
 from tests.harness.requests import JOB, PATH, key_for, service, submit
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
@@ -156,7 +156,7 @@ def test_a_slow_hub_does_not_delay_other_requests(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_models, "_HUB_TIMEOUT_SECONDS", 1.0)
-    with dripping() as address:
+    with slow_server() as address:
         monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda name, file: f"{address}/{name}/{file}")
         began = time.monotonic()
         with pytest.raises(Unprocessable, match="too slowly"):

@@ -29,9 +29,9 @@ from app.storage.tables import Delivery, Job, JobEvent, StepMetric
 from app.webhooks import deliverer as webhooks
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import signer
-from tests.harness.claims import claimed, expire, on
+from tests.harness.claims import claim, expire, in_transaction
 from tests.harness.log_lines import line
-from tests.harness.runs import lay_assignment, until
+from tests.harness.runs import create_run, until
 from tests.harness.submissions import submitted
 from workers import ingest as ingestion
 from workers.children import are_gone, children_of
@@ -43,13 +43,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return lay_assignment(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture
 def fence(database: Database) -> Fence:
     submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
     return fence
 
@@ -119,7 +119,7 @@ def test_a_job_with_broken_totals_does_not_block_the_recovery_of_others(
 ) -> None:
     poisoned, other = submitted(database), submitted(database)
     for _ in range(2):
-        assert claimed(database) is not None
+        assert claim(database) is not None
     with database.writing() as session:
         if database.is_sqlite:
             malformed = text("'{\"loss\": Infinity}'")
@@ -128,7 +128,7 @@ def test_a_job_with_broken_totals_does_not_block_the_recovery_of_others(
             session.execute(update(Job).where(Job.id == poisoned).values(progress={"skipped": 2**70}))
     for job_id in (poisoned, other):
         expire(database, job_id)
-    assert set(on(database, queue.reclaim_expired)) == {poisoned, other}
+    assert set(in_transaction(database, queue.reclaim_expired)) == {poisoned, other}
 
 
 def test_a_failed_statement_is_not_treated_as_an_unavailable_database() -> None:
@@ -169,7 +169,7 @@ def test_invalid_lines_are_read_in_several_short_transactions(
 def test_events_beyond_the_maximum_are_not_stored(
     database: Database, run: RunDirectory, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingestion, "_MOST_EVENT_BYTES", 5000)
+    monkeypatch.setattr(ingestion, "_MAX_EVENT_BYTES", 5000)
     monkeypatch.setattr(ingestion, "_READ_AT_ONCE", 1000)
     with Reporter(run, 1) as reporter:
         for number in range(100):
@@ -304,7 +304,7 @@ def test_the_tar_size_is_predicted_for_any_file_names(tmp_path: Path) -> None:
 MANY = """
 import os, sys, time
 from pathlib import Path
-from workers.training.enclosure import enclosed
+from workers.training.enclosure import run_enclosed
 
 def work(apart):
     for _ in range(200):
@@ -314,7 +314,7 @@ def work(apart):
     Path(sys.argv[1], "ready").write_text(str(apart))
     time.sleep(600)
 
-sys.exit(enclosed(work, apart=True))
+sys.exit(run_enclosed(work, isolated=True))
 """
 
 
@@ -360,8 +360,8 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("status", [147, 148, 250, 255])
 def test_exit_statuses_above_128_do_not_stop_the_process(tmp_path: Path, status: int) -> None:
-    work = f"enclosed(lambda apart: {status}, apart=True)"
-    script = f"import sys; from workers.training.enclosure import enclosed; sys.exit({work})"
+    work = f"run_enclosed(lambda apart: {status}, isolated=True)"
+    script = f"import sys; from workers.training.enclosure import run_enclosed; sys.exit({work})"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
     assert done.returncode == status
@@ -375,6 +375,6 @@ def test_a_trainer_s_invalid_events_do_not_break_its_job(
                                       "message": "m", "data": {"skipped": 2**70}}) + "\n")  # fmt: skip
     read(database, run, fence)
     expire(database, fence.job_id)
-    assert on(database, queue.reclaim_expired) == [fence.job_id]
+    assert in_transaction(database, queue.reclaim_expired) == [fence.job_id]
     with database.reading() as session:
         assert transitions.get(session, fence.job_id).status == "queued"

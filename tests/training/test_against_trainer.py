@@ -16,11 +16,11 @@ from torch import Tensor
 
 from app.contract.plan import FixedSize
 from tests.harness.peers import Sample, Stream, run_trainer, sample_of
-from tests.harness.runs import events_of, lay_assignment, log_of, small_data, write_texts
+from tests.harness.runs import create_run, events_of, log_of, small_data, write_texts
 from tests.harness.small_models import VOCABULARY, make_model
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.table import compared
-from tests.harness.training import interrupted_at, run_to_end, spoil
+from tests.harness.training import interrupted_at, run_to_end, scale_losses
 from workers.training.balance import balance_of
 from workers.training.batches import BatchLayout, MicroBatch, Row, collate
 from workers.training.gradients import SeparateAccumulator
@@ -196,9 +196,9 @@ def test_a_sample_with_non_finite_loss(tmp_path: Path, monkeypatch: pytest.Monke
     lines = data.read_text().splitlines()
     lines[17] = json.dumps({"text": "Q is the marker"})
     data.write_text("\n".join(lines))
-    spoil(monkeypatch, lambda batch: math.nan if bool((batch.input_ids == marker()).any()) else 1.0)
+    scale_losses(monkeypatch, lambda batch: math.nan if bool((batch.input_ids == marker()).any()) else 1.0)
     spec = make_spec(data=small_data(), max_steps=None, epochs=1, optimizer=make_optimizer("sgd", 0.1))
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=4))
     run_to_end(run)
     skipped = [event for event in events_of(run) if event["type"] == "skipped"]
     assert [event["data"]["samples"] for event in skipped] == [[17]]
@@ -291,7 +291,7 @@ def test_a_stream_of_unknown_length(tmp_path: Path) -> None:
     )
     write_texts(tmp_path / "data.jsonl", 10)
     spec = make_spec(data=small_data(examples=10), max_steps=None, epochs=2, effective_batch_size=8)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=2))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=2))
     run_to_end(run)
     ours = [line["samples"] for line in log_of(run)]
     compared(
@@ -318,11 +318,11 @@ def test_resume_with_accumulation_2_then_4(tmp_path: Path) -> None:
     """The micro-batch halved or as it was: no sample is skipped, none comes twice, and the losses agree."""
     theirs = f"micro-batch halved: {resumed(tmp_path / 'a', 2)}; kept: {resumed(tmp_path / 'b', 4)}"
     spec = make_spec(data=small_data(), max_steps=None, epochs=1, effective_batch_size=8)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=4))
     run_to_end(plain)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=4))
     interrupted_at(run, 2 * (1 + 2))
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
     run_to_end(run)
     a, b = log_of(plain), log_of(run)
     assert [(x["samples"], x["tokens"]) for x in a] == [(x["samples"], x["tokens"]) for x in b]
@@ -335,7 +335,7 @@ def test_resume_with_accumulation_2_then_4(tmp_path: Path) -> None:
 def test_the_rate_steps_once_per_update(tmp_path: Path) -> None:
     schedule = make_schedule("linear", warmup_steps=2)
     spec = make_spec(data=small_data(), max_steps=4, effective_batch_size=8, schedule=schedule)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=2))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=2))
     run_to_end(run)
     expected = [0.0, 0.5e-3, 1e-3, 0.5e-3]
     rates = [line["learning_rate"] for line in log_of(run)]

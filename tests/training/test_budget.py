@@ -19,30 +19,30 @@ def budget(rule: MicroBatchRule) -> Budget:
 def test_a_learned_budget_converges_just_below_the_limit(limit: int) -> None:
     """A device that fits micro-batches of up to `limit` tokens, and a window that fills every budget."""
     own = budget(FixedSize(samples=8))
-    own.failed(8000)
+    own.lower_after_failure(8000)
     failures = 0
     for _ in range(40 * WINDOWS_BEFORE_GROWTH):
         tokens = own.tokens(0)
         if tokens > limit:
-            own.failed(tokens)
+            own.lower_after_failure(tokens)
             failures += 1
         else:
-            own.window_fitted(tokens)
+            own.record_fit(tokens)
     assert limit / 1.2 - 1 <= own.tokens(0) <= limit  # growing by less than a tenth is not tried
     assert failures <= 16
 
 
 def test_a_budget_never_grows_beyond_the_plan() -> None:
     own = budget(TokenBudget(tokens=600))
-    own.failed(1000)
+    own.lower_after_failure(1000)
     for _ in range(10 * WINDOWS_BEFORE_GROWTH):
-        own.window_fitted(100)
+        own.record_fit(100)
     assert own.rule() == TokenBudget(tokens=600)
 
 
 def test_without_a_failure_nothing_is_learned() -> None:
     own = budget(FixedSize(samples=8))
-    assert own.window_fitted(100) is None
+    assert own.record_fit(100) is None
     assert own.rule() == FixedSize(samples=8)
 
 
@@ -51,20 +51,20 @@ def test_a_fixed_number_of_micro_batches_grows_with_the_batch_and_a_learned_budg
     usual = make_spec().effective_batch_size
     assert own.rule(usual) == own.rule() == FixedCount(micro_batches=4)
     assert own.rule(3 * usual) == FixedCount(micro_batches=12)
-    own.failed(400)
+    own.lower_after_failure(400)
     assert own.rule(3 * usual) == TokenBudget(tokens=200)
 
 
 def test_a_learned_budget_keeps_the_requested_number_of_micro_batches() -> None:
     own = budget(FixedCount(micro_batches=4))
-    own.failed(10_000)
+    own.lower_after_failure(10_000)
     lengths = np.full(8, 10)
     assert len(own.cut(lengths, TokenBudget(tokens=5000))) == 4
 
 
 def test_a_measured_budget_stays_below_what_failed() -> None:
     own = budget(TokenBudget(tokens=512))
-    own.failed(512)
+    own.lower_after_failure(512)
     assert own.most_worth_measuring < 512
-    own.measured(128)
+    own.set_measured(128)
     assert own.learned == LearnedBudget(tokens=128, failed_tokens=512, measured=True)

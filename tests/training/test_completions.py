@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.contract.spec import LoraSpec, MethodSpec, ValidationSpec
-from tests.harness.runs import events_of, lay_assignment, log_of, small_data
+from tests.harness.runs import create_run, events_of, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
 from workers.run_directory import RunDirectory
@@ -19,7 +19,7 @@ HELD_BACK = small_data(validation=ValidationSpec(file_id=None, sha256=None, form
 
 
 def trained(folder: Path, count: int, **changes: object) -> RunDirectory:
-    run = lay_assignment(folder, make_spec(data=HELD_BACK, max_steps=6, completions=count, **changes))
+    run = create_run(folder, make_spec(data=HELD_BACK, max_steps=6, completions=count, **changes))
     run_to_end(run)
     return run
 
@@ -35,7 +35,7 @@ def test_stored_completions_equal_the_models_greedy_output(tmp_path: Path) -> No
         for each in made.data:
             given = tokenizer(each.prompt, return_tensors="pt")
             with torch.no_grad():
-                said = model.generate(**given, max_new_tokens=completions.MOST_TOKENS, do_sample=False)
+                said = model.generate(**given, max_new_tokens=completions.MAX_NEW_TOKENS, do_sample=False)
             text = tokenizer.decode(said[0, given.input_ids.shape[1] :], skip_special_tokens=True)
             assert getattr(each, when) == text
     assert any(each.before != each.after for each in made.data)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from app.contract.spec import DataSpec
-from tests.harness.data import of, spec
+from tests.harness.data import spec, with_digest_of
 from tests.harness.runs import write_texts
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain, Interrupted
@@ -19,7 +19,7 @@ def rows(tmp_path: Path, spec: DataSpec, *lines: dict[str, Any]) -> list[tuple[s
     source = tmp_path / "data.jsonl"
     source.write_text("\n\n".join(json.dumps(line) for line in lines))
     tokenizer = make_tokenizer()
-    prepare(of(source, spec), source, tokenizer, tmp_path / "prepared")
+    prepare(with_digest_of(source, spec), source, tokenizer, tmp_path / "prepared")
     samples = Samples(tmp_path / "prepared")
     found = []
     for sample in range(len(samples)):
@@ -93,13 +93,13 @@ def test_chats_require_a_chat_template(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(CannotTrain, match="has no chat template"):
-        prepare(of(source, spec("messages")), source, tokenizer, tmp_path / "prepared")
+        prepare(with_digest_of(source, spec("messages")), source, tokenizer, tmp_path / "prepared")
 
 
 def test_a_second_attempt_reads_what_the_first_prepared(tmp_path: Path) -> None:
     rows(tmp_path, spec(), {"text": "abc"})
     source = tmp_path / "data.jsonl"
-    same, other = of(source, spec()), of(source, spec(max_length=2))
+    same, other = with_digest_of(source, spec()), with_digest_of(source, spec(max_length=2))
     source.unlink()
     prepared = prepare(same, source, make_tokenizer(), tmp_path / "prepared")
     assert (prepared.samples, prepared.tokens) == (1, 4)
@@ -110,7 +110,7 @@ def test_a_second_attempt_reads_what_the_first_prepared(tmp_path: Path) -> None:
 def test_data_that_is_no_longer_what_was_uploaded_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_text(json.dumps({"text": "a"}))
-    requested = of(source, spec())
+    requested = with_digest_of(source, spec())
     source.write_text(json.dumps({"text": "b"}))
     with pytest.raises(CannotTrain, match="no longer what was uploaded"):
         prepare(requested, source, make_tokenizer(), tmp_path / "prepared")
@@ -119,7 +119,7 @@ def test_data_that_is_no_longer_what_was_uploaded_is_refused(tmp_path: Path) -> 
 def test_tokenising_stops_between_chunks_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.training.data._CHUNK", 10)
     source = write_texts(tmp_path / "data.jsonl", count=40)
-    requested = of(source, spec("text"))
+    requested = with_digest_of(source, spec("text"))
     looks = iter([False, False, True])
     with pytest.raises(Interrupted):
         prepare(requested, source, make_tokenizer(), tmp_path / "prepared", stop=lambda: next(looks))

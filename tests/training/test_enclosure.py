@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, re, signal, sys, time
 from pathlib import Path
-from workers.training.enclosure import enclosed
+from workers.training.enclosure import run_enclosed
 
 def work(apart):
     what, folder = sys.argv[1], Path(sys.argv[2])
@@ -58,7 +58,7 @@ def work(apart):
                 time.sleep(0.01)
             return 7
 
-sys.exit(enclosed(work, apart=sys.argv[3] == "apart"))
+sys.exit(run_enclosed(work, isolated=sys.argv[3] == "apart"))
 """
 
 
@@ -140,9 +140,9 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
     theirs, lifeline = os.pipe()
     patience = "0.5" if end == "silent" else "60"
     script = SCRIPT.replace(
-        "sys.exit(enclosed(",
+        "sys.exit(run_enclosed(",
         f"from workers.training.lifeline import Lifeline\nlifeline = Lifeline({theirs}, {patience})\n"
-        "sys.exit(enclosed(",
+        "sys.exit(run_enclosed(",
     ).replace('== "apart")', '== "apart", lifeline=lifeline)')
     process = subprocess.Popen(
         [sys.executable, "-c", script, "busy", str(tmp_path), how], cwd=ROOT, pass_fds=[theirs]
@@ -160,11 +160,11 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
 def test_work_still_runs_if_namespaces_cannot_be_set_up(tmp_path: Path) -> None:
     """As on systems that let a user have namespaces, and then do not let them be set up."""
     script = SCRIPT.replace(
-        "sys.exit(enclosed(",
+        "sys.exit(run_enclosed(",
         "from workers.training import enclosure\n"
         "def forbidden(): raise PermissionError(1, 'Operation not permitted')\n"
         "enclosure._enter_namespaces = forbidden\n"
-        "sys.exit(enclosed(",
+        "sys.exit(run_enclosed(",
     )
     process = subprocess.Popen([sys.executable, "-c", script, "status", str(tmp_path), "apart"], cwd=ROOT)
     assert process.wait(30) == 75

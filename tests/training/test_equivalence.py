@@ -138,8 +138,8 @@ chosen_settings = st.builds(
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
     """Chunks of seven positions, so that a small window has many."""
-    monkeypatch.setattr(loss, "CHUNK", setting.chunk)
-    monkeypatch.setattr(loss, "LEAST_ROWS", 7)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", setting.chunk)
+    monkeypatch.setattr(loss, "MIN_ROWS", 7)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

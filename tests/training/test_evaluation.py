@@ -1,7 +1,7 @@
 """What follows from a validation loss."""
 
 from app.contract.spec import EarlyStopping
-from workers.training.evaluation import note
+from workers.training.evaluation import record
 from workers.training.state import RunState
 
 
@@ -9,7 +9,7 @@ def noted(losses: list[float], patience: EarlyStopping | None) -> tuple[RunState
     state, better = RunState(), []
     for step, loss in enumerate(losses, start=1):
         state.progress.step = step
-        better.append(note(state, loss, patience))
+        better.append(record(state, loss, patience))
     return state, better
 
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig, OPTC
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.spec import Spec
-from tests.harness.runs import lay_assignment, log_of, small_data
+from tests.harness.runs import create_run, log_of, small_data
 from tests.harness.specs import make_spec
-from tests.harness.training import of_kind, raw_log, run_to_end
+from tests.harness.training import events_of_kind, raw_log, run_to_end
 from workers.run_directory import RunDirectory
 from workers.training.tiny_gpt2 import make_tokenizer
 
@@ -41,7 +41,7 @@ def lay_family(folder: Path, family: str, spec: Spec, **plan: Any) -> RunDirecto
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(model)
         make_tokenizer().save_pretrained(model)
-    run = lay_assignment(folder, spec, **plan)
+    run = create_run(folder, spec, **plan)
     reference = spec.model.model_copy(update={"source": "local", "name": family})
     assignment = run.assignment()
     own = assignment.spec.model_copy(update={"model": reference})
@@ -88,7 +88,7 @@ def test_packing_falls_back_to_padding_if_attention_mixes_samples(tmp_path: Path
     spec = make_spec(data=small_data(packing=True), max_steps=2, certificate=True)
     run = lay_family(tmp_path / "run", "opt", spec, rule=TokenBudget(tokens=200))
     run_to_end(run)
-    [changed] = of_kind(run, "changed")
+    [changed] = events_of_kind(run, "changed")
     assert "padded instead" in changed["message"]
     assert any(line["padded_tokens"] > line["input_tokens"] for line in raw_log(run))
 
@@ -137,7 +137,7 @@ def test_a_model_without_sdpa_uses_eager_attention_and_reports_it(tmp_path: Path
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     run = lay_family(tmp_path / "run", "gemma2", spec, rule=FixedSize(samples=4))
     run_to_end(run)
-    assert "eager" in of_kind(run, "changed")[0]["message"]
+    assert "eager" in events_of_kind(run, "changed")[0]["message"]
     assert log_of(run)[-1]["loss"] < log_of(run)[0]["loss"]
     assert "model.embed_tokens.weight" in load_file(run.model / "model.safetensors")
 
@@ -152,7 +152,7 @@ def test_rounding_effects_are_distinguished_from_mixed_samples(
     spec = make_spec(data=small_data(), max_steps=2, certificate=True)
     run = lay_family(tmp_path / "run", "opt", spec, rule=FixedSize(samples=4))
     run_to_end(run)
-    [certificate] = of_kind(run, "certificate")
+    [certificate] = events_of_kind(run, "certificate")
     assert certificate["level"] == "warning"
     assert certificate["data"]["error_in_fp64"] <= 1e-6
     assert len(log_of(run)) == 2

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from app.contract.plan import FixedSize, TokenBudget
 from app.contract.spec import EarlyStopping, LoraSpec, MethodSpec, RampSpec, ValidationSpec
-from tests.harness.runs import lay_assignment, log_of, small_data, write_texts
+from tests.harness.runs import create_run, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec
-from tests.harness.training import interrupted_at, of_kind, raw_log, run_to_end, spoil, weights
+from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, scale_losses, weights
 from workers.training import loader, memory
 from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
@@ -36,11 +36,11 @@ def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any
         data=small_data(), max_steps=12, save_every=100, gradient_clipping=None,
         optimizer=make_optimizer(name, rates.get(name, 3e-3)),
     )  # fmt: skip
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=8))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=8))
     interrupted_at(run, 17)
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
     run_to_end(run)
     assert log_of(plain)[-1]["loss"] < 0.97 * log_of(plain)[0]["loss"]
     assert log_of(run) == log_of(plain)
@@ -48,9 +48,7 @@ def test_every_optimizer_learns_and_resumes_to_the_bit(tmp_path: Path, name: Any
 
 
 def test_a_missing_optimizer_package_is_reported(tmp_path: Path) -> None:
-    run = lay_assignment(
-        tmp_path / "run", make_spec(data=small_data(), optimizer=make_optimizer("adamw_8bit"))
-    )
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), optimizer=make_optimizer("adamw_8bit")))
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
@@ -63,7 +61,7 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(data=small_data(), max_steps=12, method=lora())
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=8))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     outcome = run_to_end(plain)
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= set(outcome.files)
     assert "model.safetensors" not in outcome.files
@@ -75,11 +73,9 @@ def test_lora_trains_adapters_that_transformers_loads(tmp_path: Path) -> None:
         before = adapted(input_ids=ids).logits
     assert not torch.equal(adapted(input_ids=ids).logits, before)
 
-    run = lay_assignment(
-        tmp_path / "run", spec, rule=FixedSize(samples=8)
-    )  # dropout 0.1, resumed in the middle
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=8))  # dropout 0.1, resumed in the middle
     interrupted_at(run, 13)
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8))
     run_to_end(run)
     ours, theirs = (load_file(each.model / "adapter_model.safetensors") for each in (run, plain))
     assert ours.keys() == theirs.keys()
@@ -90,7 +86,7 @@ def test_merged_adapters_are_saved_as_a_standalone_model(tmp_path: Path) -> None
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(data=small_data(), max_steps=5, method=lora(merge=True, targets=("c_attn",)))
-    run = lay_assignment(tmp_path / "run", spec)
+    run = create_run(tmp_path / "run", spec)
     assert "model.safetensors" in run_to_end(run).files
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2")
     merged = AutoModelForCausalLM.from_pretrained(run.model)
@@ -107,7 +103,7 @@ def test_frozen_layers_in_autocasts_precision_give_the_same_bits(family: str) ->
     data, adapters = make_window64(), LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
     found = []
     for precision in ("bf16", "fp32"):  # under fp32 nothing is narrowed
-        model = models.trainable(
+        model = models.prepare_for_training(
             make_model(family),
             lora=adapters,
             seed=0,
@@ -125,7 +121,7 @@ def test_frozen_layers_in_autocasts_precision_give_the_same_bits(family: str) ->
 
 
 def test_an_unknown_lora_target_is_reported(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), method=lora(targets=("nothing",))))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), method=lora(targets=("nothing",))))
     with pytest.raises(CannotTrain, match=r"lora: .*nothing"):
         run_to_end(run)
 
@@ -145,12 +141,10 @@ def test_options_that_save_time_or_memory_do_not_change_the_training(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     spec = make_spec(data=small_data(), max_steps=6, certificate=True)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=TokenBudget(tokens=200))
-    other = lay_assignment(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
+    plain = create_run(tmp_path / "plain", spec, rule=TokenBudget(tokens=200))
+    other = create_run(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
     if "data" in changes:
-        other = lay_assignment(
-            tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200)
-        )
+        other = create_run(tmp_path / "other", spec.model_copy(update=changes), rule=TokenBudget(tokens=200))
     run_to_end(plain)
     outcome = run_to_end(other)
     assert outcome.equivalence_error is not None
@@ -158,11 +152,11 @@ def test_options_that_save_time_or_memory_do_not_change_the_training(
     for a, b in zip(log_of(plain), log_of(other), strict=True):
         assert (a["samples"], a["tokens"]) == (b["samples"], b["tokens"])
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-5)
-    assert of_kind(other, "changed") == []
+    assert events_of_kind(other, "changed") == []
 
 
 def test_packing_leaves_no_padding(tmp_path: Path) -> None:
-    run = lay_assignment(
+    run = create_run(
         tmp_path / "run", make_spec(data=small_data(packing=True), max_steps=4), rule=TokenBudget(tokens=200)
     )
     run_to_end(run)
@@ -172,7 +166,7 @@ def test_packing_leaves_no_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
     spec = make_spec(data=small_data(), max_steps=10, accumulate_in_fp32=in_fp32, certificate=True)
-    run = lay_assignment(tmp_path / "run", spec, precision="pure_bf16", rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", spec, precision="pure_bf16", rule=FixedSize(samples=4))
     outcome = run_to_end(run)
     assert outcome.equivalence_error is not None
     assert outcome.equivalence_error <= 2e-2
@@ -183,12 +177,12 @@ def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_certificate_is_recorded_and_does_not_change_training(tmp_path: Path, precision: str) -> None:
     spec = make_spec(data=small_data(), max_steps=3)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4), precision=precision)
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=4), precision=precision)
     run_to_end(plain)
     certified = spec.model_copy(update={"certificate": True})
-    run = lay_assignment(tmp_path / "run", certified, rule=FixedSize(samples=4), precision=precision)
+    run = create_run(tmp_path / "run", certified, rule=FixedSize(samples=4), precision=precision)
     outcome = run_to_end(run)
-    [event] = of_kind(run, "certificate")
+    [event] = events_of_kind(run, "certificate")
     assert event["data"]["gradient_error"] == outcome.equivalence_error
     assert (event["data"]["micro_batches"], event["data"]["reference_micro_batches"]) == (4, 8)
     if precision != "fp16":  # whose loss scale the certificate may have lowered already
@@ -199,19 +193,19 @@ def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss that depends on how many samples a micro-batch has is none that can be accumulated."""
-    spoil(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
+    scale_losses(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     with pytest.raises(CannotTrain, match="equivalence_check: false"):
-        run_to_end(lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8)))
+        run_to_end(create_run(tmp_path / "run", spec, rule=FixedSize(samples=8)))
 
 
 def test_a_validation_share_is_kept_out_of_training(tmp_path: Path) -> None:
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=None, epochs=2, eval_every=2)
-    run = lay_assignment(tmp_path / "run", spec)
+    run = create_run(tmp_path / "run", spec)
     outcome = run_to_end(run)
     assert sum(line["samples"] for line in log_of(run)) == 2 * 32
-    evaluations = of_kind(run, "evaluation")
+    evaluations = events_of_kind(run, "evaluation")
     assert [event["data"]["step"] for event in evaluations] == [2, 4]
     assert evaluations[-1]["data"]["loss"] == outcome.eval_loss
     assert outcome.eval_loss < 5.6
@@ -226,7 +220,7 @@ def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "validation.jsonl", 12, seed=9)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     own = ValidationSpec(file_id="file-2", sha256=digest, format="text", share=None)
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4))
     assignment = run.assignment().model_copy(update={"validation_file": str(path)})
     run.write_assignment(assignment)
     outcome = run_to_end(run)
@@ -248,11 +242,11 @@ def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
         data=small_data(validation=share), max_steps=60, eval_every=2, save_every=100,
         optimizer=make_optimizer("adamw", 0.03), early_stopping=EarlyStopping(patience=3),
     )  # fmt: skip
-    run = lay_assignment(tmp_path / "run", spec)
+    run = create_run(tmp_path / "run", spec)
     outcome = run_to_end(run)
     assert outcome.best_step is not None
     assert outcome.steps == outcome.best_step + 6 < 60
-    losses = {event["data"]["step"]: event["data"]["loss"] for event in of_kind(run, "evaluation")}
+    losses = {event["data"]["step"]: event["data"]["loss"] for event in events_of_kind(run, "evaluation")}
     assert outcome.eval_loss == min(losses.values()) == losses[outcome.best_step]
     kept = best(run.checkpoints)
     assert kept is not None
@@ -266,15 +260,15 @@ def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
 def test_an_evaluated_run_resumes_to_the_bit(tmp_path: Path) -> None:
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=8, eval_every=2, save_every=100)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=4))
     run_to_end(plain)
     for looks in (9, 10, 11, 12):
-        run = lay_assignment(tmp_path / f"run{looks}", spec, rule=FixedSize(samples=4))
+        run = create_run(tmp_path / f"run{looks}", spec, rule=FixedSize(samples=4))
         interrupted_at(run, looks)
-        lay_assignment(tmp_path / f"run{looks}", spec, attempt=2, rule=FixedSize(samples=4))
+        create_run(tmp_path / f"run{looks}", spec, attempt=2, rule=FixedSize(samples=4))
         run_to_end(run)
         assert log_of(run) == log_of(plain)
-        steps = {event["data"]["step"] for event in of_kind(run, "evaluation")}
+        steps = {event["data"]["step"] for event in events_of_kind(run, "evaluation")}
         assert steps == {2, 4, 6, 8}
 
 
@@ -289,7 +283,7 @@ def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: A
         noise_scale_every=1,
         save_every=100,
     )
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=2))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=2))
     run_to_end(plain)
     sizes = [line["effective_batch_size"] for line in raw_log(plain)]
     if name == "linear":
@@ -298,9 +292,9 @@ def test_a_ramp_grows_the_batch_and_resumes_where_it_was(tmp_path: Path, name: A
         assert sizes == [8] * 10 + [16, 16, 8, 16]  # of an epoch of forty, eight are left for its third
     else:
         assert all(8 <= size <= 40 for size in sizes)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=2))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=2))
     interrupted_at(run, 30)
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
 
@@ -314,11 +308,11 @@ def test_a_loss_spike_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
         calls += 1
         return 3.0 if calls == 12 else 1.0
 
-    spoil(monkeypatch, tripled)
+    scale_losses(monkeypatch, tripled)
     spec = make_spec(data=small_data(), max_steps=14, loss_spike_zscore=4.0)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=16))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=16))
     run_to_end(run)
-    [skipped] = of_kind(run, "skipped")
+    [skipped] = events_of_kind(run, "skipped")
     assert "spike" in skipped["message"]
     assert 1 <= len(skipped["data"]["samples"]) <= 5
     assert [line["step"] for line in log_of(run)] == list(range(1, 15))
@@ -349,16 +343,16 @@ def test_a_skipped_window_leaves_weights_and_moments_unchanged(
         calls += 1
         return float("nan") if calls == 2 else 1.0
 
-    spoil(monkeypatch, broken)
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
+    scale_losses(monkeypatch, broken)
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
     run_to_end(run)
-    assert len(of_kind(run, "skipped")) == 1
+    assert len(events_of_kind(run, "skipped")) == 1
     assert compared == [True]
 
 
 def test_logs_on_request(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=3, log_micro_losses=True, log_gradients=True)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=4))
     run_to_end(run)
     for line in raw_log(run):
         assert len(line["micro_losses"]) == line["gradient_accumulation_steps"] > 1
@@ -369,9 +363,9 @@ def test_logs_on_request(tmp_path: Path) -> None:
 
 
 def test_a_profile_on_request(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=4, profile=True))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=4, profile=True))
     run_to_end(run)
-    [event] = of_kind(run, "profile")
+    [event] = events_of_kind(run, "profile")
     assert {"data", "forward", "backward", "synchronise", "optimizer"} == event["data"]["seconds"].keys()
     assert all(seconds > 0 for seconds in event["data"]["seconds"].values())
     assert json.loads((run.path / "profile" / "trace.json").read_text())["traceEvents"]
@@ -386,7 +380,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
 
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=4, report_to=("tensorboard",))
-    run = lay_assignment(tmp_path / "run", spec)
+    run = create_run(tmp_path / "run", spec)
     outcome = run_to_end(run)
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     logged = [point.value for point in events.Scalars("train/loss")]
@@ -395,16 +389,16 @@ def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
 
 
 def test_the_banner_says_what_will_happen(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=2))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=2))
     run_to_end(run)
-    [event] = of_kind(run, "training")
+    [event] = events_of_kind(run, "training")
     assert event["data"]["banner"].keys() == {
         "epochs", "steps", "optimizer", "learning rate", "weight decay", "device", "micro-batch",
         "accumulation steps", "effective batch", "precision", "predicted memory",
     }  # fmt: skip
     assert "effective batch 16" in event["message"]
     first = json.loads(run.metrics.read_text().splitlines()[0])
-    (saved,) = of_kind(run, "checkpoint")  # which is the last step's, and told of once
+    (saved,) = events_of_kind(run, "checkpoint")  # which is the last step's, and told of once
     assert saved["data"]["step"] == 2
     told = event["data"]["banner"]["accumulation steps"]
     assert told == f"about {first['gradient_accumulation_steps']}"
@@ -426,7 +420,7 @@ def test_line_weights_scale_their_share_of_the_loss(tmp_path: Path) -> None:
         spec = make_spec(
             data=small_data(examples=len(lines)), max_steps=5, effective_batch_size=len(lines), epochs=None
         )
-        run = lay_assignment(folder / "run", spec)
+        run = create_run(folder / "run", spec)
         run_to_end(run)
         losses.append([line["loss"] for line in log_of(run)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -439,7 +433,7 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
     limit, taken = 2**29, {"peak": 2**30}  # of loading the model, which is no window's fault
     monkeypatch.setattr(memory, "in_use", lambda device: 2**28)
     monkeypatch.setattr(memory, "peak", lambda device: taken["peak"])
-    monkeypatch.setattr(memory, "forget_peak", lambda device: taken.update(peak=2**28))
+    monkeypatch.setattr(memory, "reset_peak", lambda device: taken.update(peak=2**28))
     collated = loader.collate
 
     def taking(rows: Any, *others: Any) -> Any:
@@ -448,9 +442,9 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
 
     monkeypatch.setattr(loader, "collate", taking)
     spec = make_spec(data=small_data(), max_steps=3)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
     run_to_end(run)
-    events = of_kind(run, "out_of_memory")
+    events = events_of_kind(run, "out_of_memory")
     assert "replayed with at most" in events[0]["message"]
     assert [line["step"] for line in log_of(run)] == [1, 2, 3]
     assert all(line["physical_batch_size"] <= 8 for line in raw_log(run))
@@ -459,8 +453,8 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
 def test_unknown_keys_of_the_data_are_reported_once(tmp_path: Path) -> None:
     lines = [{"text": f"text number {i}", "source": "a", "id": i} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
     run_to_end(run)
-    [event] = of_kind(run, "data")
+    [event] = events_of_kind(run, "data")
     assert event["level"] == "warning"
     assert "unknown keys, ignored: 'id', 'source'" in event["message"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import lay_assignment, small_data
+from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import HIDDEN_VARIABLE, TOKEN_VARIABLE, RunDirectory
 from workers.training.isolation import named_view
@@ -87,7 +87,7 @@ def laid(data: Path) -> RunDirectory:
     spec = make_spec(data=small_data(), max_steps=2)
     model = spec.model.model_copy(update={"name": "me/tiny", "source": "hub", "fingerprint": None})
     (data / "runs").mkdir(parents=True)
-    run = lay_assignment(data / "runs" / "ftjob-1", spec.model_copy(update={"model": model}))
+    run = create_run(data / "runs" / "ftjob-1", spec.model_copy(update={"model": model}))
     run.write_assignment(run.assignment().model_copy(update={"model_path": "me/tiny"}))
     return run
 

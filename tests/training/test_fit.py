@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from tests.harness.runs import events_of, lay_assignment, log_of, small_data, write_texts
+from tests.harness.runs import create_run, events_of, log_of, small_data, write_texts
 from tests.harness.specs import make_schedule, make_spec
-from tests.harness.training import interrupted_at, run_to_end, spoil, weights
+from tests.harness.training import interrupted_at, run_to_end, scale_losses, weights
 from workers.training import model as models
 from workers.training.checkpoint import newest_first
 from workers.training.exceptions import CannotTrain
@@ -25,7 +25,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def test_a_run_trains_a_model_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=30))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=30))
     outcome = run_to_end(run)
     lines = log_of(run)
     assert [line["step"] for line in lines] == list(range(1, 31))
@@ -44,8 +44,8 @@ def test_a_run_trains_a_model_that_transformers_loads(tmp_path: Path) -> None:
 def test_the_plan_does_not_change_the_training(tmp_path: Path, cut: Any) -> None:
     """Same spec, another cut: the same losses and weights, to rounding; samples, tokens and order equal."""
     spec = make_spec(data=small_data(), max_steps=8)
-    whole = lay_assignment(tmp_path / "whole", spec, rule=FixedCount(micro_batches=1))
-    other = lay_assignment(tmp_path / "other", spec, rule=cut)
+    whole = create_run(tmp_path / "whole", spec, rule=FixedCount(micro_batches=1))
+    other = create_run(tmp_path / "other", spec, rule=cut)
     run_to_end(whole)
     run_to_end(other)
     for a, b in zip(log_of(whole), log_of(other), strict=True):
@@ -57,7 +57,7 @@ def test_the_plan_does_not_change_the_training(tmp_path: Path, cut: Any) -> None
 
 
 def test_the_partial_window_makes_its_own_step(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=2))
     run_to_end(run)
     assert [(line["epoch"], line["samples"]) for line in log_of(run)] == [
         (0, 16), (0, 16), (0, 8), (1, 16), (1, 16), (1, 8),
@@ -66,7 +66,7 @@ def test_the_partial_window_makes_its_own_step(tmp_path: Path) -> None:
 
 def test_the_rate_steps_with_updates(tmp_path: Path) -> None:
     schedule = make_schedule("linear", warmup_steps=2)
-    run = lay_assignment(
+    run = create_run(
         tmp_path / "run",
         make_spec(data=small_data(), max_steps=4, schedule=schedule),
         rule=FixedSize(samples=1),
@@ -78,11 +78,11 @@ def test_the_rate_steps_with_updates(tmp_path: Path) -> None:
 @pytest.mark.parametrize("looks", [0, 1, 7, 8, 29])
 def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path: Path, looks: int) -> None:
     spec = make_spec(data=small_data(), max_steps=None, epochs=4, save_every=100)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=4))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=4))
     run_to_end(plain)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=4))
     interrupted_at(run, looks)
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
     assert all(torch.equal(a, weights(run)[name]) for name, a in weights(plain).items())
@@ -94,11 +94,11 @@ def test_an_interrupted_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path
 
 def test_a_resume_with_a_different_cut_neither_skips_nor_repeats_samples(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=None, epochs=2)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=8))
     interrupted_at(run, 6)
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=2))
     run_to_end(run)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=8))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
     for a, b in zip(log_of(plain), log_of(run), strict=True):
         assert (a["epoch"], a["samples"], a["tokens"]) == (b["epoch"], b["samples"], b["tokens"])
@@ -117,19 +117,17 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-gpt2").config.resid_pdrop == 0.2
     spec = make_spec(data=small_data(), max_steps=6)
-    plain, run = (
-        lay_assignment(tmp_path / name, spec, rule=FixedSize(samples=4)) for name in ("plain", "run")
-    )
+    plain, run = (create_run(tmp_path / name, spec, rule=FixedSize(samples=4)) for name in ("plain", "run"))
     run_to_end(plain)
     interrupted_at(run, 13)
-    lay_assignment(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
+    create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=4))
     run_to_end(run)
     assert log_of(run) == log_of(plain)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, marker: int) -> None:
     """The loss of a batch that holds the marker token is no number."""
-    spoil(monkeypatch, lambda batch: float("nan") if bool((batch.input_ids == marker).any()) else 1.0)
+    scale_losses(monkeypatch, lambda batch: float("nan") if bool((batch.input_ids == marker).any()) else 1.0)
 
 
 def test_a_sample_with_non_finite_loss_is_reported_and_training_continues(
@@ -143,7 +141,7 @@ def test_a_sample_with_non_finite_loss_is_reported_and_training_continues(
     from workers.training.tiny_gpt2 import make_tokenizer
 
     poison(monkeypatch, make_tokenizer()("Q").input_ids[0])
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=1))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=1))
     outcome = run_to_end(run)
     skipped = [event for event in events_of(run) if event["type"] == "skipped"]
     assert [event["data"]["samples"] for event in skipped] == [[17]]
@@ -152,8 +150,8 @@ def test_a_sample_with_non_finite_loss_is_reported_and_training_continues(
 
 
 def test_a_run_that_diverges_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, lambda batch: float("nan"))
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=50))
+    scale_losses(monkeypatch, lambda batch: float("nan"))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=50))
     with pytest.raises(CannotTrain, match="10 windows in a row were skipped"):
         run_to_end(run)
 
@@ -163,7 +161,7 @@ def test_running_out_of_memory_changes_the_plan_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     spec = make_spec(data=small_data(), max_steps=5)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=8))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=8))
     run_to_end(plain)
     calls = 0
 
@@ -174,8 +172,8 @@ def test_running_out_of_memory_changes_the_plan_and_not_the_training(
             raise torch.OutOfMemoryError("injected")
         return 1.0
 
-    spoil(monkeypatch, failing)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=8))
+    scale_losses(monkeypatch, failing)
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=8))
     run_to_end(run)
     assert [event["type"] for event in events_of(run)].count("out_of_memory") == 1
     assert log_of(run)[-1]["micro_step"] > log_of(plain)[-1]["micro_step"]
@@ -190,8 +188,8 @@ def test_one_sample_that_does_not_fit_ends_the_job_with_the_remedies(
     def failing(batch: Any) -> float:
         raise torch.OutOfMemoryError("injected")
 
-    spoil(monkeypatch, failing)
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data()))
+    scale_losses(monkeypatch, failing)
+    run = create_run(tmp_path / "run", make_spec(data=small_data()))
     with pytest.raises(CannotTrain, match=r"method: lora \(0\.\d\d GiB\)"):
         run_to_end(run)
     told = [event["message"] for event in events_of(run) if event["type"] == "out_of_memory"]
@@ -202,7 +200,7 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec(data=small_data(), max_steps=3)
-    plain = lay_assignment(tmp_path / "plain", spec, rule=FixedSize(samples=1))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=1))
     run_to_end(plain)
     recomputing = False
 
@@ -216,9 +214,9 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
         recomputing = True
         recompute_activations(model)
 
-    spoil(monkeypatch, failing)
+    scale_losses(monkeypatch, failing)
     monkeypatch.setattr(models, "recompute_activations", switched_on)
-    run = lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=1))
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=1))
     run_to_end(run)
     for a, b in zip(log_of(plain), log_of(run), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
@@ -227,8 +225,8 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_like_fp32(tmp_path: Path, precision: str) -> None:
     spec = make_spec(data=small_data(), max_steps=10)
-    plain = lay_assignment(tmp_path / "plain", spec)
-    half = lay_assignment(tmp_path / "half", spec, precision=precision)
+    plain = create_run(tmp_path / "plain", spec)
+    half = create_run(tmp_path / "half", spec, precision=precision)
     run_to_end(plain)
     run_to_end(half)
     for a, b in zip(log_of(plain), log_of(half), strict=True):
@@ -237,7 +235,7 @@ def test_half_precision_trains_like_fp32(tmp_path: Path, precision: str) -> None
 
 
 def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), freeze=("transformer.h.0.*",)))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), freeze=("transformer.h.0.*",)))
     run_to_end(run)
     initial, trained = load_file(tmp_path / "tiny-gpt2" / "model.safetensors"), weights(run)
     moved = {name for name in initial if not torch.equal(initial[name], trained[name])}
@@ -247,8 +245,8 @@ def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
 
 def test_gradient_checkpointing_trains_the_same(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=4)
-    plain = lay_assignment(tmp_path / "plain", spec)
-    saving = lay_assignment(tmp_path / "saving", spec.model_copy(update={"gradient_checkpointing": True}))
+    plain = create_run(tmp_path / "plain", spec)
+    saving = create_run(tmp_path / "saving", spec.model_copy(update={"gradient_checkpointing": True}))
     run_to_end(plain)
     run_to_end(saving)
     for a, b in zip(log_of(plain), log_of(saving), strict=True):
@@ -258,12 +256,12 @@ def test_gradient_checkpointing_trains_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("patterns", [("nothing.*",), ("*",)])
 def test_freezing_nothing_or_everything_is_refused(tmp_path: Path, patterns: tuple[str, ...]) -> None:
     with pytest.raises(CannotTrain, match="freeze"):
-        run_to_end(lay_assignment(tmp_path / "run", make_spec(data=small_data(), freeze=patterns)))
+        run_to_end(create_run(tmp_path / "run", make_spec(data=small_data(), freeze=patterns)))
 
 
 def test_damaged_checkpoints_are_reported_and_the_job_fails_if_all_are(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=10, save_every=4)
-    run = lay_assignment(tmp_path / "run", spec)
+    run = create_run(tmp_path / "run", spec)
     run_to_end(run)
     newest, older = newest_first(run.checkpoints)
     (newest / "model.safetensors").write_bytes(b"")
@@ -279,8 +277,8 @@ def test_damaged_checkpoints_are_reported_and_the_job_fails_if_all_are(tmp_path:
 
 
 def test_stopping_a_run_saves_the_model_of_the_current_step(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data(), max_steps=1000))
-    run.ask_to_finish()  # before the first step, which is made nevertheless
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=1000))
+    run.request_finish()  # before the first step, which is made nevertheless
     outcome = run_to_end(run)
     assert outcome.steps == 1
     assert "model.safetensors" in outcome.files

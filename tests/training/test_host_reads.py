@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.contract.plan import FixedSize
-from tests.harness.runs import lay_assignment, small_data
+from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import accumulate
@@ -71,7 +71,7 @@ def reads_of_a_window(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tup
             for number, batch in enumerate(batches):
                 training.replica.add(batch)
                 if number == 0:
-                    training.replica.window.tap()
+                    training.replica.window.record_first_norm()
         training.replica.window.abandon()
         training.loader.close()
     return reads.found + CAUGHT, len(groups)
@@ -105,7 +105,7 @@ def test_our_code_reads_nothing_from_the_device_per_micro_batch(
 ) -> None:
     spec = make_spec(**{"data": small_data(), "max_steps": 2, **changes})
     found, count = reads_of_a_window(
-        lay_assignment(tmp_path / "run", spec, rule=FixedSize(samples=4)), monkeypatch
+        create_run(tmp_path / "run", spec, rule=FixedSize(samples=4)), monkeypatch
     )
     assert count == 4
     theirs = {origin: reads / count for origin, reads in found.items() if not origin.startswith("accrue")}
@@ -124,14 +124,14 @@ def test_the_test_s_counter_detects_device_reads(tmp_path: Path, monkeypatch: py
         return forward
 
     monkeypatch.setattr(Replica, "forward", reading)
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
     found, count = reads_of_a_window(run, monkeypatch)
     assert sum(found.values()) >= count
 
 
 def test_a_whole_window_reads_once(tmp_path: Path) -> None:
     """From its opening to its end, the optimizer's step included: one read, which decides."""
-    run = lay_assignment(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
+    run = create_run(tmp_path / "run", make_spec(data=small_data()), rule=FixedSize(samples=4))
     assignment, reads = run.assignment(), 0
     honest = torch.Tensor.tolist
 

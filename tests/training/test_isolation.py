@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs import lay_assignment
+from tests.harness.runs import create_run
 from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
 from workers.training.isolation import named_view
 
@@ -21,7 +21,7 @@ import ctypes, json, os, resource, subprocess, sys, tempfile
 from pathlib import Path
 from workers.run_directory import RunDirectory
 from workers.training import isolation
-from workers.training.enclosure import enclosed
+from workers.training.enclosure import run_enclosed
 from workers.training.isolation import isolate
 
 run, hidden = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
@@ -72,7 +72,7 @@ def look(apart):
     }), flush=True)
     return 0
 
-sys.exit(enclosed(look, apart=bool(os.environ["ACCRUE_HIDDEN_FOLDER"])))
+sys.exit(run_enclosed(look, isolated=bool(os.environ["ACCRUE_HIDDEN_FOLDER"])))
 """
 
 
@@ -90,7 +90,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def laid(folder: Path) -> RunDirectory:
-    assignment = lay_assignment(folder.parent / "scratch" / "run").assignment()
+    assignment = create_run(folder.parent / "scratch" / "run").assignment()
     run = RunDirectory(folder / "runs" / "ftjob-1")
     run.write_assignment(assignment.model_copy(update={"data_file": str(folder / "files" / "file-1")}))
     return run

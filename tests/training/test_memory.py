@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.contract.plan import TokenBudget
 from tests.harness.live_bytes import peak_of
-from tests.harness.runs import lay_assignment, small_data
+from tests.harness.runs import create_run, small_data
 from tests.harness.small_models import Window64, make_model
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
@@ -46,7 +46,7 @@ def test_resident_memory_does_not_grow_over_two_thousand_steps(tmp_path: Path) -
         save_every=500,
         certificate=True,
     )
-    run = lay_assignment(tmp_path / "run", spec, rule=TokenBudget(tokens=32))
+    run = create_run(tmp_path / "run", spec, rule=TokenBudget(tokens=32))
     run_to_end(run)
     used = [json.loads(line)["memory_gb"] for line in run.metrics.read_text().splitlines()]
     assert len(used) == 2000

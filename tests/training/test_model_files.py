@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from app.contract.architecture import ModelReference
 from app.contract.model_files import fingerprint_of_files
 from app.contract.plan import FixedSize
-from tests.harness.runs import events_of, lay_assignment, small_data, start_trainer
+from tests.harness.runs import create_run, events_of, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
 from workers.training.exceptions import CannotTrain
@@ -37,7 +37,7 @@ def change(path: Path, **fields: Any) -> None:
 
 def run_with(model: Path, folder: Path, **spec: Any) -> RunDirectory:
     """A run that trains from that folder."""
-    run = lay_assignment(folder, make_spec(data=small_data(), max_steps=1, **spec), rule=FixedSize(samples=8))
+    run = create_run(folder, make_spec(data=small_data(), max_steps=1, **spec), rule=FixedSize(samples=8))
     assignment = run.assignment()
     reference = assignment.spec.model.model_copy(update={"source": "local", "name": "victim"})
     own = assignment.spec.model_copy(update={"model": reference})

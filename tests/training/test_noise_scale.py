@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from app.contract.plan import TokenBudget
-from tests.harness.runs import events_of, lay_assignment, small_data, write_texts
+from tests.harness.runs import create_run, events_of, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.training import run_to_end
 from workers.training import loading
 from workers.training.batches import BatchLayout, collate
 from workers.training.data import Samples
 from workers.training.loss import TokenLoss
-from workers.training.noise_scale import LEAST, Measurement, estimate
+from workers.training.noise_scale import MIN_MEASUREMENTS, Measurement, estimate
 from workers.training.window import Window
 
 
@@ -32,7 +32,7 @@ def measured_on_a_quadratic(
         for number, part in enumerate((samples[:first], samples[first:])):
             window.add(0.5 * (weight - part).square().sum())
             if number == 0:
-                window.tap()
+                window.record_first_norm()
         closed = window.close()
         assert closed.tapped_norm is not None
         found.append(Measurement(closed.tapped_norm, first, first, closed.grad_norm, batch, batch).packed())
@@ -61,14 +61,14 @@ def test_the_confidence_interval_covers_the_true_value_about_90_percent_of_the_t
 
 
 def test_few_measurements_or_pure_noise_give_no_bounded_estimate() -> None:
-    assert estimate(measured_on_a_quadratic(0.2, LEAST - 1)) is None
+    assert estimate(measured_on_a_quadratic(0.2, MIN_MEASUREMENTS - 1)) is None
     found = estimate(measured_on_a_quadratic(distance=0.0, windows=50))
     assert found is None or found.high is None
 
 
 def true_noise_scale(run_folder: Path) -> float:
     """From each sample's own gradient g and targets n: the mean of |g - n·G|² over n̄²|G|²."""
-    run = lay_assignment(run_folder)
+    run = create_run(run_folder)
     model, tokenizer, _ = loading.load(run.assignment(), loading.staged(run.assignment(), run))
     samples = Samples(run_folder / "data")
     loss = TokenLoss(model)
@@ -94,7 +94,7 @@ def test_on_texts_of_unequal_length_the_estimate_matches_per_sample_gradients(tm
         data=small_data(examples=500), max_steps=60, effective_batch_size=48, noise_scale_every=1,
         optimizer=make_optimizer("sgd", 1e-12), schedule=make_schedule("constant"), save_every=1000,
     )  # fmt: skip
-    run = lay_assignment(tmp_path / "run", spec, rule=TokenBudget(tokens=300))
+    run = create_run(tmp_path / "run", spec, rule=TokenBudget(tokens=300))
     outcome = run_to_end(run)
     assert outcome.noise_scale is not None
     true = true_noise_scale(tmp_path / "run")

@@ -8,11 +8,11 @@ import pytest
 
 from app.contract.architecture import BUILT_IN_MODEL, ModelReference
 from app.contract.preview import DatasetPreview, PreviewSpec
-from tests.harness.data import of, spec
+from tests.harness.data import spec, with_digest_of
 from tests.harness.specs import make_spec
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain
-from workers.training.preview import MOST_EXAMPLES, preview
+from workers.training.preview import MAX_EXAMPLES, preview
 from workers.training.tiny_gpt2 import make_tokenizer
 
 CHAT = {
@@ -36,7 +36,7 @@ def seen(
 ) -> DatasetPreview:
     source = tmp_path / "data.jsonl"
     source.write_text("\n\n".join(json.dumps(line) for line in lines))
-    data = of(source, spec(form, examples=len(lines), **changes))
+    data = with_digest_of(source, spec(form, examples=len(lines), **changes))
     return preview(PreviewSpec(model=model(), data=data, shown=shown), source, make_tokenizer())
 
 
@@ -56,7 +56,7 @@ def test_preview_samples_equal_the_trainer_s(
     looked = seen(tmp_path, [line] * 2, form, shown=20, max_length=40, overlength=overlength)
     source = tmp_path / "data.jsonl"
     prepare(
-        of(source, spec(form, examples=2, max_length=40, overlength=overlength)),
+        with_digest_of(source, spec(form, examples=2, max_length=40, overlength=overlength)),
         source,
         tokenizer,
         tmp_path / "p",
@@ -74,16 +74,16 @@ def test_preview_samples_equal_the_trainer_s(
 
 
 def test_a_large_file_is_sampled_evenly(tmp_path: Path) -> None:
-    lines = [{"text": "x" * (10 if number < 2000 else 110)} for number in range(3 * MOST_EXAMPLES)]
+    lines = [{"text": "x" * (10 if number < 2000 else 110)} for number in range(3 * MAX_EXAMPLES)]
     looked = seen(tmp_path, lines, "text", max_length=64)
     lengths = looked.lengths
-    assert lengths.examples == MOST_EXAMPLES
+    assert lengths.examples == MAX_EXAMPLES
     assert (lengths.shortest, lengths.longest, lengths.median) == (11, 111, 11.0)
-    assert lengths.over_max_length == pytest.approx(MOST_EXAMPLES / 3, abs=1)
-    assert sum(each.examples for each in lengths.histogram) == MOST_EXAMPLES
+    assert lengths.over_max_length == pytest.approx(MAX_EXAMPLES / 3, abs=1)
+    assert sum(each.examples for each in lengths.histogram) == MAX_EXAMPLES
     assert all(each.below - each.at_least == 10 for each in lengths.histogram)
     assert (lengths.histogram[0].at_least, lengths.histogram[-1].below) == (10, 120)
-    assert lengths.histogram[0].examples == MOST_EXAMPLES - lengths.over_max_length
+    assert lengths.histogram[0].examples == MAX_EXAMPLES - lengths.over_max_length
     assert [sample.line for sample in looked.samples] == [1, 3, 5]
 
 
@@ -106,6 +106,6 @@ def test_a_preview_fails_with_the_trainer_s_error(tmp_path: Path) -> None:
     source.write_text(json.dumps(CHAT))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    order = PreviewSpec(model=model(), data=of(source, spec("messages")), shown=1)
+    order = PreviewSpec(model=model(), data=with_digest_of(source, spec("messages")), shown=1)
     with pytest.raises(CannotTrain, match="no chat template"):
         preview(order, source, tokenizer)

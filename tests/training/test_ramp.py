@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from app.contract.reports import NoiseScale
 from app.contract.spec import RampSpec, Spec
 from tests.harness.specs import make_spec
-from workers.training.ramp import LOOK_BACK, batch_now, follow, steps_total
+from workers.training.ramp import LOOK_BACK, batch_now, steps_total, update
 from workers.training.state import Position, Progress, Ramp, RunState
 
 
@@ -42,9 +42,9 @@ def noise(value: float, high: float | None = 1e9) -> NoiseScale:
 def test_a_batch_that_follows_the_noise_at_most_doubles_and_stays_in_its_bounds() -> None:
     spec, state = ramped("noise_scale"), RunState()
     for measured, expected in ((500, 32), (500, 64), (500, 100), (60, 60), (1, 30), (1, 16), (1, 16)):
-        follow(spec, state, noise(measured))
+        update(spec, state, noise(measured))
         assert batch_now(spec, state) == expected
-    follow(spec, state, noise(500, high=None))  # not told from zero: not followed
+    update(spec, state, noise(500, high=None))  # not told from zero: not followed
     assert batch_now(spec, state) == 16
 
 
@@ -53,7 +53,7 @@ def test_a_batch_doubles_while_the_losses_vary() -> None:
     sizes = []
     for step in range(4 * LOOK_BACK):
         state.losses.recent.append(3.0 + (step % 2 if step < 2 * LOOK_BACK else 0.0))
-        follow(spec, state, None)
+        update(spec, state, None)
         sizes.append(batch_now(spec, state))
     assert sizes[LOOK_BACK - 2] == 16
     assert sizes[LOOK_BACK - 1] == 32

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from app.contract.reports import Tuning
 from app.contract.spec import Tune
-from tests.harness.runs import events_of, lay_assignment, log_of, small_data
+from tests.harness.runs import create_run, events_of, log_of, small_data
 from tests.harness.specs import make_spec
-from tests.harness.training import run_to_end, spoil, weights
+from tests.harness.training import run_to_end, scale_losses, weights
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit, sweep
 from workers.training.start import Training, start
@@ -23,7 +23,7 @@ from workers.training.trackers import Trackers
 
 
 def lay(folder: Path, tune: Tune | None, steps: int = 6) -> RunDirectory:
-    return lay_assignment(folder, make_spec(data=small_data(), max_steps=steps, tune=tune))
+    return create_run(folder, make_spec(data=small_data(), max_steps=steps, tune=tune))
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def test_a_size_that_does_not_fit_is_excluded_from_the_result(
                 raise torch.OutOfMemoryError("injected")
             return 1.0
 
-        spoil(monkeypatch, failing)
+        scale_losses(monkeypatch, failing)
         tuning = sweep.sweep(training)
     assert tuning.tried
     assert all(tried.largest_tokens <= limit for tried in tuning.tried)

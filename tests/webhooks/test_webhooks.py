@@ -27,8 +27,8 @@ from app.webhooks import deliverer as module
 from app.webhooks.addresses import NotAllowed, check, is_public, resolve
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import signer
-from tests.harness.claims import claimed
-from tests.harness.dripping import dripping
+from tests.harness.claims import claim
+from tests.harness.dripping import slow_server
 from tests.harness.runs import until
 from tests.harness.submissions import submitted
 
@@ -124,7 +124,7 @@ def test_each_end_and_pause_is_delivered_once(database: Database) -> None:
     with database.writing() as session:
         lifecycle.cancel(session, second)
         lifecycle.cancel(session, second)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
     with database.writing() as session:
         queue.succeed(session, fence, {"files": []})
@@ -269,7 +269,7 @@ def test_a_receiver_that_answers_too_slowly_times_out(
     """A byte now and then renews every timeout but the whole delivery's."""
     monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 1.0)
     slow = Deliverer(database, signer(SECRET), private_addresses=True)
-    with dripping() as url:
+    with slow_server() as url:
         began = time.monotonic()
         failure = slow._deliver(
             module._ClaimedDelivery("evt-1", "ftjob-1", "t", url, 0.0, 1, None, "127.0.0.1")

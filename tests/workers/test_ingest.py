@@ -11,9 +11,9 @@ from app.jobs.transitions import Fence, LostJob
 from app.statistics import totals
 from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, StepMetric
-from tests.harness.claims import claimed, expire, on
+from tests.harness.claims import claim, expire, in_transaction
 from tests.harness.log_lines import line
-from tests.harness.runs import lay_assignment
+from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
 from workers.ingest import Position, ingest
 from workers.run_directory import Reporter, RunDirectory
@@ -21,13 +21,13 @@ from workers.run_directory import Reporter, RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return lay_assignment(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture
 def fence(database: Database) -> Fence:
     submitted(database)
-    fence = claimed(database)
+    fence = claim(database)
     assert fence is not None
     return fence
 
@@ -103,7 +103,7 @@ def test_a_worker_that_lost_the_job_stores_nothing(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:
     expire(database, fence.job_id)
-    on(database, queue.reclaim_expired)
+    in_transaction(database, queue.reclaim_expired)
     with Reporter(run, 1) as reporter:
         reporter.step(line(1))
     with pytest.raises(LostJob):

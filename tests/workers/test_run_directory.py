@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from app.contract.reports import Failure, Outcome
-from tests.harness.runs import events_of, lay_assignment
+from tests.harness.runs import create_run, events_of
 from workers.run_directory import Reporter, RunDirectory, RunDirectoryInUse
 
 OUTCOME = Outcome(
@@ -13,13 +13,13 @@ OUTCOME = Outcome(
 
 
 def test_an_assignment_is_read_as_it_was_written(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run")
-    assert run.assignment().plan == lay_assignment(tmp_path / "again").assignment().plan
+    run = create_run(tmp_path / "run")
+    assert run.assignment().plan == create_run(tmp_path / "again").assignment().plan
     assert run.path.stat().st_mode & 0o077 == 0
 
 
 def test_outcome_and_failure_are_read_as_they_were_written(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     assert (run.outcome(), run.failure()) == (None, None)
     run.write_outcome(OUTCOME)
     run.write_failure(Failure(code="x", message="y", permanent=True))
@@ -28,9 +28,9 @@ def test_outcome_and_failure_are_read_as_they_were_written(tmp_path: Path) -> No
 
 
 def test_a_new_attempt_removes_the_previous_failure(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     run.write_failure(Failure(code="x", message="y", permanent=False))
-    lay_assignment(tmp_path / "run", attempt=2)
+    create_run(tmp_path / "run", attempt=2)
     assert run.failure() is None
 
 
@@ -43,7 +43,7 @@ def hold(
 
 
 def test_a_run_is_locked_by_one_trainer_and_released_at_its_death(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     context = multiprocessing.get_context("fork")
     held, go = context.Event(), context.Event()
     holder = context.Process(target=hold, args=(run.path, held, go))
@@ -58,7 +58,7 @@ def test_a_run_is_locked_by_one_trainer_and_released_at_its_death(tmp_path: Path
 
 
 def test_what_a_kill_left_half_written_stays_a_line_of_its_own(tmp_path: Path) -> None:
-    run = lay_assignment(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     with Reporter(run, 1) as reporter:
         reporter.event("first", "one")
     with run.events.open("ab") as file:

@@ -405,7 +405,7 @@ def test_a_trainer_cannot_break_the_worker_through_the_finish_file(
     mark.mkdir() if kind == "a folder" else mark.symlink_to("nowhere")
     supervisor.running[0].requested = "stop"
     turn(supervisor)
-    assert supervisor.running[0].run.is_to_finish()
+    assert supervisor.running[0].run.finish_requested()
     assert job(database, job_id).status == "running"
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from app.errors import BadSetting
 from app.planning.devices import Device
-from tests.harness.runs import lay_assignment, until
-from workers.trainer_process import TrainerProcess, check_network_can_be_kept_away
+from tests.harness.runs import create_run, until
+from workers.trainer_process import TrainerProcess, check_network_isolation
 
 LAST_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -30,7 +30,7 @@ def bystander(pid: int) -> subprocess.Popen[bytes] | None:
 
 def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: Path) -> None:
     trainer = TrainerProcess(
-        lay_assignment(tmp_path / "run"), Device("cpu", "CPU", 2**30, "cpu"), silence_seconds=60
+        create_run(tmp_path / "run"), Device("cpu", "CPU", 2**30, "cpu"), silence_seconds=60
     )
     trainer.kill()
     until(lambda: trainer.status() is not None, 10)
@@ -51,10 +51,10 @@ def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: P
 
 def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        check_network_can_be_kept_away()
+        check_network_isolation()
     except BadSetting as error:
         pytest.skip(str(error))
-    run = lay_assignment(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     shown = tmp_path / "devices"
     python = tmp_path / "python"  # instead of a trainer: what network it would have
     python.write_text(f"#!/bin/sh\ncat /proc/net/dev > {shown}\n")
@@ -81,8 +81,8 @@ def test_a_worker_reports_if_it_cannot_isolate_the_network(
     unshare.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(BadSetting, match="Operation not permitted"):
-        check_network_can_be_kept_away()
+        check_network_isolation()
     unshare.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadSetting, match="util-linux"):
-        check_network_can_be_kept_away()
+        check_network_isolation()

@@ -18,13 +18,13 @@ from app.storage.database import ChangeDetector, Database
 from workers.profiling import previews
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
-from workers.profiling.side_by_side import side_by_side
+from workers.profiling.side_by_side import run_in_forks
 from workers.training.lifeline import end_with_supervisor
 
 log = structlog.get_logger("accrue.profiler")
 
-_LOOKED_AT_EVERY = 0.05
-_WAIT_AFTER_TROUBLE = 5.0
+_POLL_SECONDS = 0.05
+_RETRY_SECONDS = 5.0
 _NICENESS = 5
 """Trainers on the same machine have priority."""
 
@@ -53,10 +53,10 @@ def main() -> None:
     while not stopped:
         try:
             if not changes.any() or not (previews.answer_one(database, settings) or answer_one(database)):
-                time.sleep(_LOOKED_AT_EVERY)
+                time.sleep(_POLL_SECONDS)
         except OperationalError as error:
             log.warning("the database did not answer", error=str(error.orig))
-            time.sleep(_WAIT_AFTER_TROUBLE)
+            time.sleep(_RETRY_SECONDS)
     database.close()
 
 
@@ -71,7 +71,7 @@ def answer_one(database: Database) -> bool:
         return False
     try:
         recipe = Recipe.model_validate(request.recipe)
-        for profile in simulated(request.config, recipe, request.sequence, side_by_side):
+        for profile in simulated(request.config, recipe, request.sequence, run_in_forks):
             with database.writing() as session:
                 profiles.store(session, request, profile)
                 if profiles.waiting(session):

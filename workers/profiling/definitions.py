@@ -10,7 +10,7 @@ BYTES_PER_4BIT_WEIGHT = 0.5 + (1 + 4 / _SCALES_BLOCK) / _BLOCK
 each 256 of those (Dettmers et al. 2023, section 3)."""
 
 _STATE_BLOCK = 256
-_LEAST_FOR_8BIT = 4096
+_MIN_VALUES_FOR_8BIT = 4096
 
 
 def to_compute_precision(layers: nn.ModuleList) -> None:
@@ -35,6 +35,6 @@ def stored_bytes(weight: Tensor) -> int:
 def state_bytes(state: Tensor) -> int:
     """The bytes of an 8-bit optimizer's state: one per value, and a 32-bit scale for every 256 values. Small
     states stay in full precision (Dettmers et al. 2022, section 2)."""
-    if state.numel() < _LEAST_FOR_8BIT:
+    if state.numel() < _MIN_VALUES_FOR_8BIT:
         return state.untyped_storage().nbytes()
     return int(state.numel() * (1 + 4 / _STATE_BLOCK))

@@ -23,7 +23,7 @@ TERMS = 5
 """The number of terms that a block may grow with: 1, rows, rows², positions of the first and second chunk."""
 
 
-class NotAlike(Exception):
+class DifferentTapes(Exception):
     """The two tapes make different allocations."""
 
 
@@ -75,19 +75,19 @@ def growths(one: Sample, other: Sample) -> Growths:
     Raises:
         NotAlike: the tapes make different allocations, or in a different order.
     """
-    if not _alike(one.tape, other.tape):
-        raise NotAlike("the step makes different allocations at different micro-batches")
+    if not _same_allocations(one.tape, other.tape):
+        raise DifferentTapes("the step makes different allocations at different micro-batches")
     return {
         id(block): _growth(block.size, twin.size, one, other)
         for block, twin in zip(one.tape.blocks, other.tape.blocks, strict=True)
     }
 
 
-def _alike(one: Tape, other: Tape) -> bool:
-    def told(tape: Tape) -> Any:
+def _same_allocations(one: Tape, other: Tape) -> bool:
+    def summary(tape: Tape) -> Any:
         return [(run.place, _steps(run)) for run in tape.runs], [block.kind for block in tape.blocks]
 
-    return bool(told(one) == told(other))
+    return bool(summary(one) == summary(other))
 
 
 def _steps(run: Run) -> list[list[int]]:
@@ -109,7 +109,7 @@ def _growth(size: int, twin: int, one: Sample, other: Sample) -> Numbers:
 
 
 @dataclass(frozen=True)
-class Growing:
+class PeakCandidates:
     """The points of a step that may be its peak: each after an allocation and before something is freed."""
 
     runs: Sequence[Run]
@@ -152,7 +152,7 @@ class Growing:
         )
 
 
-def growing(tape: Tape, known: Growths) -> Growing:
+def growing(tape: Tape, known: Growths) -> PeakCandidates:
     """The points of a tape whose blocks' growths are known."""
     events = list(tape.events())
     blocks = [tape.blocks[event.block] for event in events]
@@ -160,7 +160,7 @@ def growing(tape: Tape, known: Growths) -> Growing:
     growth = np.array([known[id(block)] for block in blocks]) * signs[:, None]
     points = np.flatnonzero((signs > 0) & np.append(signs[1:] < 0, True))
     numbers = {kind: number for number, kind in enumerate(KINDS)}
-    return Growing(
+    return PeakCandidates(
         runs=tape.runs,
         growth=growth,
         kind=np.array([numbers[block.kind] for block in blocks]),
@@ -170,7 +170,7 @@ def growing(tape: Tape, known: Growths) -> Growing:
     )
 
 
-def at(tape: Tape, known: Growths, within: Range, rows: float) -> Tape:
+def tape_at(tape: Tape, known: Growths, within: Range, rows: float) -> Tape:
     """The tape at a given number of rows."""
     terms = within.at(rows)
     sizes = {number: round(float(growth @ terms)) for number, growth in known.items()}

@@ -18,7 +18,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], target: Target) -> int:
     return _casts_on_cpu(args) if target == "cpu" and torch.Tag.pointwise in func.tags else 0
 
 
-def made_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def fake_output(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The output of an operator that fake tensors do not support; None for all other operators."""
     if func is not aten._grouped_mm.default:
         return None

@@ -25,9 +25,9 @@ from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
 from workers.trainer_process import is_passed_on
-from workers.training.enclosure import enclosed
+from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain
-from workers.training.fetching import fetch, fetched_first
+from workers.training.fetching import fetch, fetch_in_child
 from workers.training.isolation import drop_capabilities, restrict_view
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
@@ -43,7 +43,7 @@ _ENDS_WITHIN_SECONDS = 10.0
 """The time in which the kernel must have ended all descendants of a killed child."""
 
 _FOUND = "found.json"
-_LARGEST_PREVIEW = 2**23
+_MAX_PREVIEW_BYTES = 2**23
 """The maximum size of a preview, in bytes."""
 _CPU_SECONDS = 60
 _MEMORY_BYTES = 2**31
@@ -64,7 +64,7 @@ def answer_one(database: Database, settings: Settings) -> bool:
     if request is None:
         return False
     order = PreviewSpec.model_validate(request.order)
-    made, error = _looked_at(order, settings)
+    made, error = _make_in_child(order, settings)
     try:
         with database.writing() as session:
             previews.store(session, request.id, made, error)
@@ -77,7 +77,7 @@ def answer_one(database: Database, settings: Settings) -> bool:
     return True
 
 
-def _looked_at(order: PreviewSpec, settings: Settings) -> tuple[DatasetPreview | None, str | None]:
+def _make_in_child(order: PreviewSpec, settings: Settings) -> tuple[DatasetPreview | None, str | None]:
     """Makes a preview in a child process with limits. Returns the preview, or the reason why there is none.
 
     A tokenizer's files may make the process run forever, fill the memory or end, in native code that no
@@ -88,7 +88,7 @@ def _looked_at(order: PreviewSpec, settings: Settings) -> tuple[DatasetPreview |
         hidden = settings.data_dir.resolve() if settings.trainer_isolation else None
         data = settings.files_dir.resolve() / order.data.file_id
         child = _children().Process(
-            target=_look, args=(_make_preview, order, model, data, Path(folder), hidden), daemon=True
+            target=_child_main, args=(_make_preview, order, model, data, Path(folder), hidden), daemon=True
         )
         with _without_secrets():
             child.start()
@@ -131,7 +131,7 @@ class _Found(BaseModel):
 
 def _found(folder: Path) -> _Found | None:
     try:
-        content = read_plain(folder, _FOUND, max_bytes=_LARGEST_PREVIEW)
+        content = read_plain(folder, _FOUND, max_bytes=_MAX_PREVIEW_BYTES)
         return None if content is None else _Found.model_validate_json(content)
     except (OSError, ValidationError):
         return None
@@ -156,7 +156,7 @@ def _without_secrets() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _look(
+def _child_main(
     make: Callable[[PreviewSpec, str, Path, Path], DatasetPreview],
     order: PreviewSpec,
     model: str,
@@ -179,7 +179,7 @@ def _look(
     if hidden is None:
         _answer(make, order, model, data, folder)
         return
-    fetched_first(lambda: _fetch(order, model))  # if files are still missing, the code below reports it
+    fetch_in_child(lambda: _fetch(order, model))  # if files are still missing, the code below reports it
 
     def look(apart: bool) -> int:
         if apart:
@@ -189,7 +189,7 @@ def _look(
         _answer(make, order, model, data, folder)
         return 0
 
-    enclosed(look, apart=True)
+    run_enclosed(look, isolated=True)
 
 
 def _fetch(order: PreviewSpec, model: str) -> int:

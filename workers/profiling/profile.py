@@ -9,25 +9,34 @@ from typing import Any
 from app.contract.memory_profile import KINDS, Curve, Line, Profile, Recipe, Stretch
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
-from workers.profiling.growth import Growing, Growths, NotAlike, Range, Sample, at, growing, growths
+from workers.profiling.growth import (
+    DifferentTapes,
+    Growths,
+    PeakCandidates,
+    Range,
+    Sample,
+    growing,
+    growths,
+    tape_at,
+)
 from workers.profiling.simulate import Chunks, Simulation
 from workers.profiling.tape import Peak, Tape, peaks
 from workers.profiling.unroll import NotUniform
 
-_MOST_ROWS = 2**20
+_MAX_ROWS = 2**20
 _CHECKED_ROWS = 1
 """One row alone: a tensor of a single row needs no copy to become contiguous, so the step makes other
 allocations than with several rows."""
 
 _RESERVED_ROWS = 4
-_LEAST_UNIT = 10
+_MIN_UNIT = 10
 
 _SAMPLES = ((2, Chunks(768, 384)), (3, Chunks(896, 512)))
 """Two micro-batches and the chunks of their loss. Rows and chunks all grow by different ratios, so that a
 block's two sizes tell what it depends on. The chunks are as long as real ones, since kernels work in tiles;
 more rows do not make a trace slower."""
 
-Together = Callable[[Sequence[Callable[[], Tape]]], list[Tape]]
+RunTraces = Callable[[Sequence[Callable[[], Tape]]], list[Tape]]
 """How several traces are made: one after another, or side by side."""
 
 
@@ -43,17 +52,17 @@ def make_profile(config: dict[str, Any], recipe: Recipe, sequence: int) -> Profi
 
 
 def profiles(
-    config: dict[str, Any], recipe: Recipe, sequence: int, together: Together | None = None
+    config: dict[str, Any], recipe: Recipe, sequence: int, run_traces: RunTraces | None = None
 ) -> Iterator[Profile]:
     """Yields the profile twice: as soon as it can be used, and after it was checked."""
     began = time.perf_counter()
     simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config, sequence)))
-    together = together or (lambda works: [work() for work in works])
+    run_traces = run_traces or (lambda works: [work() for work in works])
     try:
-        ways = _retried_variants(simulation, sequence, together)
+        ways = _retried_variants(simulation, sequence, run_traces)
     except NotUniform:
         simulation = Simulation(config, recipe, Depth(layers_in(config), layers_in(config), 0))
-        ways = _retried_variants(simulation, sequence, together)
+        ways = _retried_variants(simulation, sequence, run_traces)
     starts = [each.rows for _, each in ways]
     curve = Curve(
         sequence=sequence,
@@ -77,13 +86,13 @@ def profiles(
 
 
 def _retried_variants(
-    simulation: Simulation, sequence: int, together: Together
+    simulation: Simulation, sequence: int, together: RunTraces
 ) -> "list[tuple[_StepVariant, Range]]":
     """`_step_variants`, tried once more if two traces differ: autocast drops cached copies in an order
     that is not fixed."""
     try:
         return _step_variants(simulation, sequence, together)
-    except NotAlike:
+    except DifferentTapes:
         return _step_variants(simulation, sequence, together)
 
 
@@ -93,18 +102,18 @@ class _StepVariant:
     def __init__(self, simulation: Simulation, one: Sample, other: Sample) -> None:
         self.known: Growths = growths(one, other)
         self.tape = simulation.unrolled(one.tape)
-        self.growing: Growing = growing(self.tape, self.known)
+        self.growing: PeakCandidates = growing(self.tape, self.known)
 
 
 def _step_variants(
-    simulation: Simulation, sequence: int, together: Together
+    simulation: Simulation, sequence: int, together: RunTraces
 ) -> list[tuple[_StepVariant, Range]]:
     """The variants of the step, with one, two or more chunks of the loss, and their ranges of micro-batches.
 
     Raises:
         NotUniform: the layers that were left out are not like those that were traced.
     """
-    chunk, positions = simulation.chunk, max(1, sequence - 1)
+    chunk, positions = simulation.chunk_positions, max(1, sequence - 1)
     second, third = (chunk + 1) / positions, (2 * chunk + 1) / positions
     """The numbers of rows from which there is a second chunk, and a third."""
 
@@ -118,7 +127,7 @@ def _step_variants(
             _StepVariant(simulation, one, other) for one, other in zip(found[::2], found[1::2], strict=True)
         ]
 
-    unit = max(_LEAST_UNIT, -(-sum(vars(_SAMPLES[1][1]).values()) // positions))
+    unit = max(_MIN_UNIT, -(-sum(vars(_SAMPLES[1][1]).values()) // positions))
     samples = [(unit * rows, chunks) for rows, chunks in _SAMPLES]
     if not chunk:
         (whole,) = traced(*((rows, None) for rows, _ in samples))
@@ -136,9 +145,9 @@ def _step_variants(
     ]
 
 
-def _stretch(known: Growing, within: Range, end: float) -> Stretch:
+def _stretch(known: PeakCandidates, within: Range, end: float) -> Stretch:
     """The highest points for micro-batches of the range, up to `end`."""
-    rows = [each for each in _looked_at(within.rows) if each < end]
+    rows = [each for each in _rows_to_evaluate(within.rows) if each < end]
     return Stretch(
         rows=within.rows,
         once=known.highest(within, rows, once=True),
@@ -146,11 +155,11 @@ def _stretch(known: Growing, within: Range, end: float) -> Stretch:
     )
 
 
-def _looked_at(start: float) -> Iterator[float]:
+def _rows_to_evaluate(start: float) -> Iterator[float]:
     """Numbers of rows from `start` on; each is larger than the last by one or by an eighth."""
     yield start
     rows = max(1, int(start) + 1)
-    while rows < max(_MOST_ROWS, 2 * start):
+    while rows < max(_MAX_ROWS, 2 * start):
         yield float(rows)
         rows += max(1, rows // 8)
 
@@ -162,12 +171,12 @@ def _reserved(ways: Sequence[tuple[_StepVariant, Range]], recipe: Recipe) -> tup
     found = []
     for rows in (_RESERVED_ROWS, _RESERVED_ROWS * max(_RESERVED_ROWS, int(ways[-1][1].rows) + 1)):
         way, within = next(each for each in reversed(ways) if each[1].rows <= rows)
-        tape = at(way.tape, way.known, within, rows)
-        found.append((rows, _over_allocated(tape, recipe)))
+        tape = tape_at(way.tape, way.known, within, rows)
+        found.append((rows, _reserved_ratio(tape, recipe)))
     return tuple(found)
 
 
-def _over_allocated(tape: Tape, recipe: Recipe) -> float:
+def _reserved_ratio(tape: Tape, recipe: Recipe) -> float:
     allocator = replay(tape, expandable_segments=recipe.expandable_segments)
     return allocator.peak_reserved / allocator.peak_allocated
 
@@ -187,7 +196,7 @@ def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
         more = stretch.model_copy(update={"rows": rows + 1 / curve.sequence})
         curve = curve.model_copy(update={"stretches": (alone, more, *later)})
     if recipe.device == "cuda":
-        reserved = ((rows, _over_allocated(tape, recipe)), *curve.reserved)
+        reserved = ((rows, _reserved_ratio(tape, recipe)), *curve.reserved)
         curve = curve.model_copy(update={"reserved": reserved})
     return profile.model_copy(update={"curve": curve, "checked_rows": rows, "check_error": error})
 

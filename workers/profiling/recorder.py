@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.contract.memory_profile import Kind
-from workers.profiling.kernels import Target, made_by, workspace_bytes
+from workers.profiling.kernels import Target, fake_output, workspace_bytes
 from workers.profiling.tape import Place, Tape
 
 aten = torch.ops.aten
@@ -24,15 +24,15 @@ class Recorder(TorchDispatchMode):
     """Records when each storage on a device is allocated and freed.
 
     It sees only what operators return; memory that an operator allocates and frees internally comes from
-    `kernels`. Reading the value of a fake tensor returns 1, or `truth` for a boolean. All tensors are on the
-    CPU, whatever the target; tensors on other devices are ignored.
+    `kernels`. Reading the value of a fake tensor returns 1, or `boolean_value` for a boolean. All tensors are
+    on the CPU, whatever the target; tensors on other devices are ignored.
 
     Args:
         target: the kind of device whose kernels' workspaces are added.
-        truth: the value that a boolean fake tensor has when it is read.
+        boolean_value: the value that a boolean fake tensor has when it is read.
     """
 
-    def __init__(self, target: Target, *, truth: bool = True) -> None:
+    def __init__(self, target: Target, *, boolean_value: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.by_origin = False
@@ -40,7 +40,7 @@ class Recorder(TorchDispatchMode):
         self.expanded: dict[int, int] = {}
         """Quantised blocks, and the bytes that each takes when it is dequantised for use."""
         self._target = target
-        self._truth = truth
+        self._boolean_value = boolean_value
         self._place = Place("start", None)
         self._kind: Kind = "activations"
         self._summed: tuple[int, int] | None = None
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
     def phase(self) -> str:
         return self._place.phase
 
-    def know(self, tensor: Tensor, kind: Kind, group: int | None) -> int | None:
+    def add_existing(self, tensor: Tensor, kind: Kind, group: int | None) -> int | None:
         """Adds a tensor that already exists. Returns its block, or None if its storage is already on the
         tape."""
         if self._block_of(tensor) is not None:
@@ -87,9 +87,15 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:  # queried a dozen times per operator, so it is answered here
             return args[0].device
         if func in _READS and isinstance(args[0], FakeTensor):
-            return self._truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return (
+                self._boolean_value
+                if args[0].dtype == torch.bool
+                else 1.0
+                if args[0].is_floating_point()
+                else 1
+            )
         kwargs = kwargs or {}
-        output = made_by(func, args, kwargs)
+        output = fake_output(func, args, kwargs)
         if output is None:
             output = func(*args, **kwargs)
         if isinstance(output, Tensor):
@@ -129,7 +135,7 @@ class Recorder(TorchDispatchMode):
     def _freed(self, address: int) -> None:
         _, block = self._blocks.pop(address)
         summed, self._summed = self._summed, None
-        if summed and summed[0] == block and self.tape.takes_back(summed[1]):
+        if summed and summed[0] == block and self.tape.undo_last(summed[1]):
             self._rename(summed[1], block)
         else:
             self.tape.free(self._place, block)

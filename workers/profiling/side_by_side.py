@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
+def run_in_forks(works: Sequence[Callable[[], T]]) -> list[T]:
     """Runs the first function here and each other one in a fork. Returns their results in order.
 
     Use this only in a dedicated process whose threads hold no locks, such as the profiler.
@@ -21,8 +21,8 @@ def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
     try:
         results.append(works[0]())
     finally:
-        told: list[tuple[T, Exception | None]] = [_end(*child) for child in children]
-    for result, error in told:
+        ended: list[tuple[T, Exception | None]] = [_end(*child) for child in children]
+    for result, error in ended:
         if error is not None:
             raise error
         results.append(result)

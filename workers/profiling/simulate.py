@@ -115,7 +115,7 @@ class Simulation:
             sequence: tokens of each sample.
             chunks: the sizes of the loss's chunks, if they must differ from the trainer's.
         """
-        recorder = Recorder(self.recipe.device, truth=not self.recipe.packing)
+        recorder = Recorder(self.recipe.device, boolean_value=not self.recipe.packing)
         on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
         with self._mode, _quiet(), _as_if_real(), on_target:
             return self._trace(recorder, rows, sequence, chunks)
@@ -141,7 +141,7 @@ class Simulation:
         return not requested
 
     @property
-    def chunk(self) -> int:
+    def chunk_positions(self) -> int:
         """The number of positions per chunk of the loss; 0 if all logits are computed at once."""
         head = head_of(self._model)
         return 0 if head is None else head.rows
@@ -180,7 +180,7 @@ class Simulation:
             model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
         if self.recipe.quantised:
             definitions.to_compute_precision(layers_of(model))
-        return models.trainable(
+        return models.prepare_for_training(
             model,
             lora=self.recipe.lora,
             seed=0,
@@ -196,7 +196,7 @@ class Simulation:
         model, recipe = self._model, self.recipe
         recorder.enter("load")
         for tensor, group in weights_by_group(self._model, self._depth):
-            block = recorder.know(tensor, "weights", group)
+            block = recorder.add_existing(tensor, "weights", group)
             if block is not None and self.recipe.quantised and definitions.is_quantised(tensor, group):
                 recorder.tape.blocks[block].size = definitions.stored_bytes(tensor)
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()

@@ -58,7 +58,7 @@ class Tape:
     def free(self, place: Place, block: int) -> None:
         self._add(place, Event(block, False))
 
-    def takes_back(self, block: int) -> bool:
+    def undo_last(self, block: int) -> bool:
         """Undoes a block's allocation if it was the last event. Returns whether it was."""
         if block != len(self.blocks) - 1 or not self.runs or self.runs[-1].events[-1] != Event(block, True):
             return False

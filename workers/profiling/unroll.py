@@ -119,7 +119,7 @@ class _Unrolled:
             ]
             self.tape.runs.append(Run(run.place, events))
 
-    def _freed(self, block: int, others: int, copy: int) -> Event:
+    def _freed(self, block: int, counterpart: int, copy: int) -> Event:
         """The block that a copy frees when the third group frees `block` and the second group frees
         `others`."""
         owner = self.source.blocks[block].group
@@ -128,7 +128,7 @@ class _Unrolled:
         if owner == BEFORE:
             return self._old(block, 0) if copy == 0 else self._old(self._twin(block), copy - 1)
         if owner == LAST:
-            return self._old(block, 0) if copy == self.copies - 1 else self._old(others, copy + 1)
+            return self._old(block, 0) if copy == self.copies - 1 else self._old(counterpart, copy + 1)
         raise NotUniform("a middle group frees a block that belongs to none of its neighbours")
 
     def _copies_freed(self, block: int, run: Run) -> range:

@@ -18,16 +18,16 @@ from types import FrameType
 from app.contract.reports import Failure
 from workers.run_directory import (
     DISK_FULL,
+    DISK_FULL_FAILURE,
     HIDDEN_VARIABLE,
     INTERRUPTED,
-    NO_ROOM,
     Reporter,
     RunDirectory,
     RunDirectoryInUse,
 )
-from workers.training.enclosure import enclosed
+from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.fetching import fetch, fetched_first, first_line
+from workers.training.fetching import fetch, fetch_in_child, first_line
 from workers.training.isolation import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
@@ -67,11 +67,11 @@ def main() -> int:
     limit()
     stop = StopSignal()
     isolated = bool(os.environ.get(HIDDEN_VARIABLE))
-    if isolated and (status := fetched_first(lambda: _fetch(run))) != 0:
+    if isolated and (status := fetch_in_child(lambda: _fetch(run))) != 0:
         return status
 
-    def train(apart: bool) -> int:
-        if apart:
+    def train(isolated: bool) -> int:
+        if isolated:
             isolate(run.path)
         elif isolated:
             drop_capabilities()
@@ -83,7 +83,7 @@ def main() -> int:
             log.error("%s", error)
             return INTERRUPTED  # no fault of the job's: another attempt is about to end
 
-    return enclosed(train, apart=isolated, lifeline=inherited())
+    return run_enclosed(train, isolated=isolated, lifeline=inherited())
 
 
 def _fetch(run: RunDirectory) -> int:
@@ -129,7 +129,7 @@ def _crash(error: Exception, run: RunDirectory) -> Failure:
     """The kind of error and its first line; the full error is in trainer.log, which no response shows."""
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return NO_ROOM
+            return DISK_FULL_FAILURE
         first = error.strerror or "system error"  # its text may name paths
     else:
         first = (str(error).strip().splitlines() or [""])[0][:300]

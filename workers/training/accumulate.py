@@ -23,7 +23,7 @@ from workers.training.window import Closed
 
 
 @dataclass(frozen=True)
-class Added:
+class WindowCost:
     """Waiting time and tokens of an accumulated window."""
 
     data_seconds: float
@@ -59,12 +59,12 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     while True:
         measures = _measures(training)
         groups = cut(training, window, training.rule, measured=measures)
-        observed, added = _observe(training, window, groups, denominator, tap=measures)
+        observed, added = _observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.STOP:
             raise StopRequested
         if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
-            make_room(training, groups, training.loader.lengths(window))
+            reduce_memory(training, groups, training.loader.lengths(window))
             continue
         assert observed.totals is not None
         assert added is not None
@@ -77,13 +77,13 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
 
 
 def _observe(
-    training: Training, window: Indices, groups: Groups, denominator: float, *, tap: bool
-) -> tuple[Observed, Added | None]:
+    training: Training, window: Indices, groups: Groups, denominator: float, *, record_first_norm: bool
+) -> tuple[Observed, WindowCost | None]:
     """Accumulates a window and returns what happened; after a failure, its tensors are released."""
     replica = training.replica
     replica.memory.begin()
     try:
-        added = accumulate(training, window, groups, denominator, tap=tap)
+        added = accumulate(training, window, groups, denominator, record_first_norm=record_first_norm)
         if replica.memory.exceeded():
             return Observed(out_of_memory=True), None
         return Observed(replica.window.totals()), added
@@ -96,12 +96,17 @@ def _observe(
 
 
 def accumulate(
-    training: Training, window: Indices, groups: Groups, denominator: float, *, tap: bool = False
-) -> Added:
+    training: Training,
+    window: Indices,
+    groups: Groups,
+    denominator: float,
+    *,
+    record_first_norm: bool = False,
+) -> WindowCost:
     """Opens a window, and adds every micro-batch to it; nothing is applied yet.
 
     Args:
-        tap: whether to record the gradient's norm after the first of several micro-batches.
+        record_first_norm: whether to record the gradient's norm after the first of several micro-batches.
 
     Raises:
         StopRequested: a stop was requested; the window was abandoned.
@@ -123,9 +128,9 @@ def accumulate(
         replica.add(batch)
         if training.assignment.spec.log_accumulation:
             reporter.progress(progress.step, progress.micro_step, number + 1)
-        if tap and number == 0 and len(groups) > 1:
-            replica.window.tap()
-    return Added(data_seconds, padded_tokens)
+        if record_first_norm and number == 0 and len(groups) > 1:
+            replica.window.record_first_norm()
+    return WindowCost(data_seconds, padded_tokens)
 
 
 def cut(training: Training, window: Indices, rule: MicroBatchRule, *, measured: bool = False) -> Groups:
@@ -189,7 +194,7 @@ def _measurement(
     )
 
 
-def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
+def reduce_memory(training: Training, groups: Groups, lengths: Indices) -> None:
     """Reduces memory use after running out of memory: by smaller micro-batches, or by recomputing
     activations.
 
@@ -201,7 +206,7 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
     widest = max(groups, key=lambda group: tokens_of(lengths[group], budget.packed))
     tokens = tokens_of(lengths[widest], budget.packed)
     if len(widest) > 1 and spec.auto_adjust_batch_size:
-        smaller = budget.failed(tokens)
+        smaller = budget.lower_after_failure(tokens)
         message = f"Out of memory: the window is replayed with at most {smaller} tokens per micro-batch."
         training.reporter.event(
             "out_of_memory", message, "warning", token_budget=smaller, failed_tokens=tokens
@@ -216,4 +221,4 @@ def make_room(training: Training, groups: Groups, lengths: Indices) -> None:
         )
         training.reporter.event("out_of_memory", message, "warning", failed_tokens=tokens)
     else:
-        raise guards.out_of_remedies(training.assignment.plan, len(widest), tokens)
+        raise guards.out_of_memory_error(training.assignment.plan, len(widest), tokens)

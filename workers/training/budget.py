@@ -13,7 +13,7 @@ from workers.training.state import LearnedBudget
 WINDOWS_BEFORE_GROWTH = 50
 """The number of windows without running out of memory before a larger micro-batch is tried again."""
 
-_WORTH_GROWING = 1.1
+_MIN_GROWTH = 1.1
 
 
 class Budget:
@@ -95,7 +95,7 @@ class Budget:
         rule = self.rule()
         return rule.tokens if isinstance(rule, TokenBudget) else self._rank.micro_batch_size * longest
 
-    def failed(self, tokens: int) -> int:
+    def lower_after_failure(self, tokens: int) -> int:
         """Lowers the budget after `tokens` did not fit: to the largest size that did, or to half. Returns
         it."""
         learned = self.learned
@@ -105,7 +105,7 @@ class Budget:
         learned.largest_done = learned.windows_since_failure = 0
         return learned.tokens
 
-    def window_fitted(self, largest: int) -> int | None:
+    def record_fit(self, largest: int) -> int | None:
         """Records that a window fitted. After enough of them, raises the budget halfway to the size that
         failed, but never beyond the plan's budget.
 
@@ -122,7 +122,7 @@ class Budget:
         learned.windows_since_failure += 1
         middle = (learned.tokens + learned.failed_tokens) // 2
         larger = min(middle, planned.tokens) if isinstance(planned, TokenBudget) else middle
-        if learned.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _WORTH_GROWING * learned.tokens:
+        if learned.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _MIN_GROWTH * learned.tokens:
             return None
         learned.tokens, learned.windows_since_failure = larger, 0
         return larger
@@ -136,7 +136,7 @@ class Budget:
         failed = self.learned.failed_tokens
         return most if failed is None else min(most, failed - 1)
 
-    def measured(self, tokens: int) -> None:
+    def set_measured(self, tokens: int) -> None:
         """Sets the budget to the size that a sweep found to be the fastest."""
         if self.rule() != TokenBudget(tokens=tokens):
             self.learned.tokens = tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.training import guards
 from workers.training import model as models
-from workers.training.accumulate import cut, make_room, observe_routing
+from workers.training.accumulate import cut, observe_routing, reduce_memory
 from workers.training.batches import Groups
 from workers.training.exceptions import CannotTrain
 from workers.training.loader import Indices
@@ -110,7 +110,7 @@ def certify(training: Training) -> None:
                 raise
             failed = True
         if failed:
-            make_room(training, groups, training.loader.lengths(window))
+            reduce_memory(training, groups, training.loader.lengths(window))
             continue
         assert certified is not None
         scale = replica.loss_scale
@@ -120,10 +120,10 @@ def certify(training: Training) -> None:
             scale.restore()
             break
         scale.overflowed()
-    _judge(training, window, certified, changed_choices(chosen) if chosen else 0)
+    _report(training, window, certified, changed_choices(chosen) if chosen else 0)
 
 
-def in_fp64(training: Training, window: Indices) -> float | None:
+def error_in_fp64(training: Training, window: Indices) -> float | None:
     """Compares gradients in fp64, with a copy of the model on the host: those of a few samples in one
     micro-batch and one by one. Returns None if the model cannot be copied or converted, or if memory is
     insufficient.
@@ -154,7 +154,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
         def accumulate(groups: Groups) -> None:
             twin.window.open(samples.denominator(few))
             for group in groups:
-                twin.add(training.loader.on(twin.device, few[group].tolist()))
+                twin.add(training.loader.fetch_on(twin.device, few[group].tolist()))
 
         places = list(range(len(few)))
         with models.without_randomness(model):
@@ -164,7 +164,7 @@ def in_fp64(training: Training, window: Indices) -> float | None:
     return found.gradient_error
 
 
-def _judge(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
+def _report(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
     """Records the certificate as an event; raises if it fails."""
     error, tolerance = certified.gradient_error, models.TOLERANCE[training.assignment.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
@@ -179,11 +179,11 @@ def _judge(training: Training, window: Indices, certified: Certificate, flips: i
             f"The first window's gradient differs by {error:.1e} between {splits} (tolerance {tolerance:g})."
         )
         training.reporter.event("certificate", message, **figures)
-    elif flips or (models.routes(training.replica.model) and not _counts_choices(training)):
+    elif flips or (models.is_mixture_of_experts(training.replica.model) and not _counts_choices(training)):
         changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
         message = f"The first window's gradient differs by {error:.1e} between {splits}: rounding {changed}."
         training.reporter.event("certificate", message, "warning", **figures)
-    elif (exact := in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
+    elif (exact := error_in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
         message = (
             f"The first window's gradient differs by {error:.1e} between {splits}, more than the usual "
             f"{tolerance:g} in {training.assignment.plan.precision}; in fp64 it differs by only {exact:.1e}. "

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.contract.fail_points import fail_point
-from workers.run_directory import sync, write_whole
+from workers.run_directory import sync, write_atomically
 from workers.training.optimizer import parameter_names
 from workers.training.state import VERSION, RunState, from_json
 
@@ -222,7 +222,7 @@ def mark_as_best(folder: Path, state: RunState) -> None:
     """Marks the checkpoint of this state, which is written next, as the best; it is kept instead of the last
     best."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / BEST, name_of(state))
+    write_atomically(folder / BEST, name_of(state))
 
 
 def best(folder: Path) -> Path | None:

@@ -13,7 +13,7 @@ from app.contract.reports import Completion, Completions
 from workers.training.data import Samples
 from workers.training.start import Training
 
-MOST_TOKENS = 48
+MAX_NEW_TOKENS = 48
 """The maximum number of tokens of a completion."""
 
 _PROMPT_TOKENS = 256
@@ -34,12 +34,12 @@ class Prompt:
 def before(training: Training) -> None:
     """Completes prompts with the base model; a run that resumes has done so already."""
     if training.state.step == 0:
-        _note(training, "before")
+        _complete_prompts(training, "before")
 
 
 def after(training: Training) -> None:
     """Completes prompts with the model that is about to be saved."""
-    _note(training, "after")
+    _complete_prompts(training, "after")
 
 
 def prompts(samples: Samples, count: int) -> list[Prompt]:
@@ -56,10 +56,12 @@ def _cut(tokens: Any, counts: Any) -> Prompt | None:
     at = first if first > 0 else len(tokens) // 2
     if at == 0:
         return None
-    return Prompt(tokens[max(0, at - _PROMPT_TOKENS) : at].tolist(), tokens[at : at + MOST_TOKENS].tolist())
+    return Prompt(
+        tokens[max(0, at - _PROMPT_TOKENS) : at].tolist(), tokens[at : at + MAX_NEW_TOKENS].tolist()
+    )
 
 
-def _note(training: Training, when: str) -> None:
+def _complete_prompts(training: Training, when: str) -> None:
     count = training.assignment.spec.completions
     if count == 0 or training.loader.validation is None:
         return
@@ -87,7 +89,7 @@ def _complete(training: Training, tokens: list[int]) -> str:
 
     model, tokenizer = training.replica.model, training.tokenizer
     own = GenerationConfig(
-        max_new_tokens=MOST_TOKENS,
+        max_new_tokens=MAX_NEW_TOKENS,
         max_time=_SECONDS,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,

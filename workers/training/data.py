@@ -23,18 +23,18 @@ from app.contract.data_formats import (
     unused_keys,
 )
 from app.contract.spec import DataSpec
-from workers.run_directory import sync, write_whole
+from workers.run_directory import sync, write_atomically
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.rendering import Renderer
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
-Taken = npt.NDArray[np.bool_]
+Mask = npt.NDArray[np.bool_]
 Piece = tuple[str, bool]
 """A stretch of text, and whether its tokens count for the loss."""
 
 _CHUNK = 1000
-_MOST_KEYS = 20
+_MAX_KEYS = 20
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
 """`counts` in bytes, not bits, so that it is read without a copy."""
 
@@ -55,7 +55,7 @@ class Prepared:
 
     def note_unused(self, example: Example) -> None:
         new = unused_keys(example).difference(self.unused_keys)
-        self.unused_keys += sorted(new)[: _MOST_KEYS - len(self.unused_keys)]
+        self.unused_keys += sorted(new)[: _MAX_KEYS - len(self.unused_keys)]
 
     def notes(self, max_length: int) -> list[str]:
         """How many samples were cut, split or have no target, and which keys were ignored."""
@@ -109,12 +109,12 @@ class Samples:
         self._source.close()
 
 
-def held_out(spec: DataSpec, seed: int) -> Taken:
+def held_out(spec: DataSpec, seed: int) -> Mask:
     """A mask of the training file's examples that the seed selects for validation; all False if none are."""
-    taken = np.zeros(spec.examples, dtype=np.bool_)
+    mask = np.zeros(spec.examples, dtype=np.bool_)
     order = np.random.Generator(np.random.PCG64([seed, spec.examples])).permutation(spec.examples)
-    taken[order[: spec.held_out()]] = True
-    return taken
+    mask[order[: spec.held_out()]] = True
+    return mask
 
 
 def prepare(
@@ -122,7 +122,7 @@ def prepare(
     source: Path,
     tokenizer: Any,
     folder: Path,
-    taken: Taken | None = None,
+    taken: Mask | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Prepared:
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
@@ -153,7 +153,7 @@ def prepare(
         )
     for file in folder.iterdir():
         sync(file)
-    write_whole(done, json.dumps({"key": key, **asdict(prepared)}))
+    write_atomically(done, json.dumps({"key": key, **asdict(prepared)}))
     return prepared
 
 
@@ -173,7 +173,7 @@ def _check_content(spec: DataSpec, source: Path) -> None:
         )
 
 
-def _key(spec: DataSpec, tokenizer: Any, taken: Taken | None) -> str:
+def _key(spec: DataSpec, tokenizer: Any, taken: Mask | None) -> str:
     content = (
         spec.model_dump_json(),
         hashlib.sha256(taken.tobytes()).hexdigest() if taken is not None else None,
@@ -188,7 +188,7 @@ def _write(
     source: Path,
     tokenizer: Any,
     folder: Path,
-    taken: Taken | None,
+    taken: Mask | None,
     stop: Callable[[], bool],
 ) -> Prepared:
     prepared = Prepared()

@@ -37,7 +37,7 @@ class Totals:
     share: float = 0.0
     """The sum of all values of `share` that were added."""
     tapped_norm: float | None = None
-    """The gradient's norm when `tap()` was called."""
+    """The gradient's norm when `record_first_norm()` was called."""
     micro_losses: tuple[float, ...] = ()
     """Each micro-batch's part of `loss`; only if requested."""
     layer_norms: Mapping[str, float] = field(default_factory=dict)

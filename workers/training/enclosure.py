@@ -32,7 +32,7 @@ _ADOPT_ORPHANS = 36
 """An option of prctl(2)."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
-_THAT_END = {
+_FATAL_SIGNALS = {
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT,
     signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM,
     signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSYS,
@@ -48,34 +48,34 @@ itself."""
 Work = Callable[[], int]
 
 
-def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | None = None) -> int:
+def run_enclosed(work: Callable[[bool], int], *, isolated: bool, lifeline: Lifeline | None = None) -> int:
     """Runs work in its own process tree. Call this before a second thread is started.
 
     If a signal ended the work, this process ends by the same signal.
 
     Args:
         work: returns the exit status; its argument is whether it has its own mounts and process ids.
-        apart: whether the work should have mounts and process ids of its own, if the machine allows it.
+        isolated: whether the work should have mounts and process ids of its own, if the machine allows it.
         lifeline: what ends this process and the work, besides the end of the process that started this one.
 
     Returns:
         The exit status.
     """
-    own = apart and _own_namespaces()
+    own = isolated and _own_namespaces()
     if not own:
         _adopt_orphans()
-    with _passed_on_later():
+    with _signals_blocked():
         dies_by = signal.SIGKILL if own else _END_ALL
         init = _fork(lambda: _init(lambda: work(own), own=own), dies_by=dies_by)
         _pass_on(init)
     die_with_parent()
     if lifeline is not None:
-        lifeline.watch_until_the_end_of(init, ends_by=dies_by)
+        lifeline.watch_until_end_of_child(init, ends_by=dies_by)
     status = _wait_for(init)
     if not own:
         _end_orphans()
     ended_by = -status if status < 0 else status - _SIGNALLED
-    if ended_by in _THAT_END:
+    if ended_by in _FATAL_SIGNALS:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
@@ -85,7 +85,7 @@ def enclosed(work: Callable[[bool], int], *, apart: bool, lifeline: Lifeline | N
 def in_a_child(work: Work) -> int:
     """Runs `work` in a child process that ends with this one. Returns its exit status, negative after a
     signal."""
-    with _passed_on_later():
+    with _signals_blocked():
         child = _fork(work)
         before = _pass_on(child)
     try:
@@ -107,7 +107,7 @@ def _init(work: Work, *, own: bool) -> int:
     else:
         _adopt_orphans()
         signal.signal(_END_ALL, _end_all)
-    with _passed_on_later():
+    with _signals_blocked():
         child = _fork(lambda: _without_end_all(work))
         _pass_on(child)
     status = _wait_for(child)
@@ -196,7 +196,7 @@ def _end_orphans() -> None:
 
 
 @contextlib.contextmanager
-def _passed_on_later() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Blocks the signals that are passed on, until their receiver is known."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:

@@ -39,7 +39,7 @@ def validation_loss(
     return total.item() / samples.denominator(counted)
 
 
-def note(state: RunState, loss: float, patience: EarlyStopping | None) -> bool:
+def record(state: RunState, loss: float, patience: EarlyStopping | None) -> bool:
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
     The model with the lowest loss is kept, however small the gain. Patience is reset only by a gain of at

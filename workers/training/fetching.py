@@ -21,7 +21,7 @@ _OTHER = ["*/*", "consolidated*"]
 """Files with the same weights in the publisher's own format."""
 
 
-def fetched_first(fetch: Callable[[], int]) -> int:
+def fetch_in_child(fetch: Callable[[], int]) -> int:
     """Fetches in a child process; from then on, this process and its children use only local files.
 
     Returns:

@@ -74,7 +74,7 @@ def measure(training: Training) -> Outcome:
             raise StopRequested
         advance(training)
     tuning = sweep.sweep(training)
-    sweep.settle(training, tuning)
+    sweep.apply(training, tuning)
     return _outcome(training, files=(), tuning=tuning)
 
 
@@ -86,11 +86,11 @@ def train(training: Training) -> None:
     while not training.finished:
         if training.stop():
             raise StopRequested
-        if state.step and training.run.is_to_finish():
+        if state.step and training.run.finish_requested():
             _stop_early(training)
             break
         if spec.tune is not None and not state.budget.measured and state.step >= sweep.AFTER_STEPS:
-            sweep.settle(training, sweep.sweep(training))
+            sweep.apply(training, sweep.sweep(training))
         advance(training)
         _evaluate_if_due(training)
         if state.step % spec.save_every == 0 and state.step > saved_at:
@@ -136,7 +136,7 @@ def advance(training: Training) -> None:
         _count(training, window, trained)
         noise = noise_scale.estimate(state.noise)
         line = log_line(training, at, index, window, trained, batch, rate, noise)
-        ramp.follow(spec, state, noise if trained.measurement else None)
+        ramp.update(spec, state, noise if trained.measurement else None)
         training.reporter.step(line)
         training.trackers.step(line)
 
@@ -169,7 +169,7 @@ def evaluate(training: Training) -> None:
         training.reporter.event("evaluation", message, "warning", step=state.step, loss=None, best=False)
         state.evaluations.at_step = state.step
         return
-    better = evaluation.note(state, loss, spec.early_stopping)
+    better = evaluation.record(state, loss, spec.early_stopping)
     training.reporter.event(
         "evaluation",
         f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}.",
@@ -283,7 +283,7 @@ def _count(training: Training, window: Indices, trained: Trained) -> None:
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     lengths = loader.lengths(window)
-    larger = training.budget.window_fitted(
+    larger = training.budget.record_fit(
         max(tokens_of(lengths[group], loader.form.packed) for group in trained.groups)
     )
     if larger is not None:
@@ -303,7 +303,7 @@ def _note_loss(losses: Losses, loss: float) -> None:
     losses.recent = [*losses.recent[1 - guards.RECENT :], loss]
 
 
-_MOST_NAMED = 1000
+_MAX_SAMPLES_LISTED = 1000
 """The maximum number of samples that the event of a skipped window lists."""
 
 
@@ -316,7 +316,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
     else:
         progress.skipped_in_a_row += 1
         counted = window[samples.targets[window] > 0]
-        if trained.closed.refused:
+        if trained.closed.rejected_by_filter:
             named = _highest_losses(training, counted)
             reason = f"its loss of {trained.closed.loss:.4g} is a spike. Samples with the highest losses:"
         else:
@@ -327,7 +327,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
             reason = "its loss or gradient is not finite. Samples at fault:"
         message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'no single sample'}."
     training.reporter.event(
-        "skipped", message, "warning", samples=named[:_MOST_NAMED], skipped=progress.skipped
+        "skipped", message, "warning", samples=named[:_MAX_SAMPLES_LISTED], skipped=progress.skipped
     )
     guards.give_up_after_too_many(progress.skipped_in_a_row)
 

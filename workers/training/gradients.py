@@ -19,13 +19,13 @@ class InPlace:
     def deliver(self) -> None:
         """Puts the sums where an optimizer looks for them."""
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
     def release(self) -> None:
         """Releases the parameters."""
-        self.forget()
+        self.clear()
 
 
 class SeparateAccumulator:
@@ -55,14 +55,14 @@ class SeparateAccumulator:
         for parameter in list(self._sums):
             parameter.grad = self._sums.pop(parameter).to(parameter.device, parameter.dtype)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._sums.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
     def release(self) -> None:
         """Releases the parameters: autograd keeps their gradients in `grad` again."""
-        self.forget()
+        self.clear()
         for hook in self._hooks:
             hook.remove()
 

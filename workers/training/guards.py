@@ -19,7 +19,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 RECENT = 50
 """The number of recent windows that a loss is compared with."""
 
-LEAST_RECENT = 10
+MIN_RECENT = 10
 
 Indices = npt.NDArray[np.int64]
 
@@ -74,7 +74,7 @@ def spike_filter(losses: list[float], threshold: float) -> Callable[[float], boo
 
     def accept(loss: float) -> bool:
         recent = losses[-RECENT:]
-        if len(recent) < LEAST_RECENT:
+        if len(recent) < MIN_RECENT:
             return True
         return loss - fmean(recent) <= threshold * pstdev(recent)
 
@@ -95,7 +95,7 @@ def give_up_after_too_many(skipped_in_a_row: int) -> None:
         )
 
 
-def out_of_remedies(plan: Plan, samples: int, tokens: int) -> CannotTrain:
+def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
     remedies = [
         f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"

@@ -31,10 +31,10 @@ _MOUNT_READ_ONLY, _MOUNT_NO_SUID = 1, 2
 """Flags of mount_setattr(2), whose number is the same on every architecture."""
 
 _NO_NEW_PRIVILEGES, _DROP_FROM_BOUNDS, _SET_DUMPABLE = 38, 24, 4
-_ANY_FILE, _MOST_POWERS, _CAPABILITIES_3 = 1, 64, 0x20080522
+_ANY_FILE, _MAX_CAPABILITIES, _CAPABILITIES_3 = 1, 64, 0x20080522
 """Constants of prctl(2) and capset(2); CAP_DAC_OVERRIDE is the only one of capabilities(7) that is kept."""
 
-_ROOM = b"size=10%,nr_inodes=200k"
+_TMPFS_OPTIONS = b"size=10%,nr_inodes=200k"
 """Options of tmpfs(5): a share of the machine's memory for each temporary folder."""
 
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
@@ -43,7 +43,7 @@ _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvidia-caps", "dri", "kfd")
 """The only devices in /dev: no disk, no memory, no console."""
 
-_KERNEL_S = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
+_KERNEL_PARTS = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
 """Parts of /proc that configure the kernel; the others are about processes."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -104,7 +104,9 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
         os.chdir(Path.cwd())  # enter it again by name: the current folder is still the hidden one
         written = {**needed, Path("/dev"): True, **dict.fromkeys(own, True)}
         with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
-            _write_only_to({path: is_written for path, is_written in written.items() if path.exists()})
+            _make_read_only_except(
+                {path: is_written for path, is_written in written.items() if path.exists()}
+            )
     except OSError as error:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
         return False
@@ -131,7 +133,7 @@ def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
                 opened.callback(os.close, descriptor)
                 kept.append((path, descriptor, path.is_dir()))
         mode = folder.stat().st_mode & 0o7777
-        _mount("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEV, _ROOM)
+        _mount("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEV, _TMPFS_OPTIONS)
         try:
             folder.chmod(mode)
             for path, descriptor, is_folder in kept:
@@ -141,7 +143,7 @@ def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
             raise
 
 
-def _write_only_to(needed: Mapping[Path, bool]) -> None:
+def _make_read_only_except(needed: Mapping[Path, bool]) -> None:
     """Makes every file system read-only, except for the folders to be written to and the parts of /proc about
     processes, so that the trainer cannot change what other processes run, such as the code of other
     trainers.
@@ -149,7 +151,7 @@ def _write_only_to(needed: Mapping[Path, bool]) -> None:
     Raises:
         OSError: it could not be done; everything is as it was.
     """
-    kernel_s = {path: False for name in _KERNEL_S if (path := Path("/proc", name)).exists()}
+    kernel_s = {path: False for name in _KERNEL_PARTS if (path := Path("/proc", name)).exists()}
     chosen = {Path("/proc"): True, **needed, **kernel_s}
     outer_first = sorted(chosen, key=lambda path: len(path.parts))  # deeper mounts override outer ones
     for path in outer_first:
@@ -221,7 +223,7 @@ def drop_capabilities() -> None:
     """
     libc = _libc()
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    for power in range(_MOST_POWERS):
+    for power in range(_MAX_CAPABILITIES):
         if power != _ANY_FILE:
             libc.prctl(_DROP_FROM_BOUNDS, power, 0, 0, 0)
     header, kept = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()

@@ -65,7 +65,7 @@ class Lifeline:
                 pass
         os._exit(1)
 
-    def watch_until_the_end_of(self, child: int, *, ends_by: int = signal.SIGKILL) -> None:
+    def watch_until_end_of_child(self, child: int, *, ends_by: int = signal.SIGKILL) -> None:
         """Watches the lifeline until a child has ended; the caller still has to wait for the child.
 
         If the supervisor is gone, it ends the child by a signal, then this process. It needs no thread,

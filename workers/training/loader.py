@@ -62,9 +62,9 @@ class Loader:
 
     def fetch(self, samples: Sequence[int]) -> MicroBatch:
         """Reads samples from disk into one micro-batch on the device."""
-        return self.on(self.device, samples)
+        return self.fetch_on(self.device, samples)
 
-    def on(self, device: torch.device, samples: Sequence[int]) -> MicroBatch:
+    def fetch_on(self, device: torch.device, samples: Sequence[int]) -> MicroBatch:
         """A micro-batch on another device."""
         rows = [self.samples.read(sample) for sample in samples]
         weights = self.samples.weights[list(samples)].tolist()

@@ -15,11 +15,11 @@ from app.contract.assignment import Assignment
 from app.contract.model_files import fingerprint_of_files
 from app.contract.plan import Plan
 from app.contract.spec import Spec
-from workers.run_directory import RunDirectory, write_whole
+from workers.run_directory import RunDirectory, write_atomically
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
 from workers.training.loss import backbone_of
-from workers.training.model import AUTOCAST, trainable
+from workers.training.model import AUTOCAST, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage
 
 _COMPILED_SHAPES = 64
@@ -70,7 +70,7 @@ def staged(assignment: Assignment, run: RunDirectory) -> Path:
             "attempt: put them "
             "back, or submit a new job",
         )
-    write_whole(known, json.dumps({"name": assignment.spec.model.name, "fingerprint": found}))
+    write_atomically(known, json.dumps({"name": assignment.spec.model.name, "fingerprint": found}))
     return folder
 
 
@@ -129,7 +129,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
         _check_positions(model, assignment.spec)
-        model = trainable(
+        model = prepare_for_training(
             model,
             lora=assignment.spec.method.lora,
             seed=assignment.spec.seed,
@@ -141,8 +141,8 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         _check_compiler()
         torch._dynamo.config.recompile_limit = _COMPILED_SHAPES
         backbone_of(model).compile(dynamic=False)
-    told = [each for each in warned if issubclass(each.category, UserWarning)]  # others are for programmers
-    return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in told]
+    shown = [each for each in warned if issubclass(each.category, UserWarning)]  # others are for programmers
+    return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in shown]
 
 
 def _read(assignment: Assignment, folder: Path, attention: str) -> Any:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from workers.training.batches import MicroBatch
 
-CHUNK = 2**23
+CHUNK_LOGITS = 2**23
 """The number of logits that are computed at a time: 32 MiB in fp32."""
 
-LEAST_ROWS = 128
+MIN_ROWS = 128
 """The minimum number of positions in a chunk, so that the matrix products are efficient."""
 
 _FP16_GRADIENT_SCALE = 256.0
@@ -38,7 +38,7 @@ class Head:
     @property
     def rows(self) -> int:
         """Positions in a chunk."""
-        return max(LEAST_ROWS, CHUNK // self.weight.shape[0])
+        return max(MIN_ROWS, CHUNK_LOGITS // self.weight.shape[0])
 
     def starts(self, positions: int) -> Sequence[int]:
         """Where each chunk begins."""

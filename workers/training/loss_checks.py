@@ -9,7 +9,7 @@ from workers.training.batches import MicroBatch
 from workers.training.loss import TokenLoss
 
 
-def same_loss(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
+def head_error(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
     """The relative difference between the loss of the chunked head and that of the model's own logits."""
     own = TokenLoss(model, chunked=False)
     plain = TokenLoss(model)
@@ -19,7 +19,7 @@ def same_loss(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
     return _difference(found, expected, batch)
 
 
-def keeps_documents_apart(model: Any, packed: MicroBatch, padded: MicroBatch) -> float:
+def packing_error(model: Any, packed: MicroBatch, padded: MicroBatch) -> float:
     """The relative difference between the loss of a packed row and that of the same samples when padded."""
     loss = TokenLoss(model, chunked=False)
     with torch.no_grad():

@@ -27,7 +27,7 @@ def peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Resets `peak()`, if the system supports this (Linux, CUDA)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -36,7 +36,7 @@ def forget_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-class Watch:
+class MemoryWatch:
     """Checks the host's memory against a limit, window by window; a GPU's limit is enforced by its
     allocator."""
 
@@ -47,7 +47,7 @@ class Watch:
     def begin(self) -> None:
         """Resets a peak above the limit, such as that of loading the model."""
         if self._holds and peak(self._device) > self._limit:
-            forget_peak(self._device)
+            reset_peak(self._device)
             self._holds = peak(self._device) < self._limit or in_use(self._device) > self._limit
 
     def exceeded(self) -> bool:

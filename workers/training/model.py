@@ -23,7 +23,7 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16"
 """The allowed relative difference between two ways to compute the same value, by precision."""
 
 
-def trainable(
+def prepare_for_training(
     model: Any,
     *,
     lora: LoraSpec | None,
@@ -110,7 +110,7 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
             # A layer's `training` flag decides in transformers on recomputing, and in its forward on dropout.
             module.training = was[module]
             recompute[module] = module._gradient_checkpointing_func
-            module._gradient_checkpointing_func = _quietly(module, module._gradient_checkpointing_func)
+            module._gradient_checkpointing_func = _in_eval_mode(module, module._gradient_checkpointing_func)
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _quietly(layer: torch.nn.Module, checkpoint: Any) -> Any:
+def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:
     """A checkpointing function under which the layer's own forward is not in training mode."""
 
     def quiet(function: Any, *arguments: Any) -> Any:
@@ -216,7 +216,7 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str
     return tuple(sorted(file.name for file in target.iterdir()))
 
 
-def routes(model: Any) -> bool:
+def is_mixture_of_experts(model: Any) -> bool:
     """Whether the model is a mixture of experts, in which rounding can decide near ties."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()

@@ -15,8 +15,8 @@ from typing import Any
 
 from workers.training.exceptions import CannotTrain
 
-LARGEST_CONFIG_BYTES = 2**20
-LARGEST_TOKENIZER_BYTES = 256 * 2**20
+MAX_CONFIG_BYTES = 2**20
+MAX_TOKENIZER_BYTES = 256 * 2**20
 
 _WEIGHTS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
 _INDEX = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ _TOKENIZER_FIELDS = frozenset({
 """Fields of tokenizer_config.json that are kept. Any other becomes an argument of the tokenizer's class,
 where it may name a file (`vocab`, `merges`, `vocab_file`, `init_inputs`)."""
 
-_NEVER_IN_A_CONFIG = frozenset({
+_FORBIDDEN_FIELDS = frozenset({
     "attn_implementation", "auto_map", "backbone", "backbone_config", "experts_implementation",
     "init_inputs", "merges", "transformers_weights", "vocab",
 })  # fmt: skip
@@ -95,7 +95,7 @@ def stage(source: Path, target: Path) -> Path:
         numbers = {token: number for token, number in added.items() if type(number) is int}
         (target / "added_tokens.json").write_text(json.dumps(numbers))
     for name in _COPIED:
-        _link(source, target, name, LARGEST_TOKENIZER_BYTES)
+        _link(source, target, name, MAX_TOKENIZER_BYTES)
     for name in _weights(source):
         _link(source, target, name)
     return target
@@ -177,7 +177,7 @@ def _json(source: Path, name: str) -> dict[str, Any] | None:
     path = _own(source, name)
     if path is None:
         return None
-    most = LARGEST_TOKENIZER_BYTES if name == _INDEX else 16 * LARGEST_CONFIG_BYTES
+    most = MAX_TOKENIZER_BYTES if name == _INDEX else 16 * MAX_CONFIG_BYTES
     if path.stat().st_size > most:
         raise CannotTrain("model_not_loaded", f"{name} of the model is larger than {most} bytes")
     try:
@@ -194,5 +194,5 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _without_paths(value) if isinstance(value, dict) else value
         for name, value in config.items()
-        if name not in _NEVER_IN_A_CONFIG and not _NAMES_A_FILE.search(name)
+        if name not in _FORBIDDEN_FIELDS and not _NAMES_A_FILE.search(name)
     }

@@ -22,7 +22,7 @@ HISTORY = 100
 """The number of recent measurements that are used: older ones are outdated, since the scale grows in
 training."""
 
-LEAST = 8
+MIN_MEASUREMENTS = 8
 """The minimum number of measurements for an estimate."""
 
 _Z = 1.6449
@@ -53,7 +53,7 @@ def estimate(measurements: Sequence[Sequence[float]]) -> NoiseScale | None:
     Returns:
         The estimate, or None if there are too few measurements or the gradient's norm is lost in the noise.
     """
-    if len(measurements) < LEAST:
+    if len(measurements) < MIN_MEASUREMENTS:
         return None
     first_norm, b, m, norm, samples, targets = np.asarray(measurements, dtype=np.float64).T
     x, y = (first_norm * targets) ** 2 / b, (norm * targets) ** 2 / samples

@@ -36,9 +36,9 @@ class OnHost(torch.optim.Optimizer):
     def __init__(self, spec: OptimizerSpec, trained: Sequence[nn.Parameter], host: torch.device) -> None:
         self._pairs = [(p, nn.Parameter(p.detach().to(host, copy=True))) for p in trained]
         self._own = _make(spec, [copy for _, copy in self._pairs])
-        self._show()
+        self._share_state()
 
-    def _show(self) -> None:
+    def _share_state(self) -> None:
         self.param_groups, self.state, self.defaults = (
             self._own.param_groups, self._own.state, self._own.defaults,
         )  # fmt: skip
@@ -65,7 +65,7 @@ class OnHost(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also copies the model's weights, which must have been loaded before."""
         self._own.load_state_dict(state_dict)
-        self._show()
+        self._share_state()
         with torch.no_grad():
             for parameter, copy in self._pairs:
                 copy.copy_(parameter)

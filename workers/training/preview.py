@@ -12,7 +12,7 @@ from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSa
 from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
 
-MOST_EXAMPLES = 1000
+MAX_EXAMPLES = 1000
 """The maximum number of examples that are measured; in a larger file, they are spread evenly."""
 
 _BINS = 20
@@ -71,7 +71,7 @@ def _rows(
 
 
 def _every(examples: int) -> int:
-    return max(1, ceil(examples / MOST_EXAMPLES))
+    return max(1, ceil(examples / MAX_EXAMPLES))
 
 
 def _sample(line: int, tokens: list[int], counts: list[bool], tokenizer: Any) -> PreviewedSample:
@@ -91,15 +91,15 @@ def _texts(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
     before a word.
     """
     texts: list[str] = []
-    start, told = 0, 0
+    start, decoded = 0, 0
     for end in range(1, len(tokens) + 1):
-        before = tokenizer.decode(tokens[start:told])
+        before = tokenizer.decode(tokens[start:decoded])
         text = tokenizer.decode(tokens[start:end])
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of the character is still to come
             texts.append("")
             continue
         texts.append(text[len(before) :])
-        start, told = told, end
+        start, decoded = decoded, end
     return tuple(texts)
 
 

@@ -12,7 +12,7 @@ from app.contract.reports import Operator, Operators
 AT_STEP = 3
 """The update that is profiled, counted from 1: the first ones warm up."""
 
-MOST_OPERATORS = 100
+MAX_OPERATORS = 100
 
 PHASES = ("data", "routing", "forward", "backward", "synchronise", "optimizer")
 """`record_function` names the trainer gives to its phases, after "accrue."."""
@@ -68,4 +68,4 @@ def _operators(rows: Iterable[Any], on_gpu: bool) -> Operators:
         if not row.key.startswith(("accrue.", "ProfilerStep"))
     ]
     found.sort(key=lambda each: max(each.own_seconds, each.device_seconds or 0.0), reverse=True)
-    return Operators(data=tuple(found[:MOST_OPERATORS]))
+    return Operators(data=tuple(found[:MAX_OPERATORS]))

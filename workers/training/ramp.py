@@ -16,7 +16,7 @@ def batch_now(spec: Spec, state: RunState) -> int:
     return state.ramp.batch or spec.batch_at(state.step)
 
 
-def follow(spec: Spec, state: RunState, noise: NoiseScale | None) -> None:
+def update(spec: Spec, state: RunState, noise: NoiseScale | None) -> None:
     """Records a step, and adjusts the batch if the ramp follows measurements.
 
     The ramp `noise_scale` sets the batch to the measured scale, but changes it at most by a factor of 2 per

@@ -26,7 +26,7 @@ CPU_SECONDS = 5
 
 MEMORY_BYTES = 2**30
 """The child's memory limit, in addition to what its libraries take."""
-LONGEST = 64 * 2**20
+MAX_CHARACTERS = 64 * 2**20
 """The maximum number of rendered characters of one conversation, over all of its prefixes."""
 
 
@@ -65,14 +65,14 @@ class Renderer:
                 f"the model's chat template took more than {CPU_SECONDS} s or {MEMORY_BYTES // 2**20} MiB "
                 "for one conversation: use prompt and completion instead, or a model with a simpler template",
             )
-        told = json.loads(answer)
-        if "error" in told:
+        answer = json.loads(answer)
+        if "error" in answer:
             raise CannotTrain(
                 "chat_template",
-                f"the model's chat template rejects this conversation ({told['error']}): check the order "
+                f"the model's chat template rejects this conversation ({answer['error']}): check the order "
                 "and the roles of its messages, or use prompt and completion instead",
             )
-        texts: list[str] = told["texts"]
+        texts: list[str] = answer["texts"]
         return texts
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> lis
             **first["special_tokens"],
         )
         texts.append(str(rendered[0]))
-        if sum(map(len, texts)) > LONGEST:
+        if sum(map(len, texts)) > MAX_CHARACTERS:
             raise OverflowError
     return texts
 

@@ -29,7 +29,7 @@ class Replica:
     """None if the model has no experts, or if their load is not to be balanced."""
     loss_scale: LossScale | None
     """None unless the precision is fp16."""
-    memory: memory.Watch
+    memory: memory.MemoryWatch
 
     def autocast(self) -> Any:
         """The context of a forward pass in the plan's precision."""

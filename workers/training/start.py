@@ -21,7 +21,7 @@ from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import gradients_for
 from workers.training.loader import Indices, Loader
 from workers.training.loss import TokenLoss
-from workers.training.loss_checks import keeps_documents_apart, same_loss
+from workers.training.loss_checks import head_error, packing_error
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, RunState
@@ -126,7 +126,7 @@ def start(
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
     replica = _replica(assignment, device, model, optimizer, state)
-    form = _form(assignment, tokenizer, replica.balance)
+    form = _layout(assignment, tokenizer, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budget.tokens)
     _check_loss(replica, loader, state.fallbacks, reporter)
@@ -173,7 +173,7 @@ def _replica(
         token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
         balance=balance,
         loss_scale=scale,
-        memory=memory.Watch(device, assignment.rank.memory_limit_bytes),
+        memory=memory.MemoryWatch(device, assignment.rank.memory_limit_bytes),
     )
 
 
@@ -221,7 +221,7 @@ def _window(
     )
 
 
-def _form(assignment: Assignment, tokenizer: Any, balance: Balance | None) -> BatchLayout:
+def _layout(assignment: Assignment, tokenizer: Any, balance: Balance | None) -> BatchLayout:
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     budget = assignment.rank.micro_batch_size * assignment.spec.data.max_length
     return BatchLayout(
@@ -245,7 +245,7 @@ def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter
         replica.token_loss.head = None
         return
     with replica.autocast(), models.without_randomness(replica.model):
-        error = same_loss(replica.model, replica.token_loss, loader.fetch(_usual(loader)[:1]))
+        error = head_error(replica.model, replica.token_loss, loader.fetch(_typical_samples(loader)[:1]))
     fallbacks.own_logits = not error <= models.TOLERANCE[replica.precision]
     if fallbacks.own_logits:
         replica.token_loss.head = None
@@ -265,9 +265,9 @@ def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, repor
         loader.form = padded
     if not loader.form.packed or fallbacks.padded is False:
         return
-    rows = [loader.samples.read(sample) for sample in _usual(loader)]
+    rows = [loader.samples.read(sample) for sample in _typical_samples(loader)]
     with replica.autocast(), models.without_randomness(replica.model):
-        error = keeps_documents_apart(
+        error = packing_error(
             replica.model,
             collate(rows, packed).to(replica.device),
             collate(rows, padded).to(replica.device),
@@ -283,7 +283,7 @@ def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, repor
         )
 
 
-def _usual(loader: Loader) -> list[int]:
+def _typical_samples(loader: Loader) -> list[int]:
     """Two samples of about median length that have targets (one, where there is no other)."""
     counted = np.flatnonzero(loader.samples.targets)
     ordered = counted[np.argsort(loader.samples.lengths[counted], kind="stable")]

@@ -40,7 +40,7 @@ def sweep(training: Training) -> Tuning:
     most, whole = budget.most_worth_measuring, training.next_window()
     planned = budget.tokens(int(loader.lengths(whole).max()))
     ladder = candidates(planned, most, loader.lengths(whole))
-    window = _enough(whole, loader.lengths(whole), ladder[0])
+    window = _samples_to_measure(whole, loader.lengths(whole), ladder[0])
     cuts: dict[int, Groups] = {}
     for size in ladder:  # of sizes that give equally many micro-batches, keep the smallest
         groups = cut(training, window, TokenBudget(tokens=size))
@@ -67,10 +67,10 @@ def sweep(training: Training) -> Tuning:
     return Tuning(token_budget=chosen, samples=len(window), tried=tried)
 
 
-def settle(training: Training, tuning: Tuning) -> None:
+def apply(training: Training, tuning: Tuning) -> None:
     """Uses the chosen token budget for the rest of the run, and reports it as an event."""
     before = training.budget.tokens(0)
-    training.budget.measured(tuning.token_budget)
+    training.budget.set_measured(tuning.token_budget)
     chosen = next((each for each in tuning.tried if each.token_budget == tuning.token_budget), None)
     speed = f" ({chosen.samples_per_second:.3g} samples/s)" if chosen is not None else ""
     training.reporter.event(
@@ -92,7 +92,7 @@ def candidates(planned: int, most: int, lengths: Indices) -> list[int]:
     return sorted({min(max(round(planned * step), longest), highest) for step in _LADDER}, reverse=True)
 
 
-def _enough(window: Indices, lengths: Indices, largest: int) -> Indices:
+def _samples_to_measure(window: Indices, lengths: Indices, largest: int) -> Indices:
     """The first samples of a window, as many as the measurement needs."""
     return window[: int(np.searchsorted(np.cumsum(lengths), _SPAN * largest)) + 1]
 
@@ -104,14 +104,14 @@ def _measure(
     seconds, peaks = dict.fromkeys(cuts, math.inf), dict.fromkeys(cuts, 0)
     for _ in range(ROUNDS):
         for budget in list(seconds):
-            memory.forget_peak(training.replica.device)
+            memory.reset_peak(training.replica.device)
             took = _pass(training, window, cuts[budget])
             if took is None:
                 del seconds[budget]
                 continue
             seconds[budget] = min(seconds[budget], took)
             peaks[budget] = max(peaks[budget], memory.peak(training.replica.device))
-    memory.forget_peak(training.replica.device)
+    memory.reset_peak(training.replica.device)
     return seconds, peaks
 
 

@@ -61,13 +61,13 @@ class LossScale:
         """Adjusts the scale after a window."""
         match verdict:
             case Verdict.APPLY:
-                self.held()
+                self.record_success()
             case Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
                 self.overflowed()
             case Verdict.SKIP_NOT_FINITE:
                 self.restore()
 
-    def held(self) -> None:
+    def record_success(self) -> None:
         self._before = None
         self.good_windows += 1
         if self.good_windows == self.windows_to_grow:
@@ -101,7 +101,7 @@ class Closed(Totals):
         return self.verdict is Verdict.REPLAY_AT_LOWER_LOSS_SCALE
 
     @property
-    def refused(self) -> bool:
+    def rejected_by_filter(self) -> bool:
         """Whether the numbers are finite, but `accept` rejected the loss."""
         return self.verdict is Verdict.SKIP_SPIKE
 
@@ -197,7 +197,7 @@ class Window:
             sums = list(self._gradients.sums().values())
             _clip(sums, _norm(_norms(sums)), scaled_limit)
 
-    def tap(self) -> None:
+    def record_first_norm(self) -> None:
         """Records the norm of the gradient so far as `Closed.tapped_norm`. Reads nothing back from the
         device."""
         norm = _norm(_norms(list(self._gradients.sums().values())))
@@ -276,7 +276,7 @@ class Window:
 
     def abandon(self) -> None:
         """Discards what was accumulated; weights and optimizer stay as they are."""
-        self._gradients.forget()
+        self._gradients.clear()
         self._loss = self._share = self._tapped = self._grad_norm = None
         self._micro_losses = []
 
