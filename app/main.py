@@ -40,7 +40,7 @@ from app.storage.migrations import migrate
 from app.storage.waits import WaitLimiter
 from app.web import dashboard, documentation, error_bodies, openapi
 from app.web.dependencies import authorised
-from app.web.downloads import Streams
+from app.web.downloads import Downloads
 from app.web.error_bodies import Problem
 from app.web.event_stream import EventStream
 from app.web.latency import LatencyGauge
@@ -158,7 +158,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.answer_cache = AnswerCache()
     state.planning_cache = ShortCache()
     state.waits = WaitLimiter()
-    state.streams = Streams()
+    state.downloads = Downloads()
     state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))
     state.rates = RateLimiter(settings.rate_limit, settings.rate_limit_storage)

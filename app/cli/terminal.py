@@ -150,7 +150,7 @@ def show_findings(found: list["Finding"]) -> None:
     table = Table("", "", "", box=None, show_header=False)
     for finding in found:
         verdict = Text(finding.verdict, style=styles[finding.verdict])
-        table.add_row(verdict, finding.what, Text(finding.told))
+        table.add_row(verdict, finding.what, Text(finding.message))
     console.print(table)
 
 

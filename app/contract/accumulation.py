@@ -70,7 +70,7 @@ class AccumulationConfig(Request):
     mixed_precision: Flag | Precision = Field(
         True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")
     )
-    gradient_clipping: float | None = Field(1.0, gt=0, description="By global norm; null: off")
+    gradient_clipping: float | None = Field(1.0, gt=0, le=1e30, description="By global norm; null: off")
     clip_mode: ClipMode = "after_accumulation"
     clip_gradients_before_accumulation: Flag = Field(
         False, description="true is the same as clip_mode each_micro_batch"

@@ -5,14 +5,23 @@ classes: every accepted line can be trained on.
 """
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.contract.text import MAX_KEY_LENGTH, path_to_unstorable
 
 DataFormat = Literal["text", "prompt_completion", "messages"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+_MIN_WEIGHT = 1e-6
+
+
+def _check_weight(weight: float) -> float:
+    if 0 < weight < _MIN_WEIGHT:
+        raise ValueError(f"a weight must be 0 or at least {_MIN_WEIGHT:g}: smaller ones vanish in rounding")
+    return weight
 
 
 class Line(BaseModel):
@@ -21,8 +30,8 @@ class Line(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    weight: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
-    """How much each of the line's tokens counts for the loss, relative to those of other lines."""
+    weight: Annotated[float, AfterValidator(_check_weight)] = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
+    """How much each of the line's tokens counts toward the loss, relative to those of other lines."""
 
 
 class TextExample(Line):

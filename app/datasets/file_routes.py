@@ -22,8 +22,9 @@ from app.web.dependencies import (
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
+    FileOf,
     Limit,
-    StreamOpener,
+    StreamOf,
 )
 from app.web.pagination import page
 
@@ -87,18 +88,18 @@ def get(database: CurrentDatabase, file_id: FileId) -> FileAnswer:
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
 def content(
-    database: CurrentDatabase, settings: CurrentSettings, opened: StreamOpener, file_id: FileId
+    database: CurrentDatabase, settings: CurrentSettings, stream: StreamOf, send: FileOf, file_id: FileId
 ) -> Response:
     job_id = job_of_result_file(file_id)
     with database.reading() as session:
         file = files.get(session, file_id) if job_id is None else None
         ended = None if job_id is None else _succeeded_job(session, job_id)
     if ended is not None:  # the rows are read page by page, and no connection is held between pages
-        return csv_response(csv_of_job(database, ended.id), ended.id, opened)
+        return csv_response(csv_of_job(database, ended.id), ended.id, stream)
     assert file is not None
     if not (settings.files_dir / file.id).is_file():
         raise NotFound(f"The content of file {file_id} is no longer in the data folder.")
-    return FileResponse(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
+    return send(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
 
 
 @router.delete("/{file_id}", summary="Delete a file")

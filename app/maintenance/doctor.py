@@ -35,7 +35,7 @@ class Finding:
 
     what: str
     verdict: Verdict
-    told: str
+    message: str
     """What the check found and, unless the verdict is ok, what to do about it."""
 
 
@@ -61,8 +61,8 @@ def _database_checks(settings: Settings) -> Iterator[Finding]:
     try:
         yield from _database(database)
     except SQLAlchemyError as error:
-        told = f"{str(error).splitlines()[0]}: is ACCRUE_DATABASE_URL right, and the server up?"
-        yield Finding("database", "error", told)
+        message = f"{str(error).splitlines()[0]}: is ACCRUE_DATABASE_URL right, and the server up?"
+        yield Finding("database", "error", message)
     finally:
         database.close()
 
@@ -87,21 +87,21 @@ def _disk_space(settings: Settings) -> Finding:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    told = f"{free / GIB:.1f} GiB free"
+    message = f"{free / GIB:.1f} GiB free"
     if free < _LOW_DISK_BYTES:
         why = "which is too little for a large model's checkpoints"
-        return Finding("disk", "warning", f"{told}, {why}: delete ended jobs, or set ACCRUE_DATA_DIR")
-    return Finding("disk", "ok", told)
+        return Finding("disk", "warning", f"{message}, {why}: delete ended jobs, or set ACCRUE_DATA_DIR")
+    return Finding("disk", "ok", message)
 
 
 def _sqlite_version(version: tuple[int, int, int]) -> Finding:
-    told = ".".join(map(str, version))
+    message = ".".join(map(str, version))
     backport = _WAL_RESET_BACKPORTS.get(version[:2])
     if version >= _WAL_RESET_FIXED or (backport is not None and version[2] >= backport):
-        return Finding("SQLite", "ok", told)
+        return Finding("SQLite", "ok", message)
     return Finding(
         "SQLite", "warning",
-        f"{told} works, but has the WAL-reset bug: in very rare cases, a write during another process's "
+        f"{message} works, but has the WAL-reset bug: in very rare cases, a write during another process's "
         "checkpoint is lost. To avoid it, use a Python with SQLite 3.51.3 or newer, or PostgreSQL. Make "
         "backups in any case (accrue backup)",
     )  # fmt: skip
@@ -110,8 +110,8 @@ def _sqlite_version(version: tuple[int, int, int]) -> Finding:
 def _database(database: Database) -> Iterator[Finding]:
     at, head = current_revision(database), newest_revision()
     if at != head:
-        told = f"at revision {at or 'none'}, but this code needs {head}: run accrue migrate"
-        yield Finding("database", "error" if at else "warning", told)
+        message = f"at revision {at or 'none'}, but this code needs {head}: run accrue migrate"
+        yield Finding("database", "error" if at else "warning", message)
         return
     if database.engine.dialect.name == "sqlite":
         with database.engine.connect() as connection:

@@ -17,7 +17,7 @@ from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile
 from app.results.series import last_step, pages_of, series, validation_losses
 from app.storage.database import Database
-from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, StreamOpener
+from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, StreamOf
 
 router = APIRouter(prefix="/training", tags=["training"])
 
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/training", tags=["training"])
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
 def metrics(
     database: CurrentDatabase,
-    opened: StreamOpener,
+    opened: StreamOf,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
@@ -55,7 +55,7 @@ def metrics(
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
 def log(
     database: CurrentDatabase,
-    opened: StreamOpener,
+    opened: StreamOf,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to include")] = 0,
 ) -> Response:
@@ -96,7 +96,7 @@ def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> 
 def profile_file(
     session: Reading,
     settings: CurrentSettings,
-    opened: StreamOpener,
+    opened: StreamOf,
     training_id: JobId,
     name: Literal["trace.json", "memory.pickle"],
 ) -> Response:
@@ -116,7 +116,7 @@ def profile_file(
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
-def model(session: Reading, settings: CurrentSettings, opened: StreamOpener, training_id: JobId) -> Response:
+def model(session: Reading, settings: CurrentSettings, opened: StreamOf, training_id: JobId) -> Response:
     job = transitions.get(session, training_id)
     if job.status != "succeeded":
         ended = job.status in ENDED

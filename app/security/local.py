@@ -1,7 +1,7 @@
 """Restricts a service without keys to this machine, and stops web pages from using it through a browser."""
 
+import re
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
@@ -9,6 +9,8 @@ from app.errors import BadSetting
 from app.security.keys import any_made
 from app.settings import LOOPBACK
 from app.storage.database import Database
+
+_HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]{1,5})?", re.ASCII)
 
 
 def require_keys_off_loopback(host: str, database: Database) -> None:
@@ -41,7 +43,7 @@ def refusal(headers: Headers, allowed_origins: Collection[str] = (), *, is_page:
         if len(headers.getlist(name)) > 1:
             return f"The header {name} is given more than once."
     host, origin = headers.get("host", ""), headers.get("origin")
-    if "@" in host or _host_of(f"//{host}") not in LOOPBACK:
+    if _host_of(host) not in LOOPBACK:
         return f"The Host {host[:100]!r} is not this machine: use http://127.0.0.1."
     if origin is not None:
         own = origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
@@ -54,8 +56,7 @@ def refusal(headers: Headers, allowed_origins: Collection[str] = (), *, is_page:
     return "Requests from pages of other sites are not allowed: see ACCRUE_CORS_ORIGINS."
 
 
-def _host_of(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
+def _host_of(header: str) -> str | None:
+    """The host in a Host header, without its port; None if the header is malformed."""
+    found = _HOST.fullmatch(header)
+    return (found["name"] or found["ipv6"]).lower() if found else None

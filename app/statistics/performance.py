@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, func, select
+from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, case, func, select
 from sqlalchemy.orm import aliased
 
 from app.contract.spec import Spec
@@ -245,9 +245,14 @@ def _statistics(
     )
 
 
+_NEGLIGIBLE = 1e-100
+"""Losses below this count as 0: PostgreSQL rejects squares that underflow."""
+_LOSS = case((func.abs(StepMetric.loss) < _NEGLIGIBLE, 0.0), else_=StepMetric.loss)
+
+
 def _figures() -> Select[Any]:
     """One query over all steps of the given jobs, so that its figures are consistent with each other."""
-    mean = func.avg(StepMetric.loss)
+    mean = func.avg(_LOSS)
     recoveries = select(func.count()).where(JobEvent.job_id.in_(_JOB_IDS), JobEvent.type == "out_of_memory")
     return (
         select(
@@ -258,7 +263,7 @@ def _figures() -> Select[Any]:
             func.sum(StepMetric.padded_tokens).label("padded_tokens"),
             func.sum(StepMetric.loss).label("total_loss"),
             mean.label("loss_mean"),
-            (func.avg(StepMetric.loss * StepMetric.loss) - mean * mean).label("loss_variance"),
+            (func.avg(_LOSS * _LOSS) - mean * mean).label("loss_variance"),
             func.avg(StepMetric.gradient_accumulation_steps).label("accumulation_steps"),
             func.avg(StepMetric.grad_norm).label("grad_norm"),
             func.avg(StepMetric.memory_gb).label("memory"),

@@ -4,6 +4,9 @@ import resource
 from asyncio import TimerHandle
 from typing import Any
 
+from app.web.downloads import MAX_OPEN_FILES
+from app.web.middleware import MAX_UPLOADS
+
 HEADER_SECONDS = 15.0
 """Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
 
@@ -11,8 +14,9 @@ MAX_HEAD_BYTES = 2**16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 MAX_CONNECTIONS = 4000
-_OTHER_FILES = 256
-"""Open files that are not connections: the database, uploads, logs."""
+_DATABASE_AND_LOGS = 256
+_OTHER_FILES = _DATABASE_AND_LOGS + MAX_OPEN_FILES + 2 * MAX_UPLOADS
+"""The maximum number of open files besides connections. An upload has two: as received, and as stored."""
 
 
 def raise_connection_limit() -> int:
@@ -22,7 +26,9 @@ def raise_connection_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(soft, wanted) - _OTHER_FILES)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(min(soft, wanted) - _OTHER_FILES, soft // 2) if soft < wanted else MAX_CONNECTIONS
 
 
 def protocol() -> Any:

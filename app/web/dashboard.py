@@ -4,11 +4,10 @@ import gzip
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import FileResponse
-from starlette.staticfiles import StaticFiles
+
+from app.web.static_files import FilesInMemory, file_in_memory
 
 _FOLDER = Path(__file__).parent.parent / "dashboard"
 _POLICY = (
@@ -23,36 +22,33 @@ _REVALIDATE = {"Cache-Control": "no-cache"}
 router = APIRouter(include_in_schema=False)
 
 
-class _Static(StaticFiles):
-    def file_response(self, *args: Any, **kw: Any) -> Response:
-        response = super().file_response(*args, **kw)
-        response.headers.update(_REVALIDATE)
-        return response
-
-
 @router.get("/")
-async def page() -> FileResponse:
-    return FileResponse(_FOLDER / "index.html", headers={"Content-Security-Policy": _POLICY, **_REVALIDATE})
+async def page() -> Response:
+    path = _FOLDER / "index.html"
+    return file_in_memory(path, path.stat(), {"Content-Security-Policy": _POLICY, **_REVALIDATE})
 
 
 @router.get("/dashboard/plotly.js")
 def plotly(request: Request) -> Response:
     """The chart library from its own package: 5 MB, compressed once."""
     headers = {"Cache-Control": "max-age=86400", "Vary": "Accept-Encoding"}
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(
-            _plotly(), media_type="text/javascript", headers={**headers, "Content-Encoding": "gzip"}
-        )
-    return Response(gzip.decompress(_plotly()), media_type="text/javascript", headers=headers)
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(_plotly(), media_type="text/javascript", headers=headers)
+    headers["Content-Encoding"] = "gzip"
+    return Response(_compressed_plotly(), media_type="text/javascript", headers=headers)
 
 
 @lru_cache
 def _plotly() -> bytes:
-    content = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-    return gzip.compress(content, compresslevel=6, mtime=0)
+    return files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+
+
+@lru_cache
+def _compressed_plotly() -> bytes:
+    return gzip.compress(_plotly(), compresslevel=6, mtime=0)
 
 
 def install(app: FastAPI) -> None:
     """Adds the page and its static files."""
     app.include_router(router)
-    app.mount("/dashboard", _Static(directory=_FOLDER / "static"), name="dashboard")
+    app.mount("/dashboard", FilesInMemory(_FOLDER / "static", _REVALIDATE), name="dashboard")

@@ -26,7 +26,8 @@ from app.web.query_parameters import check_names
 
 CALCULATORS = "calculators"
 
-OpenStream = Callable[..., Response]
+SendStream = Callable[..., Response]
+SendFile = Callable[..., Response]
 
 
 async def _settings(request: Request) -> Settings:
@@ -103,12 +104,18 @@ def _writing(database: Annotated[Database, Depends(_database)]) -> Iterator[Sess
         yield session
 
 
-def _open_stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> OpenStream:
-    return partial(request.app.state.streams.open, caller.key_id)
+def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:
+    return partial(request.app.state.downloads.stream, caller.key_id)
 
 
-StreamOpener = Annotated[OpenStream, Depends(_open_stream)]
-"""Opens a streaming response; called with `(parts, close, **options)`, as `Streams.open`."""
+def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendFile:
+    return partial(request.app.state.downloads.file, caller.key_id)
+
+
+StreamOf = Annotated[SendStream, Depends(_stream)]
+"""Responds with a stream; called with `(parts, close, **options)`, as `Downloads.stream`."""
+FileOf = Annotated[SendFile, Depends(_file)]
+"""Responds with a file; called with `(path, **options)`, as `Downloads.file`."""
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 authorised = Depends(_caller)

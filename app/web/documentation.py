@@ -5,7 +5,8 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.staticfiles import StaticFiles
+
+from app.web.static_files import FilesInMemory
 
 _FOLDER = Path(str(files("fastapi_offline").joinpath("static")))
 _POLICY = (
@@ -35,4 +36,4 @@ async def page(request: Request) -> Response:
 def install(app: FastAPI) -> None:
     """Adds the page and its static files."""
     app.include_router(router)
-    app.mount("/docs/static", StaticFiles(directory=_FOLDER), name="docs")
+    app.mount("/docs/static", FilesInMemory(_FOLDER), name="docs")

@@ -1,21 +1,23 @@
-"""Streaming responses, and limits on the files that they hold open."""
+"""Downloads: files and streams, with limits on the descriptors that they hold open."""
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from fastapi.responses import FileResponse
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.errors import TooManyRequests
+from app.web.concurrency import ConcurrencyLimit
 
 MAX_PER_KEY = 20
-"""The maximum number of concurrent streams of one key: a slow reader keeps the stream's files open."""
-MAX_STREAMS = 200
+"""The maximum number of concurrent downloads of one key: a slow reader keeps the files open."""
+MAX_DOWNLOADS = 200
 MAX_OPEN_FILES = 1000
-"""The maximum number of files that all streams together hold open."""
+"""The maximum number of files that all downloads together hold open."""
 
 
 class ClosingStream(StreamingResponse):
@@ -42,15 +44,33 @@ class ClosingStream(StreamingResponse):
             self._close()
 
 
-class Streams:
-    """The streams that are being sent, by key."""
+class ClosingFile(FileResponse):
+    """A file that is counted as a download until it is sent.
+
+    Args:
+        close: ends the counting.
+    """
+
+    def __init__(self, path: Path, close: Callable[[], None], **options: Any) -> None:
+        super().__init__(path, **options)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+class Downloads:
+    """The downloads in progress."""
 
     def __init__(self) -> None:
-        self._open: Counter[str | None] = Counter()
+        self._limit = ConcurrencyLimit("downloads", per_key=MAX_PER_KEY, total=MAX_DOWNLOADS)
         self._files = 0
         self._counting = threading.Lock()
 
-    def open(
+    def stream(
         self,
         key_id: str | None,
         parts: Iterator[str] | Iterator[bytes],
@@ -58,39 +78,50 @@ class Streams:
         files: int = 1,
         **options: Any,
     ) -> ClosingStream:
-        """Opens a stream.
+        """Responds with a stream.
 
         Args:
+            close: releases what the stream holds; called in any case.
             files: the number of files that the stream holds open.
 
         Raises:
-            TooManyRequests: the maximum number of streams or files is open.
+            TooManyRequests: the maximum number of downloads or files is open.
         """
-        with self._counting:
-            if self._open[key_id] >= MAX_PER_KEY or self._open.total() >= MAX_STREAMS:
-                close()
-                own = self._open[key_id]
-                of = "this key" if own >= MAX_PER_KEY else "all keys"
-                message = (
-                    f"{own if own >= MAX_PER_KEY else MAX_STREAMS} downloads of {of} are in progress: "
-                    "try again "
-                )
-                raise TooManyRequests(message + "once some have ended.", retry_after_seconds=5)
-            if self._files + files > MAX_OPEN_FILES:
-                close()
-                raise TooManyRequests(
-                    "The downloads in progress hold too many files open: try again once some have ended.",
-                    retry_after_seconds=5,
-                )
-            self._open[key_id] += 1
-            self._files += files
+        try:
+            end = self._begin(key_id, files)
+        except TooManyRequests:
+            close()
+            raise
 
         def ended() -> None:
             close()
-            with self._counting:
-                self._files -= files
-                self._open[key_id] -= 1
-                if not self._open[key_id]:
-                    del self._open[key_id]
+            end()
 
         return ClosingStream(parts, ended, **options)
+
+    def file(self, key_id: str | None, path: Path, **options: Any) -> ClosingFile:
+        """Responds with a file, or the ranges of it that the client requests.
+
+        Raises:
+            TooManyRequests: the maximum number of downloads or files is open.
+        """
+        return ClosingFile(path, self._begin(key_id, 1), **options)
+
+    def _begin(self, key_id: str | None, files: int) -> Callable[[], None]:
+        end = self._limit.acquire(key_id)
+        with self._counting:
+            fits = self._files + files <= MAX_OPEN_FILES
+            self._files += files if fits else 0
+        if not fits:
+            end()
+            raise TooManyRequests(
+                "The downloads in progress hold too many files open: try again once some have ended.",
+                retry_after_seconds=5,
+            )
+
+        def ended() -> None:
+            end()
+            with self._counting:
+                self._files -= files
+
+        return ended

@@ -1,5 +1,6 @@
 """The one error body: a problem document (RFC 9457) that the openai client understands too."""
 
+import errno
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
@@ -176,6 +177,13 @@ def _database_unavailable(request: Request, error: Exception) -> JSONResponse:
 def _os_error(request: Request, error: Exception) -> JSONResponse:
     if is_full(error):
         return _disk_full(request, error)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        log.error("too many files are open", error=str(error))
+        return problem_response(
+            request, 503, Unavailable.code, Unavailable.title,
+            "The service is at its limit of open files and connections: try again in a moment.",
+            headers={"Retry-After": "5"},
+        )  # fmt: skip
     raise error
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 
 import structlog
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.contract.text import is_storable, storable
-from app.errors import AccrueError, Forbidden, InvalidRequest, TooLarge
+from app.errors import AccrueError, Forbidden, InvalidRequest, TooLarge, TooManyRequests
 from app.observability.prometheus import Exposition
 from app.security.audit import AuditLog, AuditRecord
 from app.security.authentication import admit, bearer
@@ -21,6 +22,7 @@ from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
+from app.web.concurrency import ConcurrencyLimit
 from app.web.content_type import has_other_charset, is_multipart
 from app.web.error_bodies import accrue_error, problem_response, unexpected
 from app.web.latency import LatencyGauge
@@ -34,6 +36,13 @@ _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
 _BODY_WITHOUT_DATA = 2**18
 """The maximum body of routes that take no samples, in bytes: a configuration has a few thousand."""
+_LARGE_BODY = 2**20
+"""Bodies of more bytes count as uploads, like those of unknown size."""
+MAX_UPLOADS_PER_KEY = 20
+"""The maximum number of concurrent uploads of one key: a slow sender keeps a file or memory occupied."""
+MAX_UPLOADS = 200
+_SENT_AT_ONCE = 2**16
+"""Responses are sent in parts of this many bytes, so that a slow reader keeps only one part in memory."""
 _MAX_VALUES = 150_000
 """The maximum number of values in a body with samples, counted by commas and brackets: validation takes
 time."""
@@ -76,6 +85,7 @@ class RequestMiddleware:
         self.is_mounted = is_mounted
         self.settings = settings
         self.latency = latency
+        self.transfers = ConcurrencyLimit("uploads", per_key=MAX_UPLOADS_PER_KEY, total=MAX_UPLOADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,7 +105,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status, started = int(message["status"]), True
                 _add_headers(MutableHeaders(scope=message), identifier)
-            await send(message)
+            for part in _parts(message):
+                await send(part)
 
         try:
             await self._answer(scope, receive, send_with_id, headers)
@@ -135,8 +146,22 @@ class RequestMiddleware:
         if response is not None:
             await response(scope, receive, send)
             return
-        is_upload = self._is_upload(scope)
-        await self.app(scope, _limited(receive, self._limit(scope), whole=not is_upload), send)
+        limited = _limited(receive, self._limit(scope), whole=not self._is_upload(scope))
+        if not self._is_transfer(scope, headers):
+            await self.app(scope, limited, send)
+            return
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        try:
+            end = self.transfers.acquire(caller.key_id if caller is not None else None)
+        except TooManyRequests as error:
+            response = accrue_error(Request(scope), error)
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        try:
+            await self.app(scope, limited, send)
+        finally:
+            end()
 
     async def _refused(self, scope: Scope, headers: Headers) -> Response | None:
         """The response to a rejected request, or None if the request is accepted."""
@@ -190,6 +215,14 @@ class RequestMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
 
+    def _is_transfer(self, scope: Scope, headers: Headers) -> bool:
+        """Whether the request's body takes a file or much memory for as long as the client sends it."""
+        if scope["method"] in _READ_METHODS:
+            return False
+        length = headers.get("content-length", "0")
+        large = length.isdigit() and int(length) > _LARGE_BODY
+        return large or "transfer-encoding" in headers or self._is_upload(scope)
+
     def _limit(self, scope: Scope) -> int:
         """The maximum size of the body in bytes: large for file uploads, medium for routes that take
         samples, and small for all others."""
@@ -205,6 +238,18 @@ def _strip_api_prefix(scope: Scope) -> None:
     root = scope.get("root_path", "")
     if scope["path"].startswith(f"{root}{_ALTERNATIVE_PREFIX}{NATIVE}"):
         scope["path"] = root + scope["path"][len(root) + len(_ALTERNATIVE_PREFIX) :]
+
+
+def _parts(message: Message) -> Iterator[Message]:
+    """A message of a response, with a large body split into several."""
+    body = message.get("body", b"")
+    if len(body) <= _SENT_AT_ONCE:
+        yield message
+        return
+    last = len(body) - _SENT_AT_ONCE
+    for start in range(0, len(body), _SENT_AT_ONCE):
+        more = start < last or message.get("more_body", False)
+        yield {**message, "body": body[start : start + _SENT_AT_ONCE], "more_body": more}
 
 
 def _template(scope: Scope) -> str:

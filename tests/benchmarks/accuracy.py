@@ -160,7 +160,7 @@ def main() -> None:
         seed = requested.seed if requested.seed is not None else randrange(2**31)
         print(f"seed {seed}")
         cases = draw(requested.draw, seed)
-    chosen = [case for case in cases if requested.only in f"{case.family} {case.told}"]
+    chosen = [case for case in cases if requested.only in f"{case.family} {case.label}"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(chosen):
@@ -181,18 +181,18 @@ def compare(case: Case, folder: Path) -> dict[str, Any] | None:
     """
     true = true_bytes(case, folder)
     if true["own_logits"]:
-        print(f"{case.family:9} left out: trained on its own logits {case.told}", flush=True)
+        print(f"{case.family:9} left out: trained on its own logits {case.label}", flush=True)
         return None
     predicted = predicted_bytes(case, true)
     error = predicted / true["bytes"] - 1
     shape = f"{case.rows} × {case.sequence}, K = {case.micro_batches}"
     sizes = f"{true['bytes'] / MIB:8.1f} MiB {predicted / MIB:8.1f} {error:+8.3%}"
-    print(f"{case.family:9} {shape:16} {case.told:40} {sizes}", flush=True)
+    print(f"{case.family:9} {shape:16} {case.label:40} {sizes}", flush=True)
     if case.shape and abs(error) > PRINT_SHAPE_ABOVE:
         print(f"{'':9} {case.shape}", flush=True)
     return {
         "family": case.family,
-        "options": case.told,
+        "options": case.label,
         "rows": case.rows,
         "sequence": case.sequence,
         "micro_batches": case.micro_batches,

@@ -29,8 +29,8 @@ from tests.benchmarks.true_peak import (
     CPU,
     ROOT,
     Inline,
+    create_run,
     held_bytes,
-    lay_run,
     make_model,
     spec_of,
     write_lines,
@@ -39,7 +39,7 @@ from tests.harness.live_bytes import peak_of
 from workers.profiling.profile import make_profile
 from workers.run_directory import Reporter
 from workers.training.fit import advance
-from workers.training.memory import Watch
+from workers.training.memory import MemoryWatch
 from workers.training.start import start
 from workers.training.trackers import Trackers
 
@@ -89,11 +89,11 @@ def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     rule = plan.ranks[0].micro_batch_rule
     assert isinstance(rule, TokenBudget)
     rows = rule.tokens / requested["sequence"]
-    run = lay_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
+    run = create_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
     with Reporter(run, 1) as reporter, Trackers((), run.assignment(), run.path) as trackers:
         training, _ = start(run, run.assignment(), reporter, trackers, lambda: False)
         training.loader.executor = Inline()  # type: ignore[assignment]
-        training.replica.memory = Watch(
+        training.replica.memory = MemoryWatch(
             training.replica.device, 2**60
         )  # this process holds the simulation, too
         advance(training)
@@ -117,9 +117,9 @@ def main() -> None:
             if "RESULT " not in done.stdout:
                 raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
             result = json.loads(done.stdout.split("RESULT ")[1])
-            found.append({"family": case.family, "options": case.told, **result})
+            found.append({"family": case.family, "options": case.label, **result})
             sizes = f"{result['peak_bytes'] / MIB:.1f} of {result['cap_bytes'] / MIB:.1f} MiB"
-            print(f"{case.family:9} {case.told:36} {result['rows']:g} rows: peak {sizes}", flush=True)
+            print(f"{case.family:9} {case.label:36} {result['rows']:g} rows: peak {sizes}", flush=True)
     write(found)
     over = [row for row in found if row["peak_bytes"] > row["cap_bytes"] or row["recoveries"]]
     print(f"{len(found) - len(over)} of {len(found)} stayed within the cap, without recovering from OOM")

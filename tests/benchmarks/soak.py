@@ -132,8 +132,8 @@ def usage(process: subprocess.Popen[bytes]) -> dict[str, int]:
 def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
     """Submits jobs and injects faults for some seconds. Returns the resource usage of each minute."""
     faults: list[Callable[[], None]] = [
-        soak.kill_trainer, soak.kill_trainer, soak.stop_trainer_for_a_while, soak.kill_worker,
-        soak.stop_worker_past_its_lease, soak.end_worker, soak.pause_and_resume, soak.cancel,
+        soak.kill_trainer, soak.kill_trainer, soak.suspend_trainer, soak.kill_worker,
+        soak.suspend_worker_past_its_lease, soak.terminate_worker, soak.pause_and_resume, soak.cancel,
     ]  # fmt: skip
     began, used, next_look = time.monotonic(), [], WARM_SECONDS
     while (passed := time.monotonic() - began) < seconds:
@@ -142,7 +142,7 @@ def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
         fault = random.choice(faults)
         fault()
         soak.done[fault.__name__] += 1
-        soak.look()
+        soak.refresh()
         if passed >= next_look:
             next_look += 60
             used.append(
@@ -158,7 +158,7 @@ def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
 
 def check_results(soak: Soak) -> dict[str, int]:
     """Counts lost jobs, and jobs with several ends or a log in which attempts alternate."""
-    until(lambda: soak.look() is None and not soak.open, 600)  # type: ignore[func-returns-value]
+    until(lambda: soak.refresh() is None and not soak.open, 600)  # type: ignore[func-returns-value]
     ends: Counter[str] = Counter()
     lost = doubled = 0
     for job_id in soak.jobs:

@@ -76,12 +76,12 @@ def test_from_a_plan_to_a_model(
     expect(page.get_by_text(re.compile(r"Step [1-9]\d* of 360"))).to_be_visible()
     expect(page.get_by_label("Events, newest first")).to_contain_text("Job submitted")
 
-    noticed.service_is_away = True
+    noticed.service_is_down = True
     restart(
         service, lambda: expect(page.get_by_text("The service does not answer")).to_be_visible(timeout=20_000)
     )
     expect(page.get_by_text("The service does not answer")).to_be_hidden(timeout=20_000)
-    noticed.service_is_away = False
+    noticed.service_is_down = False
 
     expect(page.get_by_text("Step 360 of 360")).to_be_visible(timeout=4 * MINUTES)
     expect(page.get_by_label("Events, newest first").get_by_text("Training succeeded.")).to_have_count(1)

@@ -119,7 +119,9 @@ if __name__ == "__main__":
     order = PreviewSpec.model_validate_json(sys.stdin.read())
     where = ("{settings.files_dir / "file-1"}", "{tmp_path}", "{settings.data_dir}")
     child = previews._children().Process(
-        target=previews._look, args=(hostile_previews.endless, order, "model", *map(Path, where)), daemon=True
+        target=previews._child_main,
+        args=(hostile_previews.endless, order, "model", *map(Path, where)),
+        daemon=True,
     )
     child.start()
     print(child.pid, flush=True)

@@ -23,7 +23,7 @@ from workers.profiling.tape import peaks
         Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
         Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}),
     ],
-    ids=lambda case: f"{case.family} {case.told}",
+    ids=lambda case: f"{case.family} {case.label}",
 )
 def test_the_peak_is_that_of_the_real_trainer(case: Case, tmp_path: Path) -> None:
     true = true_bytes(case, tmp_path / "run")

@@ -25,7 +25,7 @@ from app.statistics import counters
 from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, Measurement
 from app.web import downloads
-from app.web.downloads import Streams
+from app.web.downloads import Downloads
 from tests.harness.claims import claim
 from tests.harness.log_lines import line
 from tests.harness.runs import create_run
@@ -194,13 +194,13 @@ def test_more_than_two_billion_trained_tokens_are_counted(database: Database) ->
 
 def test_open_files_of_downloads_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "MAX_OPEN_FILES", 10)
-    streams, closed = Streams(), []
-    first = streams.open("alice", iter(()), files=8)
+    streams, closed = Downloads(), []
+    first = streams.stream("alice", iter(()), files=8)
     with pytest.raises(TooManyRequests, match="files open"):
-        streams.open("bob", iter(()), lambda: closed.append("bob"), files=3)
+        streams.stream("bob", iter(()), lambda: closed.append("bob"), files=3)
     assert closed == ["bob"]
     first._close()
-    streams.open("bob", iter(()), files=3)
+    streams.stream("bob", iter(()), files=3)
 
 
 def test_a_model_s_other_files_are_not_opened(settings: Settings) -> None:

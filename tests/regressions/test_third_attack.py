@@ -30,7 +30,7 @@ from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
-from app.web.downloads import MAX_PER_KEY, ClosingStream, Streams
+from app.web.downloads import MAX_PER_KEY, ClosingStream, Downloads
 from tests.harness.log_lines import line
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submission, submitted
@@ -325,11 +325,11 @@ def test_an_endless_log_line_is_an_error(tmp_path: Path) -> None:
 
 
 def test_concurrent_downloads_per_key_are_limited() -> None:
-    streams, closed = Streams(), []
+    streams, closed = Downloads(), []
     for _ in range(MAX_PER_KEY):
-        streams.open("alice", iter(["x"]))
+        streams.stream("alice", iter(["x"]))
     with pytest.raises(TooManyRequests, match="downloads"):
-        streams.open("alice", iter(["x"]), lambda: closed.append("at once"))
+        streams.stream("alice", iter(["x"]), lambda: closed.append("at once"))
     assert closed == ["at once"]
     sent: list[Any] = []
 
@@ -339,7 +339,7 @@ def test_concurrent_downloads_per_key_are_limited() -> None:
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    one = streams.open("bob", iter(["x"]))
+    one = streams.stream("bob", iter(["x"]))
     asyncio.run(one({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send))
     assert b"".join(message.get("body", b"") for message in sent) == b"x"
-    assert "bob" not in streams._open
+    assert "bob" not in streams._limit._open

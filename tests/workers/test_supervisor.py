@@ -291,7 +291,7 @@ def test_a_reported_device_failure_is_checked_before_the_device_is_set_aside(
     if device == "a GPU that works":
         seen = [DetectedGpu(0, "GPU-0", "NVIDIA L4", 24 * GIB, 0, None, None)]
         monkeypatch.setattr(gpus, "detected", lambda: seen)
-        monkeypatch.setattr("workers.slots.works", lambda device: True)
+        monkeypatch.setattr("workers.slots.gpu_works", lambda device: True)
         supervisor.slots = Slots(on_cpu=False)
     failure = '{"code": "device_lost", "message": "not true", "permanent": false}'
     stand_in(supervisor, monkeypatch, f"echo '{failure}' > $1/failure.json; exit 1")

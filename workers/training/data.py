@@ -206,7 +206,7 @@ def _write(
             for _, example in chunk:
                 prepared.note_unused(example)
             rows = [
-                (*row, example.weight)
+                (*row, float(np.float32(example.weight)))
                 for (_, example), (number, tokens, counts) in zip(chunk, tokeniser.rows(chunk), strict=True)
                 for row in fit_length(spec, number, tokens, counts, prepared)
             ]

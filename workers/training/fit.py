@@ -191,7 +191,12 @@ def evaluate(training: Training) -> None:
 
 
 def finish(training: Training) -> Outcome:
-    """Saves the model (with early stopping, the best one) and returns how the run ended."""
+    """Saves the model (with early stopping, the best one) and returns how the run ended.
+
+    Raises:
+        CannotTrain: no window made a step, so that the model is untrained.
+    """
+    guards.check_any_step(training.state.step)
     assignment, evaluations = training.assignment, training.state.evaluations
     best = checkpoint.best(training.run.checkpoints) if assignment.spec.early_stopping else None
     if best is not None and evaluations.best_step != training.state.step:

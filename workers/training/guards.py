@@ -95,6 +95,19 @@ def give_up_after_too_many(skipped_in_a_row: int) -> None:
         )
 
 
+def check_any_step(step: int) -> None:
+    """Checks that the run trained its model.
+
+    Raises:
+        CannotTrain: every window was skipped.
+    """
+    if step == 0:
+        raise CannotTrain(
+            "nothing_to_learn",
+            "every window was skipped, so the model is untrained: the events name the samples at fault",
+        )
+
+
 def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
     remedies = [

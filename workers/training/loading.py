@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from app.contract.architecture import ModelReference
 from app.contract.assignment import Assignment
@@ -121,7 +122,9 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             )
     except ImportError as error:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+    except (
+        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
+    ) as error:  # fmt: skip
         raise CannotTrain(
             "model_not_loaded",
             f"the model {assignment.spec.model.name} could not be loaded: "
