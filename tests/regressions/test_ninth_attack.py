@@ -40,6 +40,17 @@ def upload(client: TestClient, header: dict[str, str], text: str = "abc") -> str
     return str(answer.json()["id"])
 
 
+def scope_of(app: Any, method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
+    """The ASGI scope of a request from this machine."""
+    named = {"host": "127.0.0.1", **headers}
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
+        "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in named.items()],
+        "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "app": app,
+    }  # fmt: skip
+
+
 async def send_slowly(app: Any, header: dict[str, str], path: str = FILES) -> asyncio.Task[None]:
     """Starts an upload whose body never ends, and returns once the service waits for more of it."""
     waiting = asyncio.Event()
@@ -51,18 +62,12 @@ async def send_slowly(app: Any, header: dict[str, str], path: str = FILES) -> as
         waiting.set()
         return await asyncio.Event().wait()
 
-    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"multipart/form-data; boundary=x")]
-    headers += [(name.lower().encode(), value.encode()) for name, value in header.items()]
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-        "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers,
-        "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "app": app,
-    }  # fmt: skip
+    form = {"content-type": "multipart/form-data; boundary=x", **header}
 
     async def send(message: Any) -> None:
         pass
 
-    task = asyncio.create_task(app(scope, receive, send))
+    task = asyncio.create_task(app(scope_of(app, "POST", path, form), receive, send))
     await asyncio.wait_for(waiting.wait(), 30)
     return task
 
@@ -121,13 +126,7 @@ def bodies(client: TestClient, path: str) -> tuple[list[int], list[bool]]:
             sizes.append(len(message.get("body", b"")))
             more.append(message.get("more_body", False))
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "path": path,
-        "raw_path": path.encode(), "root_path": "", "query_string": b"",
-        "headers": [(b"host", b"127.0.0.1")], "scheme": "http", "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80), "app": app,
-    }  # fmt: skip
-    asyncio.run(app(scope, receive, send))
+    asyncio.run(app(scope_of(app, "GET", path, {}), receive, send))
     return sizes, more
 
 
