@@ -1,19 +1,22 @@
 """The contract on disk between a supervisor and its trainer.
 
     spec.json        the assignment: written by the supervisor before each attempt, read by the trainer
-    metrics.jsonl    a line per optimizer step          }
-    events.jsonl     a line per event                   } appended by the trainer, over all attempts
+    finish           requests that training ends early, with a model: written by the supervisor
+
+The trainer writes all others:
+
+    metrics.jsonl    a line per optimizer step, over all attempts
+    events.jsonl     a line per event, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
-    data/            the tokenised samples              }
-    checkpoints/     step-00000050/, ...                } written by the trainer
-    model/           the trained model                  }
+    data/            the tokenised samples
+    checkpoints/     step-00000050/, ...
+    model/           the trained model
     progress.json    progress within the current window, written at most once a second
-    completions.json how the model completes held-out prompts, before and after
-    outcome.json     how a successful run ended         }
-    failure.json     why an attempt failed, if it could say so
+    completions.json how the model completes held-out prompts, before and after training
+    outcome.json     how a successful run ended
+    failure.json     why an attempt failed, if the trainer could report it
     trainer.log      what the trainer printed
-    finish           requests that training ends early, with a model (written by the supervisor)
     lock             held by the trainer while it lives
 
 Needs only the standard library and pydantic.

@@ -14,8 +14,8 @@ ASIDE_SECONDS = 600.0
 """Seconds after which a GPU that failed is tried again."""
 
 _MISSED_SECONDS = 30.0
-"""Seconds after which a GPU that nvidia-smi does not show is gone; briefly, nvidia-smi may just not
-answer."""
+"""A GPU that nvidia-smi has not shown for this many seconds counts as gone. If it is missing for less time,
+nvidia-smi may just have failed to answer."""
 
 
 class Slots:

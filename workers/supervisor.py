@@ -102,7 +102,7 @@ class Supervisor:
         if self.draining or not self.until_empty:
             return self.draining
         with self.database.reading() as session:
-            return not queue.waiting(session)
+            return not queue.any_queued(session)
 
     def stop(self, *_: Any) -> None:
         """The handler of SIGTERM and SIGINT: ends the run at the next turn; the second time, at once."""

@@ -76,8 +76,7 @@ class TrainerProcess:
     ) -> None:
         """
         Args:
-            silence_seconds: after this time without a `sign_of_life()`, the trainer ends by itself; it must
-            be
+            silence_seconds: after this time without a `sign_of_life()`, the trainer ends by itself; must be
                 shorter than the lease.
             network: whether the trainer may use the network.
             device_lock: a descriptor that the trainer keeps open as long as it lives.

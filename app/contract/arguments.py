@@ -92,7 +92,7 @@ def reject_unknown_arguments(field: str, arguments: Request, allowed: set[str], 
     """Rejects arguments that the chosen optimizer or schedule does not take.
 
     Args:
-        taken: the names of the arguments that it takes.
+        allowed: the names of the arguments that the optimizer or schedule takes.
 
     Raises:
         ValueError: there is such an argument; the message lists those that are taken.

@@ -75,7 +75,7 @@ SHAPES: dict[DataFormat, type[Example]] = {
     "prompt_completion": PromptCompletion,
     "messages": Chat,
 }
-"""The shape of each format, in the order in which a line is tried."""
+"""The class that validates a line of each format."""
 
 _KEYS: dict[DataFormat, set[str]] = {
     "messages": {"messages"},

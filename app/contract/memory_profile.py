@@ -40,7 +40,7 @@ KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "
 Part = Literal["forward and backward", "optimizer"]
 
 
-class Line(Frozen):
+class PointMemory(Frozen):
     """Live bytes by kind at one point of the step, as a function of the micro-batch's rows.
 
     Each kind takes base + slope × rows + square × rows².
@@ -68,9 +68,9 @@ class Stretch(Frozen):
     """The points of the step that may be its peak, for micro-batches from `rows` up to the next stretch."""
 
     rows: float
-    once: tuple[Line, ...]
+    once: tuple[PointMemory, ...]
     """The points if the window is a single micro-batch."""
-    accumulating: tuple[Line, ...]
+    accumulating: tuple[PointMemory, ...]
     """The points if the window has several micro-batches: earlier gradients are held while later ones run."""
 
 

@@ -111,7 +111,7 @@ class LogLine(Frozen):
     forward_backward_seconds: Seconds
     optimizer_seconds: Seconds
     synchronise_seconds: Seconds | None = None
-    """Reading the window's sums back from the device, and with several devices adding them up."""
+    """The time to read the window's sums back from the device and, with several devices, to add them up."""
     temperature_celsius: Number | None = None
     """The GPU's temperature when the worker read this line."""
     aux_loss: Number | None = None
@@ -146,7 +146,8 @@ class EventLine(Frozen):
 
 
 EQUALLY_FAST_SHARE = 0.97
-"""The share of the best rate from which a micro-batch counts as equally fast; the smallest such is used."""
+"""A micro-batch size whose rate is at least this share of the best rate counts as equally fast; the
+smallest of these sizes is used."""
 
 
 def smallest_of_the_fastest(measured: Iterable[tuple[int, float]]) -> int:

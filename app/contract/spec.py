@@ -55,7 +55,7 @@ class DataSpec(Frozen):
 
 
 class OptimizerSpec(Frozen):
-    """An optimizer; of the last five fields, those that it does not take are None (`OPTIMIZER_ARGUMENTS`)."""
+    """An optimizer. From `betas` on, fields that it does not take are None (`OPTIMIZER_ARGUMENTS`)."""
 
     name: OptimizerName
     learning_rate: float

@@ -25,7 +25,7 @@ PREFIX = "/gradient-accumulation"
 
 
 def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
-    """Everything about a job, in API.md's shape."""
+    """Everything about a job, in the native API's form."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_without_nulls(job.progress)})
     progress.within_window &= job.status == "running"  # an interrupted window starts over

@@ -12,7 +12,7 @@ def find(session: Session, config_id: str, field: str | None = None, *, lock: bo
         lock: no other transaction can change it until this one ends.
 
     Raises:
-    NotFound: no configuration has that id.
+        NotFound: no configuration has that id.
     """
     row = session.get(Configuration, config_id, with_for_update=lock or None)
     if row is None:

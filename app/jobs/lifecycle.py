@@ -133,8 +133,8 @@ def pause(session: Session, job_id: str) -> Job:
 
 
 def stop(session: Session, job_id: str) -> Job:
-    """Ends training early and keeps the model: a running job's after its current window, a waiting job's from
-    its last checkpoint.
+    """Ends training early and keeps the model. A running job first finishes its current window; for a
+    waiting job, the model is that of its last checkpoint.
 
     Raises:
         NotFound, Conflict: no such job, or it has ended, or it has no checkpoint to keep.

@@ -172,7 +172,7 @@ def seconds_run(session: Session, fence: Fence) -> float:
     return float(session.scalar(earlier) or 0.0)
 
 
-def waiting(session: Session) -> bool:
+def any_queued(session: Session) -> bool:
     """Whether any job is queued, including jobs that may not start yet."""
     return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
 

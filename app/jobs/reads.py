@@ -50,7 +50,7 @@ class Row:
         """The job as a detached object: changes to it are not stored."""
         values = list(self.values)
         for place in _IN_JSON:
-            if self.json_is_text and isinstance(values[place], str):  # JSON numbers arrive as numbers
+            if self.json_is_text and isinstance(values[place], str):  # SQLite returns numbers as they are
                 values[place] = json.loads(values[place])
         return job_of(dict(zip(_PLACES, values, strict=True)))
 

@@ -309,7 +309,7 @@ class Progress(Answer):
     steps_total: int | None = None
     micro_step: int = 0
     accumulation_step: int = 0
-    """Micro-batches of the current window, or of the previous one between two windows."""
+    """Micro-batches of the current window or, between two windows, of the previous one."""
     within_window: bool = False
     """Whether the current window has taken a second or longer."""
     skipped: int = 0

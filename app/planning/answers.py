@@ -37,7 +37,8 @@ def answer(
 
 
 def change_to_simulate(answered: BatchSizeAnswer, question: Question) -> Change | None:
-    """The smallest change that fits, if the step does not and that change was only estimated by formula."""
+    """The smallest change that makes the step fit, if the step does not fit and that change was only
+    estimated by formula; otherwise None."""
     if answered.fits:
         return None
     least = next((other for other in answered.alternatives if other.fits), None)

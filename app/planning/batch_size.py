@@ -61,7 +61,7 @@ async def calculate(
         found = await to_thread.run_sync(_answered, looked_up, profile_warnings, database)
         for _ in range(
             0 if profile_warnings else _MAX_SIMULATED_CHANGES
-        ):  # a warning: no simulation, or not in time
+        ):  # a warning means that no simulation was finished in time
             change = change_to_simulate(found, looked_up.question)
             if change is None or await wait_for_profile(change.recipe, change.sequence):
                 break
@@ -100,11 +100,11 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
     return _ResolvedRequest(requested.model_name, base, question, warnings)
 
 
-def _answered(looked_up: _ResolvedRequest, told: list[str], database: Database) -> BatchSizeAnswer:
+def _answered(looked_up: _ResolvedRequest, profile_warnings: list[str], database: Database) -> BatchSizeAnswer:
     question, base = looked_up.question, looked_up.base
     with database.reading() as session:
         known = profiles.known(session, base.architecture, common_name(question.devices))
-        warnings = [*looked_up.warnings, *told]
+        warnings = [*looked_up.warnings, *profile_warnings]
         return answer(question, known, looked_up.model_name, base.architecture.parameters, warnings)
 
 
@@ -153,8 +153,8 @@ def _from_figures(requested: BatchSizeRequest, limits: MemoryLimits) -> BatchSiz
 def devices_of(
     requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> tuple[list[Device], list[str]]:
-    """The devices to plan for, and warnings: the named ones, else the requested number of the available
-    ones, else all available ones."""
+    """The devices to plan for: those that the request names, or else the requested number of available
+    ones, or else all available ones. Also returns warnings."""
     if requested.gpus is not None:
         try:
             return parse_declared(requested.gpus), []

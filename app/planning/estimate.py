@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from app.contract.architecture import Architecture
-from app.contract.memory_profile import Curve, Line, Recipe
+from app.contract.memory_profile import Curve, PointMemory, Recipe
 from app.contract.plan import Source
 from app.planning.interpolation import interpolated
 from app.planning.memory import Memory, context_bytes, step_memory, workspace_bytes
@@ -69,7 +69,7 @@ class ByProfile:
             reserved_over_allocated=self._reserved_ratio(rows),
         )
 
-    def _highest(self, rows: float, accumulating: bool) -> Line:
+    def _highest(self, rows: float, accumulating: bool) -> PointMemory:
         stretch = next(
             (each for each in reversed(self.curve.stretches) if each.rows <= rows), self.curve.stretches[0]
         )

@@ -6,8 +6,8 @@ Bytes throughout. The terms:
 - activations that a layer keeps for its backward: after Korthikanti et al., "Reducing Activation
   Recomputation in Large Transformer Models" (2022), section 4.1, counted in elements instead of bytes and
   without the attention matrix, which scaled-dot-product attention does not keep; eager attention does.
-- logits: a chunk's logits in fp32, their probabilities and gradient, with the gradients of the hidden
-  states and of the output head, which the chunked loss makes at once.
+- logits: a chunk's logits in fp32, their probabilities and gradient; and the gradients of the hidden states
+  and of the output head, which the chunked loss computes already in the forward pass.
 """
 
 from typing import Literal
@@ -86,8 +86,9 @@ def kept_per_token(architecture: Architecture, recipe: Recipe) -> int:
     attention = query + key_value + 2 * query  # q, k, v, the output and what the projection takes
     feed_forward = (4 if architecture.gated else 3) * inner * architecture.active_experts
     if architecture.experts > 1:
-        feed_forward += 3 * hidden * architecture.active_experts  # each expert's input, output, weighted
-    masks = hidden if architecture.family in {"gpt2", "opt"} else 0  # two dropout masks of bytes
+        # An expert's input, its output, and its output multiplied by the routing weight.
+        feed_forward += 3 * hidden * architecture.active_experts
+    masks = hidden if architecture.family in {"gpt2", "opt"} else 0  # two dropout masks, a byte per element
     return norms + attention + feed_forward + masks
 
 

@@ -171,9 +171,9 @@ class Solution:
 
 
 def solve(question: Question, known: Known) -> Solution:
-    """Splits the effective batch over the devices as the question fixes it; otherwise in as few accumulation
-    steps as memory allows, with micro-batches no larger than the size beyond which throughput stops
-    growing.
+    """Splits the effective batch over the devices: by the split that the question fixes, if there is one;
+    otherwise in as few accumulation steps as memory allows, with micro-batches no larger than the size
+    beyond which throughput stops growing.
     """
     estimate = known.estimates(question.recipe, question.sequence)
     throughput = known.throughput(question.recipe, question.sequence)

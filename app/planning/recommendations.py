@@ -24,7 +24,8 @@ _LARGE_BATCH = 8192
 _LARGE_VISION_BATCH = 4096
 """Above this batch, convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
 _NARROW, _WIDE = 2.0, 6.0
-"""Ratios of a noise interval's ends up to which confidence is high and medium, respectively."""
+"""Confidence is high if a noise interval's upper end is at most the first number times its lower end, and
+medium up to the second."""
 
 _LEAST_SHARE_OF_DATA, _SHARE_OF_DATA = 0.001, 0.01
 _MOST_BY_SHARE = 512
@@ -153,7 +154,8 @@ def _is_usable(noise: MeasuredNoise | None) -> bool:
 
 
 def _batch_by_noise(noise: MeasuredNoise | None) -> int | None:
-    """The noise scale as the batch: training then needs twice the minimum of both samples and steps."""
+    """The noise scale as the batch: training then needs twice the minimum number of samples, and twice the
+    minimum number of steps."""
     if not _is_usable(noise):
         return None
     assert noise is not None

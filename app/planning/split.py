@@ -7,7 +7,7 @@ from math import ceil
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH
 
 DEFAULT_MICRO_BATCH = 8
-"""Samples per micro-batch where only the number of steps was given (API.md)."""
+"""Samples per micro-batch if only the number of steps is given."""
 
 
 class ConflictingBatch(ValueError):
@@ -38,7 +38,11 @@ class ResolvedBatch:
 
 
 def resolve(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
-    """Resolves three optional numbers into an effective batch and a split, by the table in API.md.
+    """Resolves three optional numbers into an effective batch and a split.
+
+    The effective batch is the target if that is given. Otherwise it is steps × micro-batch × devices,
+    with 1 step or `DEFAULT_MICRO_BATCH` samples in place of a missing number, or `recommended` if both are
+    missing.
 
     Args:
         recommended: the effective batch where no number was given.

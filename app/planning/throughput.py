@@ -30,8 +30,8 @@ class Throughput:
         return interpolated(self.points, tokens)
 
     def useful(self, most: int) -> int:
-        """The measured size beyond which throughput does not grow, up to `most`, which memory allows; `most`
-        itself if every measured size is larger."""
+        """Of the measured sizes up to `most`, the smallest beyond which throughput does not grow; `most`
+        itself if every measured size is larger. Memory allows up to `most` tokens."""
         allowed = [point for point in self.points if point[0] <= most]
         return smallest_of_the_fastest(allowed) if allowed else most
 

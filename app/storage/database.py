@@ -35,8 +35,8 @@ _PAGES_BETWEEN_CHECKPOINTS = 4000
 """Pages of SQLite's write-ahead log (16 MiB), after which a commit copies what it can into the database."""
 
 _POSTGRESQL_REPORT_EVERY, _SQLITE_REPORT_EVERY = 5, 200
-"""Every n-th call of `Changes.any` reports a change without knowing of one: on PostgreSQL, which cannot tell,
-and on SQLite, which can."""
+"""Every n-th call of `ChangeDetector.any` returns true even if no change was detected: the first number is
+for PostgreSQL, where changes cannot be detected, the second for SQLite, where they can."""
 _COMMITS_BETWEEN_RESTARTS = 500
 _RESTART_MILLISECONDS = 100
 
@@ -241,8 +241,8 @@ class ChangeDetector:
         self._looks = count()
 
     def any(self) -> bool:
-        """True after a change, on the first call, and sometimes without a change, for work that time makes
-        due."""
+        """True after a change, on the first call, and sometimes without a change, so that callers also do
+        work that is due at a certain time."""
         look = next(self._looks)
         if not self._database.is_sqlite:
             return look % _POSTGRESQL_REPORT_EVERY == 0

@@ -12,7 +12,7 @@ Kind = Literal[
 def new_id(kind: Kind) -> str:
     """`ftjob-…`: 14 hexadecimal digits of microseconds since 1970, then 48 random bits.
 
-    Ids of configurations start with `accumulation_`; all others have a hyphen (API.md).
+    Ids of configurations start with `accumulation_`; all others have a hyphen.
     """
     separator = "_" if kind == "accumulation" else "-"
     return f"{kind}{separator}{time.time_ns() // 1000:014x}{secrets.token_hex(6)}"

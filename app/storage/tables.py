@@ -168,7 +168,7 @@ class JobTotals(Base):
 
 
 class Counter(Base):
-    """The share of deleted jobs in counters that never decrease (app/statistics/counters.py)."""
+    """What deleted jobs have added to a counter that never decreases (app/statistics/counters.py)."""
 
     __tablename__ = "counters"
 

@@ -33,7 +33,7 @@ class WaitLimiter:
         self._waiting: Counter[str | None] = Counter()
 
     def has_place(self, key_id: str | None) -> bool:
-        """Whether one more request may wait. A caller with an alternative answers at once if it may not."""
+        """Whether one more request may wait. If not, callers that need not wait should answer at once."""
         return self._waiting[key_id] < MAX_PER_KEY and self._waiting.total() < MAX_TOTAL
 
     @contextmanager

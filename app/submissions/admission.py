@@ -148,7 +148,8 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
 
 
 _QUOTA_LOCK_DISTANCE = 200
-"""From this far below the quota, requests on PostgreSQL take turns: fewer than this arrive at once."""
+"""With fewer than this many jobs left in the quota, requests on PostgreSQL take turns. With more left,
+requests that run at the same time cannot exceed the quota, since there are fewer of them than this."""
 
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:

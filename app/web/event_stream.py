@@ -19,7 +19,7 @@ log = structlog.get_logger("accrue.service")
 
 _LOOK_EVERY_SECONDS = 0.25
 _LOOKS_BETWEEN_PROGRESS = 4
-"""Sends the progress within a window once a second."""
+"""The progress within a window is read on every fourth poll, that is once a second."""
 _KEEPALIVE_SECONDS = 15.0
 _AT_ONCE = 2000
 """The maximum number of events per query; the next query continues from there."""

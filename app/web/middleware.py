@@ -216,7 +216,7 @@ class RequestMiddleware:
         return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
 
     def _is_transfer(self, scope: Scope, headers: Headers) -> bool:
-        """Whether the request's body takes a file or much memory for as long as the client sends it."""
+        """Whether the request's body occupies a file or much memory until the client has sent all of it."""
         if scope["method"] in _READ_METHODS:
             return False
         length = headers.get("content-length", "0")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.contract.memory_profile import KINDS, Curve, Line, Profile, Recipe, Stretch
+from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
 from app.errors import NotFound
 from app.memory_profiles import profiles
 from app.memory_profiles.profiles import ProfileKey
@@ -24,7 +24,7 @@ def wanted(sequence: int = 64, **recipe: Any) -> ProfileKey:
 
 
 def profile(per_row: float = GIB) -> Profile:
-    one = Line(
+    one = PointMemory(
         part="forward and backward",
         base=dict.fromkeys(KINDS, 0.0),
         slope={**dict.fromkeys(KINDS, 0.0), "activations": per_row},

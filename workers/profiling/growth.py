@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from app.contract.memory_profile import KINDS, Line, Part
+from app.contract.memory_profile import KINDS, PointMemory, Part
 from workers.profiling.tape import Block, Run, Tape
 
 Numbers = npt.NDArray[np.float64]
@@ -28,7 +28,7 @@ class DifferentTapes(Exception):
 
 
 @dataclass(frozen=True)
-class Sample:
+class TracedSize:
     """A tape, and the micro-batch that it was made at."""
 
     tape: Tape
@@ -69,11 +69,11 @@ Growths = dict[int, Numbers]
 """The coefficients of a block's terms, by block id."""
 
 
-def growths(one: Sample, other: Sample) -> Growths:
+def growths(one: TracedSize, other: TracedSize) -> Growths:
     """How each block of the first tape grows.
 
     Raises:
-        NotAlike: the tapes make different allocations, or in a different order.
+        DifferentTapes: the tapes make different allocations, or in a different order.
     """
     if not _same_allocations(one.tape, other.tape):
         raise DifferentTapes("the step makes different allocations at different micro-batches")
@@ -96,7 +96,7 @@ def _steps(run: Run) -> list[list[int]]:
     return [sorted(event.block for event in own) for _, own in groupby(run.events, itemgetter(1))]
 
 
-def _growth(size: int, twin: int, one: Sample, other: Sample) -> Numbers:
+def _growth(size: int, twin: int, one: TracedSize, other: TracedSize) -> Numbers:
     """The single term that fits both sizes, if there is one; otherwise a line through the two sizes."""
     found = np.zeros(TERMS)
     for term, (at, at_other) in enumerate(zip(one.terms, other.terms, strict=True)):
@@ -124,7 +124,7 @@ class PeakCandidates:
     live: Numbers
     """For each point, the coefficients of all live memory."""
 
-    def highest(self, within: Range, rows: Iterable[float], *, once: bool) -> tuple[Line, ...]:
+    def highest(self, within: Range, rows: Iterable[float], *, once: bool) -> tuple[PointMemory, ...]:
         """The points that are the highest for at least one of these numbers of rows.
 
         Args:
@@ -136,7 +136,7 @@ class PeakCandidates:
         tops = {int((in_rows @ within.at(each)[:3]).argmax()) for each in rows}
         return tuple(self._line(int(self.points[chosen[top]]), within) for top in sorted(tops))
 
-    def _line(self, event: int, within: Range) -> Line:
+    def _line(self, event: int, within: Range) -> PointMemory:
         live = np.zeros((len(KINDS), TERMS))
         np.add.at(live, self.kind[: event + 1], self.growth[: event + 1])
         base, slope, square = within.in_rows(live).T.tolist()
@@ -144,7 +144,7 @@ class PeakCandidates:
             "optimizer" if self.runs[self.run[event]].place.phase == "close" else "forward and backward"
         )
         squares = {kind: each for kind, each in zip(KINDS, square, strict=True) if each}
-        return Line(
+        return PointMemory(
             part=part,
             base=dict(zip(KINDS, base, strict=True)),
             slope=dict(zip(KINDS, slope, strict=True)),

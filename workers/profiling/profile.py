@@ -6,7 +6,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from app.contract.memory_profile import KINDS, Curve, Line, Profile, Recipe, Stretch
+from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
 from workers.profiling.growth import (
@@ -14,7 +14,7 @@ from workers.profiling.growth import (
     Growths,
     PeakCandidates,
     Range,
-    Sample,
+    TracedSize,
     growing,
     growths,
     tape_at,
@@ -99,7 +99,7 @@ def _retried_variants(
 class _StepVariant:
     """A variant of the step; two traces determine its memory at every micro-batch."""
 
-    def __init__(self, simulation: Simulation, one: Sample, other: Sample) -> None:
+    def __init__(self, simulation: Simulation, one: TracedSize, other: TracedSize) -> None:
         self.known: Growths = growths(one, other)
         self.tape = simulation.unrolled(one.tape)
         self.growing: PeakCandidates = growing(self.tape, self.known)
@@ -120,7 +120,7 @@ def _step_variants(
     def traced(*requested: tuple[int, Chunks | None]) -> list[_StepVariant]:
         tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in requested])
         found = [
-            Sample(tape, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
+            TracedSize(tape, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
             for tape, (rows, chunks) in zip(tapes, requested, strict=True)
         ]
         return [
@@ -201,8 +201,8 @@ def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
     return profile.model_copy(update={"curve": curve, "checked_rows": rows, "check_error": error})
 
 
-def _through(like: Line, peak: Peak) -> Line:
+def _through(like: PointMemory, peak: Peak) -> PointMemory:
     """A line through the peak of a single row, with the slope of a nearby line for fractions of a row."""
     slope = {kind: min(max(0.0, like.slope[kind]), float(peak.by_kind[kind])) for kind in KINDS}
     base = {kind: peak.by_kind[kind] - slope[kind] for kind in KINDS}
-    return Line(part=like.part, base=base, slope=slope)
+    return PointMemory(part=like.part, base=base, slope=slope)

@@ -120,8 +120,8 @@ class _Unrolled:
             self.tape.runs.append(Run(run.place, events))
 
     def _freed(self, block: int, counterpart: int, copy: int) -> Event:
-        """The block that a copy frees when the third group frees `block` and the second group frees
-        `others`."""
+        """The block that a copy frees where the third group frees `block` and the second group frees
+        `counterpart`."""
         owner = self.source.blocks[block].group
         if owner == REPEATED:
             return self._old(block, copy)
@@ -134,11 +134,11 @@ class _Unrolled:
     def _copies_freed(self, block: int, run: Run) -> range:
         """The copies whose block is freed by a run outside of the copies."""
         twin_freed_in = self.freed_in.get(self._original(block))
-        if twin_freed_in == REPEATED:  # the group above frees each copy's block, but not the last copy's
+        if twin_freed_in == REPEATED:  # each copy's block is freed by the next copy, except the last copy's
             return range(self.copies - 1, self.copies)
         if (
             run.place.group == BEFORE and twin_freed_in == FIRST
-        ):  # all but the first copy's: by the group below
+        ):  # each copy's block is freed by the copy before it, except the first's
             return range(1)
         return range(self.copies)
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 
 _COST_OF_A_MICRO_BATCH = 0.25
-"""The fixed cost of a micro-batch, as a share of the token budget (tests/benchmarks: on a CPU,
-33 ms at 5,000 tokens/s, or 160 of 512 tokens, for a model of 4 million parameters; 60 for one of 30)."""
+"""The fixed cost of a micro-batch, as a share of the token budget. Measured on a CPU (tests/benchmarks) at
+a budget of 512 tokens: as long as 160 tokens (33 ms at 5,000 tokens/s) for a model of 4 million parameters,
+and as long as 60 tokens for a model of 30 million."""
 
 Lengths = npt.NDArray[np.int64]
 Groups = list[list[int]]

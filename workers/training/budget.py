@@ -83,7 +83,7 @@ class Budget:
 
         groups = by(rule)
         if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(lengths)):
-            return by(planned)  # the budget learned would allow fewer than were requested
+            return by(planned)  # the learned budget gives fewer micro-batches than requested
         return groups
 
     def tokens(self, longest: int) -> int:

@@ -128,8 +128,8 @@ def error_in_fp64(training: Training, window: Indices) -> float | None:
     micro-batch and one by one. Returns None if the model cannot be copied or converted, or if memory is
     insufficient.
 
-    The last bit of its input can turn a ReLU unit on or off, which changes the gradient by far more than
-    rounding; in fp64, that bit is too small for this to happen by chance.
+    A change in the last bit of a ReLU unit's input can turn the unit on or off, which changes the gradient
+    by far more than rounding does. In fp64 the last bit is so small that this is unlikely.
     """
     samples, replica = training.loader.samples, training.replica
     counted = window[samples.targets[window] > 0]

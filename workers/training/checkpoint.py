@@ -226,7 +226,8 @@ def mark_as_best(folder: Path, state: RunState) -> None:
 
 
 def best(folder: Path) -> Path | None:
-    """The undamaged checkpoint marked as best, or None; the newest if several have its position."""
+    """The undamaged checkpoint marked as best, or None. If several were saved at the marked position in the
+    data, it is the newest of them."""
     mark = folder / BEST
     if not mark.exists():
         return None

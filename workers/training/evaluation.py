@@ -39,7 +39,7 @@ def validation_loss(
     return total.item() / samples.denominator(counted)
 
 
-def record(state: RunState, loss: float, patience: EarlyStopping | None) -> bool:
+def record(state: RunState, loss: float, early_stopping: EarlyStopping | None) -> bool:
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
     The model with the lowest loss is kept, however small the gain. Patience is reset only by a gain of at
@@ -50,10 +50,10 @@ def record(state: RunState, loss: float, patience: EarlyStopping | None) -> bool
     better = own.best_loss is None or loss < own.best_loss
     if better:
         own.best_loss, own.best_step = loss, state.step
-    least = patience.min_delta if patience else 0.0
+    least = early_stopping.min_delta if early_stopping else 0.0
     if own.gained_loss is None or loss < own.gained_loss - least:
         own.gained_loss, own.without_gain = loss, 0
     else:
         own.without_gain += 1
-    state.progress.stopped_early = patience is not None and own.without_gain >= patience.patience
+    state.progress.stopped_early = early_stopping is not None and own.without_gain >= early_stopping.patience
     return better

@@ -133,7 +133,7 @@ def advance(training: Training) -> None:
     if trained is None or not trained.closed.applied:
         _skip(training, window, trained)
     else:
-        _count(training, window, trained)
+        _record_step(training, window, trained)
         noise = noise_scale.estimate(state.noise)
         line = log_line(training, at, index, window, trained, batch, rate, noise)
         ramp.update(spec, state, noise if trained.measurement else None)
@@ -278,7 +278,7 @@ def _profiled(training: Training, window: Indices, denominator: float) -> Traine
     return trained
 
 
-def _count(training: Training, window: Indices, trained: Trained) -> None:
+def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     """Records an applied step."""
     state, loader, loss = training.state, training.loader, trained.closed.loss
     state.progress.step += 1

@@ -70,7 +70,7 @@ def samples_at_fault(
 def spike_filter(losses: list[float], threshold: float) -> Callable[[float], bool]:
     """Returns a function that accepts a loss unless it is a spike, which is more than `threshold` standard
     deviations (a z-score) above the mean of recent losses. It accepts every loss while fewer than
-    LEAST_RECENT are known."""
+    MIN_RECENT are known."""
 
     def accept(loss: float) -> bool:
         recent = losses[-RECENT:]

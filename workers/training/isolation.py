@@ -38,7 +38,7 @@ _TMPFS_OPTIONS = b"size=10%,nr_inodes=200k"
 """Options of tmpfs(5): a share of the machine's memory for each temporary folder."""
 
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders that every process may write to: an isolated one has empty ones of its own."""
+"""Folders that every process may write to; an isolated process gets empty ones of its own."""
 
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvidia-caps", "dri", "kfd")
 """The only devices in /dev: no disk, no memory, no console."""

@@ -243,7 +243,7 @@ def head_of(model: Any) -> Head | None:
     """The output head, if it is a plain linear layer; None if only the model itself can compute its logits.
 
     It includes Gemma 2's soft-capping, Cohere's factor and Granite's divisor. A check before training
-    (`loss_checks.same_loss`) ensures that nothing else happens to the logits.
+    (`loss_checks.head_error`) ensures that nothing else happens to the logits.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     output = inner.get_output_embeddings()

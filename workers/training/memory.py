@@ -21,7 +21,7 @@ def in_use(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The maximum number of bytes in use since the process started, or since `forget_peak()`."""
+    """The maximum number of bytes in use since the process started, or since `reset_peak()`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

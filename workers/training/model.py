@@ -99,7 +99,7 @@ def recompute_activations(model: Any) -> None:
 
 @contextlib.contextmanager
 def without_randomness(model: torch.nn.Module) -> Iterator[None]:
-    """Disables dropout and jitter within the block; layers that recompute activations still do so."""
+    """Disables dropout and jitter within the block; layers with gradient checkpointing keep using it."""
     was = {module: module.training for module in model.modules()}
     recompute = {}
     for module in was:
@@ -107,7 +107,8 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
         if getattr(module, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in vars(
             module
         ):
-            # A layer's `training` flag decides in transformers on recomputing, and in its forward on dropout.
+            # transformers recomputes a layer only if its `training` flag is set; the layer's own forward
+            # uses the same flag for dropout.
             module.training = was[module]
             recompute[module] = module._gradient_checkpointing_func
             module._gradient_checkpointing_func = _in_eval_mode(module, module._gradient_checkpointing_func)
