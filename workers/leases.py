@@ -148,7 +148,7 @@ class LeaseKeeper:
                 log.warning("the database did not answer", error=str(error).splitlines()[0])
             except Exception:
                 log.exception(
-                    "a round of leases failed"
+                    "the heartbeat failed unexpectedly"
                 )  # the next round may succeed: this thread must go on
             self._stopped.wait(self._settings.heartbeat_seconds)
         database.close()

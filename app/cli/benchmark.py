@@ -39,9 +39,10 @@ def benchmark(
 ) -> None:
     """Measure what accumulation steps cost at a fixed micro-batch size, on generated texts.
 
-    Jobs with different numbers of steps run alternately. Each job's time is the median, over its windows, of
-    the window's time (optimizer step included) divided by its micro-batches; the slowdown is the median ratio
-    of neighbouring jobs. The guarantee: 16 steps are at most 2 % slower than one.
+    Jobs with different numbers of steps run alternately. For each window, the time per micro-batch is the
+    window's time, optimizer step included, divided by its number of micro-batches. A job's time is the
+    median over its windows. The slowdown is the median ratio of a job's time to that of the baseline's job
+    in the same round. The guarantee: 16 steps are at most 2 % slower than one.
     """
     kinds = _step_counts(steps)
     with Client(url) as client:

@@ -101,7 +101,7 @@ class Client:
                     raise
                 time.sleep(failures)
 
-    def stored(self, file: Path) -> Any:
+    def find_uploaded(self, file: Path) -> Any:
         """An uploaded file with the same name and content, of the newest 100; None if there is none."""
         with file.open("rb") as content:
             sha256 = hashlib.file_digest(content, "sha256").hexdigest()

@@ -134,7 +134,7 @@ def restore(
     settings = get_settings()
     with held_exclusively(settings):
         restored = run(settings, folder)
-    typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files: accrue up")
+    typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files. Start Accrue with accrue up.")
 
 
 @commands.command()

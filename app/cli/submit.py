@@ -157,7 +157,7 @@ def _uploaded(client: Client, data: str) -> Iterator[str]:
             f"{data} is not a .jsonl file, so it needs no preview: it is trained as one text, split into "
             "samples of max_length tokens, and every token counts toward the loss"
         )
-    stored = client.stored(Path(data))
+    stored = client.find_uploaded(Path(data))
     if stored is not None:
         yield stored["id"]
         return
@@ -232,7 +232,7 @@ def _submit(
     """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer."""
     uploaded = None
     if file.suffix.lower() == ".jsonl":
-        stored = client.stored(file)
+        stored = client.find_uploaded(file)
         if stored is None:
             stored = client.upload(file)
             uploaded = stored["id"]

@@ -15,7 +15,7 @@ from app.jobs.reads import Row
 from app.storage.tables import Job
 
 NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
-    304: {"description": "The answer that If-None-Match names by its ETag is still current"}
+    304: {"description": "Not modified: the ETag in If-None-Match is still current"}
 }
 _MOST_KEPT = 1000
 

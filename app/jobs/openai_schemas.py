@@ -62,7 +62,7 @@ class FineTuningRequest(Request):
 class HyperparametersAnswer(Answer):
     """The hyperparameters after "auto" has been resolved."""
 
-    n_epochs: int | Auto = Field(description="auto: the job's length is given in steps")
+    n_epochs: int | Auto = Field(description='"auto" if the job\'s length is given in steps')
     batch_size: int
     learning_rate_multiplier: float
 

@@ -368,7 +368,7 @@ class JobAnswer(Answer):
     object: Literal["accumulation.training"] = "accumulation.training"
     status: JobStatus
     requested: RequestedAction | None = Field(
-        description="RequestedAction action that the worker has not finished yet"
+        description="A requested action that the worker has not finished yet"
     )
     created_at: int
     started_at: int | None

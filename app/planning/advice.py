@@ -1,7 +1,6 @@
 """Advice on a job from its measurements."""
 
 from dataclasses import dataclass
-from math import sqrt
 
 from app.planning.recommendations import recommended_batch
 
@@ -111,10 +110,9 @@ def _of_clipping(figures: Figures) -> list[str]:
     if not figures.clips_each_micro_batch or figures.clipping is None or steps < 2:
         return []
     return [
-        f"Each micro-batch is clipped to {figures.clipping:g}, so a window of {steps} may carry "
-        f"{sqrt(steps):.1f} times the noise that clipping the whole window would allow. For the same limit, "
-        f"set gradient_clipping to {figures.clipping / sqrt(steps):.2g}, or use clip_mode "
-        "after_accumulation, which is exact."
+        f"The running sum of gradients is clipped to {figures.clipping:g} after each of a window's {steps} "
+        "micro-batches. Once it reaches the limit, later micro-batches count more than earlier ones. Use "
+        "clip_mode after_accumulation, which clips the whole window's gradient once."
     ]
 
 

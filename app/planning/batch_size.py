@@ -100,7 +100,9 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
     return _ResolvedRequest(requested.model_name, base, question, warnings)
 
 
-def _answered(looked_up: _ResolvedRequest, profile_warnings: list[str], database: Database) -> BatchSizeAnswer:
+def _answered(
+    looked_up: _ResolvedRequest, profile_warnings: list[str], database: Database
+) -> BatchSizeAnswer:
     question, base = looked_up.question, looked_up.base
     with database.reading() as session:
         known = profiles.known(session, base.architecture, common_name(question.devices))

@@ -138,15 +138,16 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if spec.ramp.name in ("noise_scale", "loss_variance"):
         warnings.append(
-            f"accumulation_scheduler {spec.ramp.name} depends on measurements: if epochs limit the run, "
-            "its number of steps is an upper bound; another plan may change how the batch grows"
+            f"accumulation_scheduler {spec.ramp.name} depends on measurements: the batch may grow "
+            "differently under another plan. If the job's length is given in epochs, the planned number of "
+            "steps is an upper bound"
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
     if spec.split.devices > len(solution.ranks):
         warnings.append(
-            f"the trainer uses one device: it keeps the effective batch for {spec.split.devices} devices by "
-            "accumulating more micro-batches"
+            f"the trainer uses one device, not {spec.split.devices}: it accumulates more micro-batches, so "
+            "that the effective batch is unchanged"
         )
     return warnings

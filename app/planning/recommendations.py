@@ -240,9 +240,8 @@ def _clipping(situation: Situation, batch: int, steps: int) -> Recommendation:
         return whole
     return _literature(
         float(f"{whole.value / steps**0.5:.3g}"),
-        f"{whole.value:g} divided by the square root of {steps} accumulation steps, since each micro-batch "
-        "is clipped: to the extent that gradients are noise, the sum of K of them grows with the square root "
-        "of K",
+        f"{whole.value:g} divided by the square root of {steps} accumulation steps: rule of thumb for "
+        "clipping after every micro-batch",
         "low",
     )
 
@@ -277,7 +276,9 @@ def _rate(situation: Situation, optimizer: OptimizerName, batch: int) -> Recomme
         )
     rule = learning_rate.default_rule(optimizer)
     scale = learning_rate.scale(rule, batch / learned.batch)
-    scaled = "" if batch == learned.batch else f", scaled by {scale:.3g}: {learning_rate.WHY[rule]}"
+    scaled = (
+        "" if batch == learned.batch else f". The rate is scaled by {scale:.3g}: {learning_rate.WHY[rule]}"
+    )
     return Recommendation(
         value=float(f"{learned.rate * scale:.3g}"),
         why=f"with {learned.rate:g} at a batch of {learned.batch} the loss of job {learned.job_id} fell from "

@@ -32,7 +32,7 @@ class BatchSizeRequest(Request):
         ge=1,
         le=MAX_MICRO_BATCH,
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
-        description="Predict for this many samples at a time; null: the most that fit and raise speed",
+        description="Predict for this many samples at a time; null: the planner chooses the size",
     )
     num_gpus: int | None = Field(
         None, ge=1, le=1024, description="How many of the existing or declared GPUs to use; null: all"

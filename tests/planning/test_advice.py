@@ -37,7 +37,7 @@ def test_a_job_that_runs_well_gets_no_advice() -> None:
             "with gradient_checkpointing, more samples fit at once",
         ),
         ({"gradient_checkpointing": True, "peak_bytes": 3.0 * GIB}, "Without gradient_checkpointing"),
-        ({"clips_each_micro_batch": True}, "set gradient_clipping to 0.5,"),
+        ({"clips_each_micro_batch": True}, "clipped to 1 after each of a window's 4 micro-batches"),
         ({"effective_batch": 500}, "is 10.0% of the data"),
         ({"effective_batch": 32, "samples": 100_000}, "is 0.03% of the data"),
     ],

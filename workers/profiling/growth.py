@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from app.contract.memory_profile import KINDS, PointMemory, Part
+from app.contract.memory_profile import KINDS, Part, PointMemory
 from workers.profiling.tape import Block, Run, Tape
 
 Numbers = npt.NDArray[np.float64]

@@ -43,7 +43,7 @@ export const get = async (path, signal) => (await request(path, { signal })).jso
 
 export const remove = (path) => request(path, { method: "DELETE" });
 
-export async function post(path, body, { signal, once: idempotencyKey } = {}) {
+export async function post(path, body, { signal, idempotencyKey } = {}) {
   const more = {
     ...(body === undefined ? {} : { "Content-Type": "application/json" }),
     ...(idempotencyKey ? { "Idempotency-Key": idempotencyKey } : {}),
@@ -113,7 +113,7 @@ export async function poll(look, milliseconds, signal) {
 }
 
 /**
- * Passes every event of a job to `tell`: first the past ones, then each new one. After a lost connection, continues
+ * Passes every event of a job to `onEvent`: first the past ones, then each new one. After a lost connection, continues
  * with the next event. EventSource cannot be used, because it cannot send a key.
  *
  * @param {(event: Object) => void} onEvent

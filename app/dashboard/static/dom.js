@@ -82,8 +82,8 @@ export function liveTable(caption, columns, empty) {
         rows.delete(key);
       }
     content.forEach(([key, cells], place) => {
-      if (!rows.has(key)) rows.set(key, { element: tableRow(columns.map((column) => cell(column))), told: [] });
-      const { element, told: rendered } = rows.get(key);
+      if (!rows.has(key)) rows.set(key, { element: tableRow(columns.map((column) => cell(column))), rendered: [] });
+      const { element, rendered } = rows.get(key);
       if (body.children[place] !== element) body.insertBefore(element, body.children[place] ?? null);
       cells.forEach(([depends, make], at) => {
         if (rendered[at] === depends) return;

@@ -74,7 +74,7 @@ export async function show(main, { chosen, signal }) {
       await delay(wait, own);
       const shown = values();
       for (const within of [0, SIMULATED_WITHIN]) {
-        const answer = await ask(shown, within, own);
+        const answer = await requestPrediction(shown, within, own);
         showAnswer(result, answer, shown, apply, speed);
         shortVerdict.textContent = verdict(answer);
         shortVerdict.className = `briefly ${answer.fits ? "is-ok" : "is-bad"}`;
@@ -173,8 +173,8 @@ export async function show(main, { chosen, signal }) {
     try {
       const job = await post(
         `${ROOT}/training/with-accumulation`,
-        { ...request(values()), dry_run: dry },
-        { once: dry ? null : idempotencyKey },
+        { ...jobRequestBody(values()), dry_run: dry },
+        { idempotencyKey: dry ? null : idempotencyKey },
       );
       if (!dry) location.hash = `#/job/${job.id}`;
       else fill(starting, h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(job)));
@@ -280,7 +280,7 @@ function effectiveBatch({ batch, target, micro, steps, count }) {
 /** Converts text to a number. Sends other text unchanged, so that the service's error names the field. */
 const asNumber = (text) => (text === "" ? undefined : Number.isNaN(Number(text)) ? text : Number(text));
 
-function ask(values, wait, signal) {
+function requestPrediction(values, wait, signal) {
   const count = Math.min(whole(values.count) ?? 1, 1024);
   return post(
     `${ROOT}/calculate-batch-size`,
@@ -301,7 +301,7 @@ function ask(values, wait, signal) {
   );
 }
 
-function request(values) {
+function jobRequestBody(values) {
   const split =
     values.batch === "split"
       ? { micro_batch_size: asNumber(values.micro), accumulation_steps: asNumber(values.steps) }
@@ -327,7 +327,7 @@ function dryRun(job) {
   const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
   const time =
     job.predicted_duration_seconds === null ? "duration not measured yet" : `about ${duration(job.predicted_duration_seconds)}`;
-  const cost = job.gpu_cost === null ? "" : `, for ${number(job.gpu_cost)}`;
+  const cost = job.gpu_cost === null ? "" : `, GPU cost ${number(job.gpu_cost)}`;
   return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}${cost}. ${plan.warnings.join(" ")}`;
 }
 
