@@ -27,11 +27,12 @@ from app.storage.tables import Job, JobEvent, Measurement
 from app.web import downloads
 from app.web.downloads import Downloads
 from tests.harness.claims import claim
+from tests.harness.ingestion import read, read_once
 from tests.harness.log_lines import line
 from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
 from workers import ingest as ingestion
-from workers.ingest import Position, ingest
+from workers.ingest import Position
 from workers.run_directory import RunDirectory
 
 
@@ -125,11 +126,6 @@ def test_a_copy_of_a_sparse_file_takes_no_more_space(tmp_path: Path) -> None:
         assert file.read(5) == b"\0end\0"
 
 
-def read(database: Database, run: RunDirectory, fence: Fence, position: Position) -> Position:
-    with database.writing() as session:
-        return ingest(session, run, fence, position)
-
-
 def test_empty_lines_between_others_are_found_without_copies(
     database: Database, run: RunDirectory, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +141,7 @@ def test_empty_lines_between_others_are_found_without_copies(
     run.metrics.write_bytes(piece * 8 + line(1).model_dump_json().encode() + b"\n")
     position, looks = Position(), 0
     while not looks or not position.caught_up:
-        position, looks = read(database, run, fence, position), looks + 1
+        position, looks = read_once(database, run, fence, position), looks + 1
     assert max(looked_at) < 2**19  # a long line is looked at by itself
     with database.reading() as session:
         assert transitions.get(session, fence.job_id).progress["step"] == 1

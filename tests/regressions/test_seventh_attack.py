@@ -30,12 +30,13 @@ from app.webhooks import deliverer as webhooks
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import signer
 from tests.harness.claims import claim, expire, in_transaction
+from tests.harness.ingestion import read, read_once
 from tests.harness.log_lines import line
 from tests.harness.runs import create_run, until
 from tests.harness.submissions import submitted
 from workers import ingest as ingestion
 from workers.children import are_gone, children_of
-from workers.ingest import Position, ingest
+from workers.ingest import Position
 from workers.run_directory import Reporter, RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +53,6 @@ def fence(database: Database) -> Fence:
     fence = claim(database)
     assert fence is not None
     return fence
-
-
-def read(database: Database, run: RunDirectory, fence: Fence, position: Position | None = None) -> Position:
-    with database.writing() as session:
-        return ingest(session, run, fence, position or Position())
 
 
 def steps(database: Database) -> int:
@@ -149,7 +145,7 @@ def test_empty_lines_are_skipped_quickly(database: Database, run: RunDirectory, 
     run.metrics.write_bytes(b"\n" * 2**22 + line(1).model_dump_json().encode() + b"\n")
     position, looks = Position(), 0
     while not looks or not position.caught_up:
-        position, looks = read(database, run, fence, position), looks + 1
+        position, looks = read_once(database, run, fence, position), looks + 1
     assert steps(database) == 1
     assert looks < 10
 
@@ -161,7 +157,7 @@ def test_invalid_lines_are_read_in_several_short_transactions(
     run.events.write_bytes(b"x\n" * 20_000)
     position, looks = Position(), 0
     while not looks or not position.caught_up:
-        position, looks = read(database, run, fence, position), looks + 1
+        position, looks = read_once(database, run, fence, position), looks + 1
     assert looks >= 4
     assert position.events == 40_000
 

@@ -12,6 +12,7 @@ from app.statistics import totals
 from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, StepMetric
 from tests.harness.claims import claim, expire, in_transaction
+from tests.harness.ingestion import read, read_once
 from tests.harness.log_lines import line
 from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
@@ -30,11 +31,6 @@ def fence(database: Database) -> Fence:
     fence = claim(database)
     assert fence is not None
     return fence
-
-
-def read(database: Database, run: RunDirectory, fence: Fence, position: Position | None = None) -> Position:
-    with database.writing() as session:
-        return ingest(session, run, fence, position or Position())
 
 
 def stored(database: Database) -> list[tuple[int, int, float]]:
@@ -160,7 +156,7 @@ def test_a_long_log_is_read_in_pieces_that_are_each_committed(
             reporter.step(line(step))
     position, pieces = Position(), 0
     while not pieces or not position.caught_up:
-        position, pieces = read(database, run, fence, position), pieces + 1
+        position, pieces = read_once(database, run, fence, position), pieces + 1
         assert len(stored(database)) > 0
     assert pieces > 3
     assert [step for step, *_ in stored(database)] == list(range(1, 101))
