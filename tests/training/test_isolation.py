@@ -216,3 +216,27 @@ def test_non_root_users_are_isolated_too(folder: Path) -> None:
         pytest.skip("this machine lets no user have a view of its own")
     assert "accrue.db" not in seen["seen"]
     assert (seen["changed"], seen["taken_away"], seen["by_a_child"]) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "has_namespaces", "expected"),
+    [("view", True, "isolate"), ("view", False, "drop_capabilities"), ("", False, None)],
+)
+def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str, has_namespaces: bool, expected: str | None
+) -> None:
+    from workers.training import __main__ as trainer
+
+    called: list[str] = []
+    for name in ("isolate", "drop_capabilities"):
+        monkeypatch.setattr(trainer, name, lambda *_, name=name: called.append(name))
+    for name in ("limit", "die_with_parent"):
+        monkeypatch.setattr(trainer, name, lambda: None)
+    monkeypatch.setattr(trainer, "StopSignal", lambda: lambda: False)
+    monkeypatch.setattr(trainer, "fetch_in_child", lambda work: 0)
+    monkeypatch.setattr(trainer, "attempt", lambda run, stop: 0)
+    monkeypatch.setattr(trainer, "run_enclosed", lambda work, **_: work(has_namespaces))
+    monkeypatch.setenv("ACCRUE_HIDDEN_FOLDER", hidden)
+    monkeypatch.setattr("sys.argv", ["trainer", str(create_run(tmp_path / "run").path)])
+    assert trainer.main() == 0
+    assert called == ([] if expected is None else [expected])

@@ -70,8 +70,8 @@ def main() -> int:
     if isolated and (status := fetch_in_child(lambda: _fetch(run))) != 0:
         return status
 
-    def train(isolated: bool) -> int:
-        if isolated:
+    def train(has_namespaces: bool) -> int:
+        if has_namespaces:
             isolate(run.path)
         elif isolated:
             drop_capabilities()
