@@ -26,7 +26,7 @@ def main(*, until_empty: bool = False) -> None:
     settings.make_directories()
     with held_by_worker(settings):
         migrate(settings.resolved_database_url)
-        database = Database(settings.resolved_database_url)
+        database = Database(settings.resolved_database_url, idle_seconds=settings.lease_seconds)
         supervisor = Supervisor(settings, database, until_empty=until_empty)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, supervisor.stop)

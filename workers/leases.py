@@ -139,8 +139,9 @@ class LeaseKeeper:
                 running.trainer.sign_of_life()
 
     def _renew_loop(self) -> None:
-        patience = self._settings.lease_seconds / 3
-        database = Database(self._settings.resolved_database_url, timeout_seconds=patience)
+        lease = self._settings.lease_seconds
+        url = self._settings.resolved_database_url
+        database = Database(url, timeout_seconds=lease / 3, idle_seconds=lease)
         while not self._stopped.is_set():
             try:
                 self.beat(database)

@@ -65,15 +65,17 @@ def _postgresql_now(element: database_now, compiler: SQLCompiler, **kw: Any) -> 
 class Database:
     """One engine with two kinds of session: a writing one holds SQLite's write lock from its start."""
 
-    def __init__(self, url: str, timeout_seconds: float = 30.0) -> None:
+    def __init__(self, url: str, timeout_seconds: float = 30.0, idle_seconds: float = 60.0) -> None:
         """
         Args:
             timeout_seconds: how long a statement waits for others before it gives up.
+            idle_seconds: how long PostgreSQL waits for the next statement of a transaction before it rolls
+                the transaction back, so that a suspended process does not keep its locks.
         """
         self.url = url
-        self.engine = _engine(url, timeout_seconds)
+        self.engine = _engine(url, timeout_seconds, idle_seconds)
         self._writing = self.engine.execution_options(accrue_writes=True)
-        self._patience_seconds = timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._commits = count(1)
         self._write_lock = threading.Lock()
@@ -106,7 +108,7 @@ class Database:
         with self.engine.connect() as connection:
             if self.is_sqlite:
                 driver: Any = connection.connection.dbapi_connection
-                driver.execute(f"PRAGMA busy_timeout={round(1000 * self._patience_seconds)}")
+                driver.execute(f"PRAGMA busy_timeout={round(1000 * self._timeout_seconds)}")
             yield connection
 
     @contextmanager
@@ -146,7 +148,7 @@ class Database:
     @contextmanager
     def _exclusive_write(self) -> Iterator[None]:
         """Lets one thread write at a time, so that only other processes compete for SQLite's lock."""
-        waits = self.is_sqlite and self._write_lock.acquire(timeout=self._patience_seconds)
+        waits = self.is_sqlite and self._write_lock.acquire(timeout=self._timeout_seconds)
         try:
             self.check_not_replaced()
             yield
@@ -315,16 +317,21 @@ def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
     connection.exec_driver_sql("RELEASE SAVEPOINT part")
 
 
-def _engine(url: str, timeout_seconds: float) -> Engine:
+def _engine(url: str, timeout_seconds: float, idle_seconds: float) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
         _check_driver(url)
         milliseconds = round(1000 * timeout_seconds)
+        limits = {
+            "lock_timeout": milliseconds,
+            "statement_timeout": milliseconds,
+            "idle_in_transaction_session_timeout": round(1000 * idle_seconds),
+        }
         return create_engine(
             url,
             pool_pre_ping=True,
             connect_args={
                 "connect_timeout": max(2, round(timeout_seconds)),
-                "options": f"-c lock_timeout={milliseconds} -c statement_timeout={milliseconds}",
+                "options": " ".join(f"-c {name}={value}" for name, value in limits.items()),
                 "keepalives_idle": 10,
                 "tcp_user_timeout": milliseconds,
             },

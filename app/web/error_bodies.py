@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import IntegrityError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
@@ -23,6 +23,7 @@ from app.errors import (
     Unauthorized,
     Unavailable,
 )
+from app.storage.database import is_unavailable
 from app.storage.disk import is_full
 from app.web.content_type import is_multipart
 from app.web.validation_errors import FieldProblem, field_problems
@@ -85,6 +86,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OperationalError, _database_unavailable)
+    app.add_exception_handler(InternalError, _internal_database_error)
     app.add_exception_handler(PoolTimeout, _database_unavailable)
     app.add_exception_handler(IntegrityError, _in_use)
     app.add_exception_handler(OSError, _os_error)
@@ -172,6 +174,13 @@ def _database_unavailable(request: Request, error: Exception) -> JSONResponse:
         request, 503, Unavailable.code, Unavailable.title,
         "The database does not answer right now: try again in a moment.", headers={"Retry-After": "2"},
     )  # fmt: skip
+
+
+def _internal_database_error(request: Request, error: Exception) -> JSONResponse:
+    """PostgreSQL closes the connection of a process that was suspended within a transaction."""
+    if isinstance(error, InternalError) and is_unavailable(error):
+        return _database_unavailable(request, error)
+    raise error
 
 
 def _os_error(request: Request, error: Exception) -> JSONResponse:

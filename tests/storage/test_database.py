@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 from sqlalchemy import JSON, MetaData, String, Table, insert, inspect, select, text
-from sqlalchemy.exc import IntegrityError, InvalidRequestError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, OperationalError
 
 from app.settings import Settings
 from app.storage.compiled import Prepared
-from app.storage.database import Database, database_now
+from app.storage.database import Database, database_now, is_unavailable
 from app.storage.migrations import alembic_config, current_revision, migrate, newest_revision, upgrade
-from app.storage.tables import Attempt, Base, Configuration
+from app.storage.tables import Attempt, Base, Configuration, Job
 from tests.harness.postgresql import Server
 from tests.harness.runs import until
+from tests.harness.submissions import submitted
 
 
 def test_the_migrations_create_the_columns_and_indexes_of_the_models(database: Database) -> None:
@@ -205,6 +206,26 @@ def test_connections_are_restored_after_a_server_restart(database: Database, ser
         session.add(Configuration(id="accumulation_1", created_at=0.0, given={}, num_gpus=1))
     with database.reading() as session:
         assert session.get(Configuration, "accumulation_1") is not None
+
+
+@pytest.mark.postgresql
+def test_a_suspended_process_does_not_keep_its_locks(database: Database) -> None:
+    job_id = submitted(database)
+    lock = select(Job.id).where(Job.id == job_id).with_for_update(skip_locked=True)
+    suspended = Database(database.url, idle_seconds=0.5)
+
+    def is_free() -> bool:
+        with database.writing() as session:
+            return session.scalar(lock) is not None
+
+    with suspended.engine.connect() as connection:
+        assert connection.scalar(lock) == job_id
+        assert not is_free()
+        until(is_free, 20)
+        with pytest.raises(DBAPIError) as caught:
+            connection.execute(text("SELECT 1"))
+        assert is_unavailable(caught.value)
+    suspended.close()
 
 
 @pytest.mark.sqlite
