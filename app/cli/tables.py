@@ -20,8 +20,8 @@ _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 def show_event(event: dict[str, Any]) -> None:
     """Shows an event as one line."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["created_at"]))
-    told = Text.assemble((when, "dim"), "  ", (event["message"], _LEVELS[event["level"]]))
-    console.print(told, soft_wrap=True)
+    line = Text.assemble((when, "dim"), "  ", (event["message"], _LEVELS[event["level"]]))
+    console.print(line, soft_wrap=True)
 
 
 def show_comparison(compared: dict[str, Any]) -> None:
@@ -62,8 +62,8 @@ def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
     for each in completions:
         console.rule(style="dim")
         for name in ("prompt", "expected", "before", "after"):
-            told = "(not generated)" if each[name] is None else each[name]
-            console.print(Text.assemble((f"{name:<9}", "bold"), told), soft_wrap=True)
+            text = "(not generated)" if each[name] is None else each[name]
+            console.print(Text.assemble((f"{name:<9}", "bold"), text), soft_wrap=True)
 
 
 def show_preview(seen: dict[str, Any]) -> None:

@@ -93,8 +93,8 @@ def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) ->
             if job["status"] in _ENDED:
                 return job
             if status is not None:
-                told = f"waiting ({job['waiting']['reason']})" if job["waiting"] else doing
-                status.update(f"{job_id}: {told}")
+                state = f"waiting ({job['waiting']['reason']})" if job["waiting"] else doing
+                status.update(f"{job_id}: {state}")
             time.sleep(_POLL_SECONDS)
 
 
@@ -179,8 +179,8 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     )
     for job in jobs:
         if job["error"]:
-            told = f"{job['id']}: {job['error']['message']}"
-            console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
+            message = f"{job['id']}: {job['error']['message']}"
+            console.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_batch_size(answer: dict[str, Any]) -> None:

@@ -78,8 +78,8 @@ def has_unclaimed(session: Session) -> bool:
 
 def store(session: Session, request_id: str, made: DatasetPreview | None, error: str | None = None) -> None:
     """Stores a preview, or the reason why there is none, for the request that waits for it."""
-    told = storable_values(made.model_dump(mode="json")) if made is not None else None
-    values = {"answer": told, "error": error and storable(error)}
+    answer = storable_values(made.model_dump(mode="json")) if made is not None else None
+    values = {"answer": answer, "error": error and storable(error)}
     session.execute(update(PreviewRequest).where(PreviewRequest.id == request_id).values(values))
 
 

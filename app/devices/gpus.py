@@ -124,10 +124,10 @@ def _compute_capabilities() -> dict[str, float]:
     """Compute capabilities by UUID, which GPUtil does not report; empty if nvidia-smi is too old."""
     command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         ).stdout
-        rows = [line.split(",") for line in told.splitlines()]
+        rows = [line.split(",") for line in output.splitlines()]
         return {uuid.strip(): float(capability) for uuid, capability in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
@@ -144,8 +144,8 @@ def _gputil():  # type: ignore[no-untyped-def]
 
 def _expandable_segments() -> bool:
     """Whether this environment turns on PyTorch's expandable segments; PyTorch reads either variable."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return "expandable_segments:true" in told.replace(" ", "").lower()
+    options = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable_segments:true" in options.replace(" ", "").lower()
 
 
 def _number(value: float) -> float | None:

@@ -24,13 +24,13 @@ class Checkpoint:
 def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
     """The checkpoints on disk, newest first."""
     there = checkpoint_names(settings, job.id)
-    told = session.scalars(
+    events = session.scalars(
         select(JobEvent)
         .where(JobEvent.job_id == job.id, JobEvent.type.in_(("checkpoint", "evaluation")))
         .order_by(JobEvent.id.desc())
     ).all()
-    by_name = {event.data["name"]: event for event in told if event.data.get("name") in there}
-    evaluated = {event.data["step"]: event.data["loss"] for event in told if event.type == "evaluation"}
+    by_name = {event.data["name"]: event for event in events if event.data.get("name") in there}
+    evaluated = {event.data["step"]: event.data["loss"] for event in events if event.type == "evaluation"}
     trained = _losses(session, job, [event.data["step"] for event in by_name.values()])
     return [
         Checkpoint(

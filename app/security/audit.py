@@ -92,12 +92,12 @@ class AuditLog:
     def _run(self) -> None:
         ended = False
         while not ended:
-            deeds = [self._waiting.get()]
-            time.sleep(_PAUSE_SECONDS if deeds[0] is not None else 0)
-            while len(deeds) < _BATCH and not self._waiting.empty():
-                deeds.append(self._waiting.get())
-            ended = None in deeds
-            rows = [_row(deed) for deed in deeds if deed is not None]
+            records = [self._waiting.get()]
+            time.sleep(_PAUSE_SECONDS if records[0] is not None else 0)
+            while len(records) < _BATCH and not self._waiting.empty():
+                records.append(self._waiting.get())
+            ended = None in records
+            rows = [_row(record) for record in records if record is not None]
             if rows:
                 self._store(rows)
             if time.monotonic() > self._next_cleanup_at:
@@ -126,5 +126,5 @@ class AuditLog:
             session.execute(old, execution_options={"synchronize_session": False})
 
 
-def _row(deed: AuditRecord) -> dict[str, Any]:
-    return {"id": new_id("audit"), **asdict(deed)}
+def _row(record: AuditRecord) -> dict[str, Any]:
+    return {"id": new_id("audit"), **asdict(record)}

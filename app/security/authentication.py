@@ -17,10 +17,10 @@ Authenticate = Callable[[Request], Awaitable[Caller]]
 def by_key(keyring: Keyring) -> Authenticate:
     """An `Authenticate` that identifies callers by their API keys."""
 
-    async def who(request: Request) -> Caller:
+    async def identify(request: Request) -> Caller:
         return await authenticate(request, keyring)
 
-    return who
+    return identify
 
 
 async def admit(request: Request) -> Caller:
@@ -34,9 +34,9 @@ async def admit(request: Request) -> Caller:
     if known is not None:
         return known
     state = request.scope["app"].state
-    who: Authenticate = state.authenticate
+    identify: Authenticate = state.authenticate
     rates: RateLimiter = state.rates
-    caller = await who(request)
+    caller = await identify(request)
     request.state.caller = caller
     if caller.key_id is not None:
         await rates.count(caller.key_id)

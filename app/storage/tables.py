@@ -271,7 +271,7 @@ class AnsweredRequest(Base):
     owner: Mapped[str] = mapped_column(primary_key=True)
     """The id of the API key of the request; empty if it had none."""
     key: Mapped[str] = mapped_column(primary_key=True)
-    said: Mapped[str]
+    digest: Mapped[str] = mapped_column("said")
     """SHA-256 of method, path and body."""
     created_at: Mapped[float] = mapped_column(index=True)
     status: Mapped[int]

@@ -47,7 +47,7 @@ class IdempotentRequest:
         row = session.get(AnsweredRequest, (self.owner, self.key))
         if row is None:
             return None
-        if row.said != self.digest.hex():
+        if row.digest != self.digest.hex():
             raise Unprocessable(
                 "This Idempotency-Key was used for a different request: use a new key for each request.",
                 field="Idempotency-Key",
@@ -65,7 +65,7 @@ class IdempotentRequest:
             AnsweredRequest(
                 owner=self.owner,
                 key=self.key,
-                said=self.digest.hex(),
+                digest=self.digest.hex(),
                 created_at=database_now(),
                 status=status,
                 answer=answer.model_dump_json(),

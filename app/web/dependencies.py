@@ -88,10 +88,10 @@ async def _idempotent_request(
         ),
     ] = None,
 ) -> IdempotentRequest:
-    said = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())
+    digest = hashlib.sha256(f"{request.method} {request.scope['path']}\n".encode())
     if not is_multipart(request.headers):
-        said.update(await request.body())
-    return IdempotentRequest(idempotency_key, caller.key_id or "", said.digest())
+        digest.update(await request.body())
+    return IdempotentRequest(idempotency_key, caller.key_id or "", digest.digest())
 
 
 def _reading(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:

@@ -116,8 +116,8 @@ def _is_member(part: str) -> bool:
 
 def _path(error: Mapping[str, Any]) -> list[str]:
     own = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
-    told = error["ctx"]["field"].split(".") if error["type"] == UNSTORABLE else []
-    return [_shortened(part) for part in (*own, *told)]
+    field_path = error["ctx"]["field"].split(".") if error["type"] == UNSTORABLE else []
+    return [_shortened(part) for part in (*own, *field_path)]
 
 
 def _shortened(name: str) -> str:
@@ -138,10 +138,10 @@ def _of_a_union(
     ):  # the path goes deeper than the field, the union member and its only field
         return _of_one(deepest, requested)
     simple = [error for error in errors if error["type"].endswith(("_type", "_parsing", "literal_error"))]
-    told = [_message(error) for error in simple if error["type"] != "model_type"] or [_message(errors[0])]
+    messages = [_message(error) for error in simple if error["type"] != "model_type"] or [_message(errors[0])]
     start = "input should be "
-    rest = [each.removeprefix(start) for each in told if each.startswith(start)]
-    return FieldProblem(field=field, message=start + " or ".join(rest) if rest else told[0])
+    rest = [each.removeprefix(start) for each in messages if each.startswith(start)]
+    return FieldProblem(field=field, message=start + " or ".join(rest) if rest else messages[0])
 
 
 def _of_one(error: Mapping[str, Any], requested: type[BaseModel] | None) -> FieldProblem:
@@ -165,19 +165,19 @@ def _message(error: Mapping[str, Any]) -> str:
 
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     """The message for an unknown field, with the one that was probably meant."""
-    told = "is not a field of this request"
+    message = "is not a field of this request"
     there = dict(_fields(requested)) if requested is not None else {}
     group, _, name = field.rpartition(".")
     first = next((path for path, others in there.items() if field in others), None)
     if first is not None:
         return f"is another name for {first}, which is also given: remove one"
     if name in _FOREIGN_SWITCHES and requested is not None:
-        return f"{told}: use {_FOREIGN_SWITCHES[name]}"
+        return f"{message}: use {_FOREIGN_SWITCHES[name]}"
     meant = _FOREIGN_NAMES.get(name, name)
     beside = [each for each in there if each.rpartition(".")[0] == group]
     named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]
     near = named or get_close_matches(field, beside, n=1, cutoff=0.7)
-    return f"{told}: did you mean {near[0]}?" if near else f"{told}: see /docs"
+    return f"{message}: did you mean {near[0]}?" if near else f"{message}: see /docs"
 
 
 def _fields(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, list[str]]]:

@@ -124,10 +124,10 @@ def main() -> None:
         _limit_time()
         requested = json.loads(line)
         try:
-            told: dict[str, Any] = {"texts": _texts(render_jinja_template, first, requested)}
+            answer: dict[str, Any] = {"texts": _texts(render_jinja_template, first, requested)}
         except Exception as error:  # a template may raise anything; its message may be training text
-            told = {"error": type(error).__name__}
-        sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
+            answer = {"error": type(error).__name__}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

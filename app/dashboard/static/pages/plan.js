@@ -332,7 +332,7 @@ function dryRun(job) {
 }
 
 function clearRefusals(form) {
-  for (const told of form.querySelectorAll(".wrong")) told.textContent = "";
+  for (const message of form.querySelectorAll(".wrong")) message.textContent = "";
   for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
 }
 
@@ -529,7 +529,7 @@ async function fillModels(form, signal) {
 
 /** The list of uploaded files, and a field that uploads another one. */
 function fileChoice(chooser) {
-  const told = h("small", { id: "wrong-upload", class: "wrong", role: "alert" });
+  const errorElement = h("small", { id: "wrong-upload", class: "wrong", role: "alert" });
   async function load(signal, chosen) {
     const { data } = await get("v1/files?limit=100", signal);
     const own = data.filter((file) => file.purpose === "fine-tune");
@@ -547,7 +547,7 @@ function fileChoice(chooser) {
   async function uploadChosen(event) {
     const [file] = event.target.files;
     if (!file) return;
-    told.textContent = "";
+    errorElement.textContent = "";
     try {
       const stored = await upload(file);
       await load(undefined, stored.id);
@@ -556,7 +556,7 @@ function fileChoice(chooser) {
     } catch (error) {
       chooser.value = "";
       tell();
-      told.textContent = `${file.name} was not uploaded. ${error.message}`;
+      errorElement.textContent = `${file.name} was not uploaded. ${error.message}`;
     }
   }
   const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: uploadChosen });
@@ -567,7 +567,7 @@ function fileChoice(chooser) {
       { class: "field" },
       h("label", { for: "field-upload" }, "Upload JSON lines (text, prompt/completion or messages)"),
       picker,
-      told,
+      errorElement,
     ),
   };
 }
