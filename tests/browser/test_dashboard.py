@@ -227,7 +227,7 @@ def test_an_unknown_address_shows_an_error(page: Page, noticed: PageErrors) -> N
 
 def test_the_interface_is_documented_without_another_host(page: Page, noticed: PageErrors) -> None:
     page.goto("./docs")
-    expect(page.get_by_text("Submit a training job with explicit accumulation steps")).to_be_visible(
+    expect(page.get_by_text("Train with given accumulation steps")).to_be_visible(
         timeout=20_000
     )
 

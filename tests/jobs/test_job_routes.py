@@ -181,7 +181,7 @@ def test_requested_devices_count_for_the_batch_and_a_warning_names_how_many_trai
     assert job["effective_batch_size"] == 40
     assert [device["gpu_id"] for device in job["plan"]["devices"]] == [0]
     assert job["accumulation_steps"] == 10
-    assert any("for 5 devices" in warning for warning in job["plan"]["warnings"])
+    assert any("one device, not 5" in warning for warning in job["plan"]["warnings"])
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:

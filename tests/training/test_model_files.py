@@ -235,7 +235,7 @@ def test_an_endless_template_fails_the_job_without_hanging(
 @pytest.mark.thorough
 def test_a_template_cannot_put_the_data_into_an_error(model: Path, tmp_path: Path) -> None:
     run = chat_run(model, tmp_path, "{{ raise_exception(messages[0].content) }}")
-    assert "refuses this conversation" in failure_of(run)
+    assert "rejects this conversation" in failure_of(run)
     told = json.dumps(events_of(run)) + run.log.read_text() + (run.path / "failure.json").read_text()
     assert "canary" not in told
 
