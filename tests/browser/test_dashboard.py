@@ -227,9 +227,7 @@ def test_an_unknown_address_shows_an_error(page: Page, noticed: PageErrors) -> N
 
 def test_the_interface_is_documented_without_another_host(page: Page, noticed: PageErrors) -> None:
     page.goto("./docs")
-    expect(page.get_by_text("Train with given accumulation steps")).to_be_visible(
-        timeout=20_000
-    )
+    expect(page.get_by_text("Train with given accumulation steps")).to_be_visible(timeout=20_000)
 
 
 def test_an_error_is_shown_next_to_its_field(page: Page, noticed: PageErrors) -> None:
