@@ -84,7 +84,9 @@ class Settings(BaseSettings):
     )
     heartbeat_seconds: float = Field(3.0, gt=0)
     poll_seconds: float = Field(
-        0.5, gt=0, description="Seconds between a worker's checks for new jobs and of its running ones"
+        0.5,
+        gt=0,
+        description="Seconds between two checks of a worker for new jobs and for output of its running ones",
     )
     stop_grace_seconds: float = Field(
         30.0, gt=0, description="Seconds for a trainer to write a checkpoint and exit before it is killed"

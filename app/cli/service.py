@@ -120,7 +120,9 @@ def backup(
 
 @commands.command()
 def restore(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="What accrue backup wrote")],
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder that accrue backup wrote")
+    ],
 ) -> None:
     """Put a backup into an empty data folder.
 

@@ -91,7 +91,7 @@ def show_preview(seen: dict[str, Any]) -> None:
     )
     for count, what in (
         (lengths["over_max_length"], f"examples are longer than max_length {seen['max_length']}"),
-        (lengths["without_targets"], "examples have no token that counts within max_length"),
+        (lengths["without_targets"], "examples have no token within max_length that counts toward the loss"),
     ):
         if count:
             console.print(f"{count:,} {what}.", style="yellow", highlight=False)

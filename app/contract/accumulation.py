@@ -78,7 +78,9 @@ class AccumulationConfig(Request):
     loss_spike_zscore: float | None = Field(
         None,
         gt=0,
-        description="Skip a window whose loss is this many standard deviations above the recent ones'",
+        description=(
+            "Skip a window whose loss is this many standard deviations above the mean of recent losses"
+        ),
     )
     accumulate_in_fp32: Flag = Field(
         True,
@@ -110,7 +112,7 @@ class AccumulationConfig(Request):
         0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"
     )
     equivalence_check: Flag = Field(
-        True, description="Compare the first window's gradient with another split's before training"
+        True, description="Before training, compare the first window's gradient in two different splits"
     )
     noise_scale_every: int | None = Field(
         10, ge=1, description="Measure the gradient noise scale once in this many windows; null: never"

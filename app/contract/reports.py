@@ -115,7 +115,7 @@ class LogLine(Frozen):
     temperature_celsius: Number | None = None
     """The GPU's temperature when the worker read this line."""
     aux_loss: Number | None = None
-    """A mixture of experts' balance loss, weighted as trained."""
+    """The balance loss of a mixture of experts, with the weight that it has in training."""
     micro_losses: tuple[Number, ...] | None = None
     """The mean loss of each micro-batch, on request."""
     largest_tokens: TokenCount | None = None

@@ -148,7 +148,9 @@ def stop(session: Session, job_id: str) -> Job:
     if job.spec["tune"] == "only":
         raise Conflict(f"Job {job_id} only measures, and makes no model: cancel it instead.")
     if job.status != "running" and not job.checkpoint_step:
-        raise Conflict(f"Job {job_id} has no checkpoint yet whose model could be kept: cancel it instead.")
+        raise Conflict(
+            f"Job {job_id} has no checkpoint yet, so there is no model to keep: cancel it instead."
+        )
     if job.status == "paused":
         change(session, job, "queued")
     if job.status == "queued":

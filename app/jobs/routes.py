@@ -135,7 +135,7 @@ def stop(session: Writing, training_id: JobId) -> JobAnswer:
 
 @router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
 def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
-    """A job that timed out continues from its last checkpoint, with its full `timeout_seconds` again."""
+    """A job that timed out continues from its last checkpoint, and its `timeout_seconds` starts over."""
     return _answer(session, admission.resume(session, training_id, settings))
 
 

@@ -65,7 +65,7 @@ class DatasetOptions(Request):
 
 
 class InlinePrompt(Request):
-    """A prompt with its completion, which alone counts for the loss."""
+    """A prompt with its completion; only the completion counts toward the loss."""
 
     prompt: str
     completion: str = Field(min_length=1)
@@ -234,7 +234,9 @@ class JobOptions(AccumulationConfig):
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
-    auto_start: Flag = Field(True, description="false: the job is created paused, until it is resumed")
+    auto_start: Flag = Field(
+        True, description="false: the job is created paused, and waits until it is resumed"
+    )
     webhook_url: WebhookUrl | None = Field(
         None,
         description="URL to notify, signed, when the job ends or is paused; null: ACCRUE_WEBHOOK_URL",
@@ -413,9 +415,13 @@ class DryRunAnswer(Answer):
         None, description="Tokens in all samples of the run, estimated from an earlier job"
     )
     predicted_duration_seconds: float | None = None
-    gpu_hours: float | None = Field(None, description="On GPUs: the duration on all devices, in hours")
+    gpu_hours: float | None = Field(
+        None, description="On GPUs: the duration times the number of devices, in hours"
+    )
     gpu_cost: float | None = Field(None, description="Cost of gpu_hours, if ACCRUE_GPU_HOUR_COST is set")
-    measured_by: str | None = Field(None, description="The finished job that duration and tokens are from")
+    measured_by: str | None = Field(
+        None, description="The finished job on which the estimates of duration and tokens are based"
+    )
 
 
 class EventAnswer(Answer):

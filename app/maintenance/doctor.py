@@ -145,8 +145,7 @@ def _queue(database: Database) -> Iterator[Finding]:
         yield Finding(
             "worker",
             "warning",
-            f"no worker was seen lately, and {waiting or 'no'} jobs are waiting: start one with accrue "
-            "worker",
+            f"no worker was seen lately (jobs waiting: {waiting}): start one with accrue worker",
         )
     if orphans:
         yield Finding(

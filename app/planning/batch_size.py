@@ -175,6 +175,7 @@ def devices_of(
         )
     elif len(wanted) > len(there):
         warnings.append(
-            f"there are {len(there)} devices, not {len(wanted)}: the rest are assumed to be like the last"
+            f"{len(wanted)} devices were requested, but only {len(there)} found: the others are assumed to "
+            "be like the last one"
         )
     return wanted, warnings

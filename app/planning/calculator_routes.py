@@ -45,7 +45,9 @@ async def get_batch_size(
     database: CurrentDatabase,
     model_name: str,
     target_batch_size: Annotated[int | None, Query()] = None,
-    target_effective_batch_size: Annotated[int | None, Query(description="As target_batch_size")] = None,
+    target_effective_batch_size: Annotated[
+        int | None, Query(description="Another name for target_batch_size")
+    ] = None,
     micro_batch_size: Annotated[int | None, Query()] = None,
     num_gpus: Annotated[int | None, Query()] = None,
     gpu_ids: Annotated[list[int] | None, Query()] = None,
@@ -126,9 +128,13 @@ def accumulation_steps(
         exact=True,
         micro_batch_sizes=devices[0],
         devices=devices,
-        explanation=f"{target_batch_size} samples in {steps} step{'s' * (steps > 1)} of at most "
+        explanation=f"{target_batch_size} samples in {steps} accumulation step{'s' * (steps > 1)} of at most "
         f"{actual_batch_size} on {num_gpus} device{'s' * (num_gpus > 1)}"
-        + ("." if even else ", of different sizes: the target and the gradient are still exact."),
+        + (
+            "."
+            if even
+            else ". The micro-batches differ in size; the target and the gradient are still exact."
+        ),
     )
 
 

@@ -7,8 +7,8 @@ Rule = Literal["sqrt", "linear", "inverse", "none"]
 
 
 WHY: dict[Rule, str] = {
-    "sqrt": "the square root of the batch's growth keeps the noise of an adaptive optimizer's update "
-    "(Krizhevsky 2014; Malladi et al. 2022)",
+    "sqrt": "scaling by the square root of the batch's growth keeps the noise of an adaptive optimizer's "
+    "update unchanged (Krizhevsky 2014; Malladi et al. 2022)",
     "linear": "with SGD, k times the batch takes k times the rate (Goyal et al. 2017)",
     "inverse": "this factor, 1/K for K micro-batches, is correct only if their gradients are summed; "
     "Accrue averages over the whole window, so choose another rule",

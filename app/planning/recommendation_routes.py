@@ -39,9 +39,9 @@ def recommendations(
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=MAX_EFFECTIVE_BATCH)] = None,
     target_effective_batch_size: Annotated[
-        int | None, Query(ge=1, le=MAX_EFFECTIVE_BATCH, description="As target_batch_size")
+        int | None, Query(ge=1, le=MAX_EFFECTIVE_BATCH, description="Another name for target_batch_size")
     ] = None,
-    optimizer: Annotated[OptimizerChoice | None, Query(description="null: recommended, too")] = None,
+    optimizer: Annotated[OptimizerChoice | None, Query(description="null: Accrue recommends one")] = None,
     method: Annotated[
         Literal["full", "lora", "qlora"] | None, Query(description="null: the job's, else full")
     ] = None,

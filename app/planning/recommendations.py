@@ -120,7 +120,7 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         "warmup_steps": _literature(
             learning_rate.warmup_steps(batch, situation.steps_total),
             "larger batches take a longer warmup (Goyal et al. 2017), but at most a tenth of a run's steps"
-            + ("" if situation.steps_total is None else f", which are {situation.steps_total}"),
+            + ("" if situation.steps_total is None else f" ({situation.steps_total} steps here)"),
             "medium",
         ),
         "optimizer": optimizer,
@@ -219,9 +219,10 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
-            why="a sweep on such a device measured no gain from larger micro-batches, up to the "
-            f"{situation.micro_batch} full-length samples that are predicted to fit: more accumulation steps "
-            "of this size cost no throughput. If the planner chooses the split, shorter samples share a "
+            why="a sweep on such a device measured no gain from larger micro-batches, although up to "
+            f"{situation.micro_batch} full-length samples are predicted to fit: more accumulation steps "
+            "with micro-batches of this size cost no throughput. If the planner chooses the split, shorter "
+            "samples share a "
             "micro-batch",
             evidence="measured",
             confidence="high",

@@ -13,7 +13,8 @@ from app.planning.memory import Memory
 
 
 class BatchSizeRequest(Request):
-    """Requests the largest micro-batch and the split of a target, for a model or from raw figures."""
+    """Requests the largest micro-batch that fits, and how a target batch is split, for a model or from raw
+    figures."""
 
     model_name: ModelName | None = None
     model_size_gb: float | None = Field(None, gt=0, le=1e6, description="Weights, GiB")

@@ -33,8 +33,8 @@ def metrics(
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:
-    """One point per step or, with `points`, evenly spread points including the first and last; all
-    evaluations."""
+    """One point per step or, with `points`, evenly spread points including the first and last. Also
+    all evaluations."""
     with database.connecting() as connection:
         reads.row(connection, training_id, database.viewer.owner)
         lines = None if points is None else series(connection, training_id, from_step, points)

@@ -81,7 +81,7 @@ def test_num_gpus_limits_the_devices_that_are_used(client: TestClient) -> None:
     assert [device["gpu_id"] for device in requested(num_gpus=2)["devices"]] == [0, 1]
     six = requested(num_gpus=6, target_effective_batch_size=48)
     assert sum(device["samples"] for device in six["devices"]) == 48
-    assert "there are 4 devices, not 6" in six["warnings"][0]
+    assert "6 devices were requested, but only 4 found" in six["warnings"][0]
     assert "num_gpus is 3, but 2 are named" in requested(num_gpus=3, gpu_ids=[0, 1])["detail"]
 
 

@@ -103,7 +103,7 @@ def _make_in_child(order: PreviewSpec, settings: Settings) -> tuple[DatasetPrevi
             child.join()
             wait_until_gone(inner, _ENDS_WITHIN_SECONDS)
     if found is None:
-        log.warning("no preview: the process that made it ended", model=order.model.name)
+        log.warning("no preview: the process that was making it ended", model=order.model.name)
         return None, (
             f"the tokenizer of {order.model.name} could not be used: it takes too much memory, or "
             "its files "

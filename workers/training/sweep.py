@@ -78,7 +78,7 @@ def apply(training: Training, tuning: Tuning) -> None:
         f"Micro-batches of at most {tuning.token_budget} tokens are used{speed}. Of the {len(tuning.tried)} "
         f"sizes measured on {tuning.samples} samples, this is the smallest within 3 % of the fastest. The "
         "plan "
-        f"had {before} tokens.",
+        f"had allowed {before} tokens.",
         **tuning.model_dump(mode="json"),
     )
 

@@ -41,7 +41,7 @@ export function showData(panel, preview) {
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.without_targets)} examples have no token that counts within the first ${number(preview.max_length)} tokens.`,
+        `${number(lengths.without_targets)} examples have no token that counts toward the loss within the first ${number(preview.max_length)} tokens.`,
       ),
     histogram(lengths.histogram),
   );

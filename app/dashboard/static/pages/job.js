@@ -289,7 +289,7 @@ async function showOutcome(outcome, job, signal) {
       fact("Samples a second", number(stats.samples_per_second)),
       fact("Padding", percent(stats.padding_share)),
       fact("Memory prediction error", percent(stats.prediction_error), "prediction"),
-      fact("Out of memory", `${number(stats.oom_recoveries)} times`),
+      fact("Recoveries from out of memory", number(stats.oom_recoveries)),
     ),
     h(
       "p",
