@@ -13,7 +13,7 @@ def configure(level: str, log_format: str) -> None:
 
     Args:
         level: a name of the logging module, such as INFO.
-        form: "console" or "json".
+        log_format: "console" or "json".
     """
     renderer = (
         structlog.processors.JSONRenderer()

@@ -246,7 +246,7 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
 
 
 def _new_events(run: RunDirectory, offset: int) -> tuple[list[tuple[int, bytes]], int]:
-    """New lines of events, up to the maximum that is stored; then an event that reports the maximum."""
+    """New lines of events; once the maximum that is stored is reached, also an event that says so."""
     if offset >= _MAX_EVENT_BYTES:
         return [], offset
     lines, end = _new_lines(run.events, offset)

@@ -55,7 +55,7 @@ class Running:
     heard_bytes: int = 0
     """The bytes of output that it had written by then."""
     requested: RequestedAction | None = None
-    """The state that a user has requested, as of the last renewal."""
+    """The action that a user has requested (pause, cancel, stop), as of the last renewal."""
     stopping: str | None = None
     """Why the trainer must stop, or None."""
     timed_out: bool = False
@@ -68,7 +68,7 @@ class Running:
     """Whether the trainer's device has failed, or None if no failure was reported or it was not checked
     yet."""
     lost: bool = False
-    """Whether the job may belong to another worker now; if so, the trainer was killed."""
+    """Whether the job may belong to another worker now; the supervisor then kills the trainer."""
 
 
 class LeaseKeeper:

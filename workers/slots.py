@@ -36,7 +36,7 @@ class Slots:
         return found
 
     def usable(self) -> list[Device]:
-        """Devices on which no trainer has failed recently."""
+        """Devices that are not set aside because a trainer failed on them recently or they were too hot."""
         now = time.monotonic()
         return [device for device in self.available() if self._aside_until.get(device.id, 0.0) <= now]
 

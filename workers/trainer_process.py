@@ -158,8 +158,8 @@ class TrainerProcess:
                     os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Releases the resources of a trainer that has ended; closing its lifeline ends what still runs of
-        it."""
+        """Releases the resources of a trainer that has ended; closing its lifeline ends any of
+        its processes that still run."""
         with self._signalling:
             if not self._closed:
                 self._closed = True

@@ -127,8 +127,10 @@ class Client:
 
 @contextmanager
 def _connection_errors(http: "httpx.Client") -> Iterator[None]:
-    """Raises:
-    LostConnection: the service cannot be reached, or the connection broke.
+    """Turns errors of the connection into `LostConnection`.
+
+    Raises:
+        LostConnection: the service cannot be reached, or the connection broke.
     """
     import httpx2 as httpx
 

@@ -70,7 +70,7 @@ class Chat(Line):
 
 Example = TextExample | PromptCompletion | Chat
 
-SHAPES: dict[DataFormat, type[Example]] = {
+EXAMPLE_CLASSES: dict[DataFormat, type[Example]] = {
     "text": TextExample,
     "prompt_completion": PromptCompletion,
     "messages": Chat,
@@ -144,7 +144,7 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     if (path := path_to_unstorable(value)) is not None:
         raise BadLine(f"{'.'.join(path)}: has a NUL character or a lone surrogate")
     try:
-        return name, SHAPES[name].model_validate(value)
+        return name, EXAMPLE_CLASSES[name].model_validate(value)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part)[:MAX_KEY_LENGTH] for part in first["loc"]) or "line"

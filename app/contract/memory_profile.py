@@ -52,7 +52,7 @@ class PointMemory(Frozen):
     square: dict[Kind, float] = Field(default_factory=dict)
     """Bytes per rows², for example of a packed row's mask; kinds without such memory are left out."""
 
-    def parts(self, rows: float) -> dict[Kind, float]:
+    def by_kind(self, rows: float) -> dict[Kind, float]:
         """The bytes of each kind."""
         return {
             kind: base + rows * self.slope[kind] + rows**2 * self.square.get(kind, 0.0)
@@ -61,7 +61,7 @@ class PointMemory(Frozen):
 
     def bytes(self, rows: float) -> float:
         """The bytes of all kinds together."""
-        return sum(self.parts(rows).values())
+        return sum(self.by_kind(rows).values())
 
 
 class Stretch(Frozen):

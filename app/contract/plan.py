@@ -33,7 +33,7 @@ class FixedSize(Frozen):
 
 
 MicroBatchRule = Annotated[TokenBudget | FixedCount | FixedSize, Field(discriminator="rule")]
-"""How a window is cut into micro-batches."""
+"""How a window (the samples of one optimizer step) is cut into micro-batches."""
 
 
 class Alternative(Frozen):
@@ -127,7 +127,7 @@ class Plan(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _ranks_of_an_earlier_version(cls, given: Any) -> Any:
-        """Plans were lists of devices with one rule for all, and with `remedies`, until November 2026."""
+        """Until November 2026, a plan listed devices that shared one rule (`cut`), and had `remedies`."""
         if not isinstance(given, dict):
             return given
         plan = {name: value for name, value in given.items() if name not in ("devices", "cut", "remedies")}

@@ -125,7 +125,7 @@ class LogLine(Frozen):
 
 
 class WindowProgress(Frozen):
-    """How far the current window is: the content of progress.json."""
+    """How far the current window has progressed: the content of progress.json."""
 
     attempt: Count
     step: Count

@@ -115,7 +115,8 @@ class RampSpec(Frozen):
 
 
 class EarlyStopping(Frozen):
-    """Ends a run after `patience` evaluations without a loss lower by at least `min_delta`, in nats."""
+    """Ends a run after `patience` evaluations in a row without a loss at least `min_delta` nats below the
+    last loss that counted as a gain."""
 
     patience: int = Field(ge=1, le=1000)
     min_delta: float = Field(0.0, ge=0)
@@ -184,7 +185,7 @@ class Spec(Frozen):
     memory: MemoryLimits
     auto_adjust_batch_size: bool
     log_accumulation: bool = True
-    """Whether to report how far the current window is."""
+    """Whether to report how far the current window has progressed."""
     log_memory_usage: bool
     log_micro_losses: bool
     log_gradients: bool

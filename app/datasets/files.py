@@ -140,7 +140,7 @@ def add(
     """Adds the row of a stored file, whose name on disk is its id.
 
     Args:
-        equal: the id that `equal_to` returned.
+        equal: the id that `find_duplicate` returned, or None.
     """
     _link_duplicate(path, equal)
     file = File(

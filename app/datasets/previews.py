@@ -28,7 +28,8 @@ async def ask(database: Database, order: PreviewSpec, seconds: float, gone: Gone
 
     Raises:
         Unprocessable: neither the worker nor a trainer can read the data with this model; the message says
-        why. Conflict: no worker is running.
+            why.
+        Conflict: no worker is running.
         Unavailable: no worker made the preview in time.
     """
     request_id = await to_thread.run_sync(_insert_request, database, order)

@@ -59,10 +59,10 @@ def record_event(
                 host=urlsplit(job.webhook_url).hostname, attempts=0, not_before=now,
             )
         )  # fmt: skip
-    record_event_of(session, job.id, job.attempt, kind, message, level=level, data=data)
+    record_event_without_webhook(session, job.id, job.attempt, kind, message, level=level, data=data)
 
 
-def record_event_of(
+def record_event_without_webhook(
     session: Session,
     job_id: str,
     attempt: int,

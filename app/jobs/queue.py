@@ -25,7 +25,7 @@ from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
 from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
-from app.jobs.events import record_event, record_event_of
+from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
 from app.statistics import totals
 from app.storage.compiled import Prepared
@@ -37,7 +37,7 @@ MAX_FAILURES = 3
 """A job ends as failed with this many crashes since its last new checkpoint."""
 
 RETRY_AFTER_SECONDS = (2.0, 10.0)
-"""Wait before a crashed job is claimed again, by the number of failures so far."""
+"""The wait in seconds before a crashed job is claimed again, by the number of failures so far."""
 
 LONGEST_LEASE_SECONDS = 600.0
 """A lease that ends further ahead was granted before the clock was set back, and counts as expired."""
@@ -90,7 +90,9 @@ def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | 
     fence = Fence(job_id, attempt, worker_id)
     _BEGIN_ATTEMPT.run(session, vars(fence))
     message = f"Attempt {fence.attempt} started."
-    record_event_of(session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt})
+    record_event_without_webhook(
+        session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt}
+    )
     return fence
 
 
@@ -155,7 +157,7 @@ def release(session: Session, fence: Fence, why: str) -> None:
 
 
 def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
-    """Returns a job to the queue that this machine could not continue; it is retried after `wait_seconds`."""
+    """Returns a job that this machine could not continue to the queue; it is retried after `wait_seconds`."""
     _leave(session, fence, why, "warning", wait_seconds, Job.failures)
 
 

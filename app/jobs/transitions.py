@@ -75,7 +75,7 @@ def change(
         values: other columns.
 
     Returns:
-        What is requested of the job.
+        The action that a user has requested for the job, or None.
 
     Raises:
         LostJob: the job is no longer this worker's, or its state does not allow the transition.

@@ -35,7 +35,7 @@ class DataFolder:
         self._lock: IO[bytes] | None = None
 
     def hold(self, database: Database) -> None:
-        """Holds the folder together with other services and workers; the first service cleans it up."""
+        """Takes a shared lock on the folder, as other services do; the first service cleans it up."""
         self._lock = _opened(self._settings, _SERVICE_LOCK)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,7 +50,7 @@ class DataFolder:
 
 @contextlib.contextmanager
 def held_by_worker(settings: Settings) -> Iterator[None]:
-    """Holds the folder together with services and other workers."""
+    """Takes a shared lock on the folder, as other workers do."""
     with _opened(settings, _WORKER_LOCK) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield

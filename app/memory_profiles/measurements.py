@@ -27,7 +27,7 @@ _SETTLED_STEPS = 3
 
 _MAX_MEASUREMENTS = 200
 _MIN_MEASUREMENTS = 5
-"""The number of measurements from which a margin is computed."""
+"""The minimum number of measurements for a margin to be computed."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.03, 0.3
 _MAX_ERROR_FACTOR = 3.0
 """A measured peak that differs from its prediction by a larger factor is not used."""

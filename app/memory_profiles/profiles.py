@@ -18,7 +18,7 @@ from app.errors import NotFound
 from app.memory_profiles import measurements
 from app.memory_profiles.measurements import Subject
 from app.planning.devices import Device
-from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, Estimates
+from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, EstimateOf
 from app.planning.planner import Known
 from app.planning.recipes import recipe_of
 from app.planning.throughput import Throughput, ThroughputOf
@@ -68,7 +68,7 @@ def exists(session: Session, key: str) -> bool:
     return session.scalar(select(StoredProfile.id).where(StoredProfile.key == key)) is not None
 
 
-def estimates(session: Session, architecture: Architecture, device_name: str | None) -> Estimates:
+def estimates(session: Session, architecture: Architecture, device_name: str | None) -> EstimateOf:
     """The best available estimate for each recipe and length: by profile, else by formula.
 
     Measurements with that recipe and length on such a device, if any, correct the estimate.
@@ -206,7 +206,7 @@ def claim(session: Session) -> ProfileRequest | None:
 
 
 def waiting(session: Session) -> bool:
-    """Whether a requested profile is not being made yet."""
+    """Whether any requested profile is still to be made and not claimed."""
     return session.scalar(select(ProfileRequest.key).where(_free()).limit(1)) is not None
 
 

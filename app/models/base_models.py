@@ -32,7 +32,7 @@ _MOST_CONFIG_FIELDS = 20_000
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class PlannableModel:
     """A model that can be planned for."""
 
     architecture: Architecture
@@ -40,7 +40,7 @@ class BaseModel:
     """The content of its config.json."""
 
 
-def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, BaseModel]:
+def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, PlannableModel]:
     """A model whose weights are available.
 
     Raises:
@@ -72,12 +72,12 @@ def _fingerprint(name: str, folder: Path) -> str:
 
 
 @cache
-def _built_in() -> tuple[ModelReference, BaseModel]:
+def _built_in() -> tuple[ModelReference, PlannableModel]:
     base = _read(BUILT_IN_MODEL, catalogue.TINY_GPT2)
     return ModelReference(name=BUILT_IN_MODEL, source="built_in", architecture=base.architecture), base
 
 
-def find_for_planning(name: str, settings: Settings) -> BaseModel:
+def find_for_planning(name: str, settings: Settings) -> PlannableModel:
     """A model's sizes; a model in the catalogue needs no files.
 
     Raises:
@@ -287,8 +287,8 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
     return config
 
 
-def _read(name: str, config: dict[str, Any]) -> BaseModel:
+def _read(name: str, config: dict[str, Any]) -> PlannableModel:
     try:
-        return BaseModel(architectures.from_config(config), config)
+        return PlannableModel(architectures.from_config(config), config)
     except UnknownArchitecture as error:
         raise Unprocessable(f"The model {name} cannot be planned for: {error}.", field="model_name") from None

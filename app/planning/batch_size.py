@@ -33,7 +33,8 @@ from app.storage.database import Database
 from app.storage.waits import WaitLimiter
 
 _MAX_SIMULATED_CHANGES = 4
-"""How many changes that would make a step fit are simulated, in turn, within `wait_seconds`."""
+"""If a step does not fit, at most this many changes that might make it fit are simulated one after another,
+within `wait_seconds`."""
 
 
 async def calculate(
@@ -74,7 +75,7 @@ class _ResolvedRequest:
     """A request, with the model and the devices that it names."""
 
     model_name: str
-    base: base_models.BaseModel
+    base: base_models.PlannableModel
     question: Question
     warnings: list[str]
 

@@ -1,4 +1,4 @@
-"""Models that can be planned for, on the native surface."""
+"""The models that can be planned for, in the native API."""
 
 from fastapi import APIRouter
 

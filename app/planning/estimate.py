@@ -57,7 +57,7 @@ class ByProfile:
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
         line = self._highest(rows, accumulating)
-        part = {kind: int(bytes_) for kind, bytes_ in line.parts(rows).items()}
+        part = {kind: int(bytes_) for kind, bytes_ in line.by_kind(rows).items()}
         return Memory(
             weights_bytes=part["weights"],
             gradients_bytes=part["gradients"],
@@ -146,18 +146,18 @@ class ByComparison:
         return own.scaled(known.peak_process_bytes / estimated.peak_process_bytes)
 
 
-Estimates = Callable[[Recipe, int], Estimate]
+EstimateOf = Callable[[Recipe, int], Estimate]
 """The best estimate for a recipe and a length of sequence, in tokens."""
 
 
-def by_formula(architecture: Architecture) -> Estimates:
+def by_formula(architecture: Architecture) -> EstimateOf:
     """Estimates by formula, from the architecture alone."""
     return lambda recipe, sequence: ByFormula(architecture, recipe, sequence)
 
 
 def comparable_estimates(
-    estimates: Estimates, architecture: Architecture, recipe: Recipe, sequence: int
-) -> Estimates:
+    estimates: EstimateOf, architecture: Architecture, recipe: Recipe, sequence: int
+) -> EstimateOf:
     """Estimates for a step and its alternatives that can be compared with each other."""
     known, by_formula = estimates(recipe, sequence), ByFormula(architecture, recipe, sequence)
 

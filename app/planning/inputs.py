@@ -14,7 +14,7 @@ from app.devices import live_workers
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
 from app.planning.devices import Device
-from app.planning.estimate import Estimate, Estimates
+from app.planning.estimate import Estimate, EstimateOf
 from app.planning.planner import Known
 from app.planning.throughput import Throughput, ThroughputOf
 from app.statistics import performance
@@ -90,7 +90,7 @@ class PlanningInputs:
         on = (architecture, device_name)
         return Known(self._estimates(*on), self._throughput(*on), architecture)
 
-    def _estimates(self, architecture: Architecture, device_name: str | None) -> Estimates:
+    def _estimates(self, architecture: Architecture, device_name: str | None) -> EstimateOf:
 
         def best(recipe: Recipe, sequence: int) -> Estimate:
             key = ("estimate", profiles.key_of(architecture, recipe, sequence), device_name)

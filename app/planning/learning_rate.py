@@ -20,7 +20,7 @@ _WARMUP_BEYOND = 20_000
 
 
 def scale(rule: Rule, growth: float) -> float:
-    """The factor on the learning rate where the batch grows by `growth`."""
+    """The factor on the learning rate if the batch becomes `growth` times as large."""
     return {"sqrt": sqrt(growth), "linear": growth, "inverse": 1 / growth, "none": 1.0}[rule]
 
 

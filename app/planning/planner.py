@@ -15,7 +15,7 @@ from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule
 from app.contract.spec import MemoryLimits, RequestedSplit
 from app.planning.changes import changes
 from app.planning.devices import Device
-from app.planning.estimate import Estimate, Estimates, comparable_estimates, largest_micro_batch
+from app.planning.estimate import Estimate, EstimateOf, comparable_estimates, largest_micro_batch
 from app.planning.estimate import by_formula as estimates_by_formula
 from app.planning.memory import Memory
 from app.planning.split import even, shares, split_over
@@ -39,7 +39,7 @@ PLANNED = RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices
 class Known:
     """What is known of one architecture's steps on devices of one kind."""
 
-    estimates: Estimates
+    estimates: EstimateOf
     throughput: ThroughputOf = unmeasured
     architecture: Architecture | None = None
     """None: the question is of raw figures, not of a model."""

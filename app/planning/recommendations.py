@@ -24,8 +24,8 @@ _LARGE_BATCH = 8192
 _LARGE_VISION_BATCH = 4096
 """Above this batch, convolutional networks lost accuracy without layer-wise rates (You et al. 2017)."""
 _NARROW, _WIDE = 2.0, 6.0
-"""Confidence is high if a noise interval's upper end is at most the first number times its lower end, and
-medium up to the second."""
+"""Confidence is high if the upper end of a noise scale's interval is at most `_NARROW` times its lower end,
+and medium if it is at most `_WIDE` times."""
 
 _LEAST_SHARE_OF_DATA, _SHARE_OF_DATA = 0.001, 0.01
 _MOST_BY_SHARE = 512

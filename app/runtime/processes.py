@@ -15,7 +15,8 @@ from app.errors import BadSetting
 from app.runtime import parent
 
 _LIFELINES: dict[int, int] = {}
-"""The write end of the pipe that a process watches, by process id: it closes with this process."""
+"""By the id of each process started here, the write end of the pipe that it watches. The pipe closes when
+this process ends."""
 
 _END_SECONDS = 45.0
 """Longer than a trainer's grace for its checkpoint."""

@@ -111,19 +111,19 @@ class Keyring:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, Caller | None]] = {}
         self._noted: dict[str, float] = {}
-        self._closed: tuple[float, bool] = (0.0, False)
+        self._requires_key: tuple[float, bool] = (0.0, False)
 
     def requires_key(self) -> bool | None:
         """Whether requests need a key, or None if the database must be read again. True never changes
         back."""
-        until, closed = self._closed
-        return closed if closed or time.monotonic() < until else None
+        until, required = self._requires_key
+        return required if required or time.monotonic() < until else None
 
     def read_requires_key(self) -> bool:
         with self._database.reading() as session:
-            closed = any_made(session)
-        self._closed = time.monotonic() + _KNOWN_FOR_SECONDS, closed
-        return closed
+            required = any_made(session)
+        self._requires_key = time.monotonic() + _KNOWN_FOR_SECONDS, required
+        return required
 
     def cached(self, key: str) -> tuple[bool, Caller | None]:
         """Whether the cache knows the key, and its caller; does not read the database."""

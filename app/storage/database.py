@@ -174,7 +174,7 @@ class Database:
 
     def fill_pool(self) -> None:
         """Opens the connections that SQLite's pool keeps, so that no request has to, and a process has as
-        many open files at its start as later on. A server's connections are opened when they are needed."""
+        many open files at its start as later on. PostgreSQL's connections are opened when they are needed."""
         if isinstance(pool := self.engine.pool, QueuePool) and self.is_sqlite:
             with contextlib.ExitStack() as opened:
                 for _ in range(pool.size()):
@@ -271,7 +271,7 @@ class _SqliteFile:
         self._known: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Remembers the file on the first call, and compares the file with it on later calls.
+        """Remembers the file's inode on the first call, and checks on later calls that it is the same.
 
         Raises:
             ReplacedDatabase: the file was deleted or replaced.

@@ -85,7 +85,7 @@ class Job(Owned, Base):
     created_at: Mapped[float]
     status: Mapped[JobStatus] = mapped_column(String)
     requested: Mapped[RequestedAction | None] = mapped_column(String)
-    """A state that a user has requested and the worker has not applied yet."""
+    """An action that a user has requested (pause, cancel, stop) and the worker has not finished yet."""
     priority: Mapped[int]
     place: Mapped[float]
     """The place in the queue, lowest first: the time of submission, minus a bonus for priority."""

@@ -16,7 +16,7 @@ from app.jobs.lifecycle import Submission
 from app.jobs.schemas import DatasetConfig, TrainingRequest
 from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models
-from app.models.base_models import BaseModel
+from app.models.base_models import PlannableModel
 from app.planning.devices import Device
 from app.planning.inputs import PlanningInputs
 from app.planning.plan import make_plan
@@ -197,7 +197,7 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _profile_key(spec: Spec, base: BaseModel, device: Device) -> ProfileKey:
+def _profile_key(spec: Spec, base: PlannableModel, device: Device) -> ProfileKey:
     recipe = recipe_of(spec, device)
     return ProfileKey(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
 

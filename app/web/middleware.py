@@ -49,7 +49,7 @@ time."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"
-"""Prefixes of the routes whose body may contain samples."""
+"""The prefix of the routes whose body may contain samples."""
 _PAGES = ("/", "/docs")
 _PUBLIC_PATHS = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
@@ -57,7 +57,7 @@ _BODY_SECONDS = 60.0
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _MAX_PATH_CHARS = 500
 _MAX_LENGTH_DIGITS = 15
-"""Digits of a content-length that are worth reading as a number."""
+"""A content-length with more digits than this is too large, and is not even parsed."""
 
 
 _AN_ADDRESS = re.compile(r"[\w.:%-]{1,64}", re.ASCII)

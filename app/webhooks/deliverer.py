@@ -77,7 +77,6 @@ class Deliverer:
         self._choosing = threading.Lock()
         self._under_way: Counter[tuple[str, str | None]] = Counter()
         """Deliveries in progress, by owner and by host."""
-        """Deliveries in progress, by owner and by host."""
         self._served: dict[tuple[str | None, str | None], int] = {}
         """The turn in which an owner's last delivery to a host began; the host None stands for any host."""
         self._turns = 0

@@ -44,7 +44,7 @@ def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
 
 @pytest.fixture(scope="module")
 def ended(accrue: Accrue) -> list[str]:
-    """Two jobs that have gone a few steps."""
+    """Two jobs that have trained for a few steps."""
     data = {"texts": ["one", "two", "three"], "max_length": 16}
     jobs = [accrue.submit(dataset_config=data, training_config={"max_steps": 3}) for _ in range(2)]
     assert [accrue.ended(job_id)["status"] for job_id in jobs] == ["succeeded", "succeeded"]

@@ -41,7 +41,7 @@ def test_every_command_is_covered_by_a_test() -> None:
 
 
 def run(shared: Accrue, *words: str, status: int = 0) -> str:
-    """What a command says on standard output, where it ends as it should."""
+    """Runs a command that must end with `status`. Returns its output or, if that is not 0, its errors."""
     done = shared.command(*words)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout if status == 0 else done.stderr

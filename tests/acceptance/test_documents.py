@@ -74,7 +74,7 @@ def commands_of(name: str) -> list[str]:
 
 
 def open_again(accrue: Accrue) -> None:
-    """Without keys, as it was before one was made."""
+    """Deletes all keys and restarts the service, so that it needs none again."""
     with closing(sqlite3.connect(accrue.data / "accrue.db", isolation_level=None)) as connection:
         connection.execute("DELETE FROM keys")
     service = accrue.processes.pop(0)

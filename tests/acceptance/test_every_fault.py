@@ -47,7 +47,7 @@ def succeeded(accrue: Accrue, job_id: str, seconds: float = 240) -> str:
 
 
 def holds(accrue: Accrue, job_id: str, undisturbed: dict[str, Any]) -> None:
-    """The oracle: the job is there and done once, by one trainer at a time, with the same end to the bit."""
+    """Checks that the job ended exactly once, had one trainer at a time, and ended with identical bits."""
     succeeded(accrue, job_id)
     attempts = [json.loads(line)["attempt"] for line in whole_lines(accrue.run(job_id).metrics)]
     assert all(before <= after for before, after in pairwise(attempts)), "two trainers wrote at once"
@@ -351,7 +351,7 @@ def test_cancelling_during_the_end_records_a_single_end(accrue: Accrue) -> None:
 def test_kills_at_random_moments(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
     """A hundred kills of trainers, over as many jobs as that takes.
 
-    There is a new checkpoint between any two of a job: three without one are the end of it.
+    Between any two kills of a job there is a new checkpoint, since three crashes without one fail the job.
     """
     accrue.serve()
     accrue.start("worker")
@@ -387,7 +387,7 @@ def killed_at(accrue: Accrue, job_id: str, step: int) -> bool:
 
 
 def test_digests_differ_for_a_single_bit(tmp_path: Path) -> None:
-    """The oracle itself: one bit more or less is another end."""
+    """Checks the comparison itself: a difference of one bit counts as a different result."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(b"\x00" * 100)
     other.write_bytes(b"\x00" * 99 + b"\x01")
@@ -413,7 +413,8 @@ def test_postgresql_restarted_under_a_running_job(
 def test_connections_lost_around_commits(
     tmp_path: Path, server: Server, database_url: str, undisturbed: dict[str, Any], cut: Cut
 ) -> None:
-    """Whether a commit whose answer is lost was done, nobody knows: neither may lose or double anything."""
+    """If the answer to a commit is lost, nobody knows whether it was done: neither service nor worker may
+    lose or repeat anything."""
     proxy = Proxy(server.folder)
     name = database_url.split("?")[0].rsplit("/", 1)[1]
     with running(tmp_path, f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/{name}") as accrue:

@@ -15,7 +15,7 @@ from tests.harness.service import TRAINING, Accrue
 pytestmark = pytest.mark.thorough
 
 DRAWN = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
-"""Another in every run, and the same in all of a run's processes, which collect the tests each."""
+"""Different in each run, but the same in all processes of one run, since each of them collects the tests."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.harness.service import Accrue, running
 pytestmark = pytest.mark.thorough
 
 CASES = int(os.environ.get("ACCRUE_FUZZ_CASES", "0"))
-"""For each operation, of each kind, drawn at random: `make test-fuzz`. Otherwise a few, always the same."""
+"""Random cases per operation and kind of data (`make test-fuzz`); 0: a few fixed ones."""
 
 FEW = 4
 DRAWING: dict[str, Any] = {
@@ -45,7 +45,7 @@ KINDS = [
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
     if mode == GenerationMode.POSITIVE or operation.body or list(operation.iter_parameters())
 ]
-"""With what the document allows, and with what it does not, where there is anything to say."""
+"""Each operation with valid data and, if it takes any, with invalid data."""
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def is_http(case: Any) -> bool:
 
 
 def is_sent_whole(case: Any) -> bool:
-    """Whether a URL tells every parameter drawn from one that is allowed: a list or an object without
-    members leaves no trace in it, and a list of one member looks like that member."""
+    """Whether drawn parameters stay distinguishable from allowed ones in the URL: an empty list or object
+    leaves no trace in it, and a list of one member looks like that member."""
     return all(_leaves_its_kind(value) for value in (case.query or {}).values())
 
 

@@ -49,7 +49,7 @@ STRANGE_NUMBERS = [
 
 
 class Canary:
-    """Sings when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,7 @@ def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
 
 
 def refused(answer: Any) -> None:
-    """With a reason, and nothing of the machine in it."""
+    """Checks that a request was refused with a reason that reveals nothing about the machine."""
     assert 400 <= answer.status_code < 500, answer.text
     if answer.content:
         assert answer.json()["error"]["message"]

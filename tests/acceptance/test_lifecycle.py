@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
 
 
 def processes_of(data: Path) -> dict[int, str]:
-    """By its id, the command line of every process that works on a data folder."""
+    """The processes that work on a data folder: the command line of each, by process id."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -30,7 +30,7 @@ def processes_of(data: Path) -> dict[int, str]:
 
 @pytest.fixture
 def up(accrue: Accrue) -> Iterator[subprocess.Popen[bytes]]:
-    """`accrue up`, with everything that it starts, the profiler among it."""
+    """`accrue up` with everything that it starts, including the profiler."""
     env = {**accrue.env, "ACCRUE_PROFILER": "true"}
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", "up"], env=env, stdout=subprocess.DEVNULL,

@@ -75,7 +75,7 @@ def refused(accrue: Accrue) -> str:
 
 
 def asked_for_everything(accrue: Accrue, *job_ids: str) -> list[str]:
-    """Every answer that a GET gives of these jobs, but for the data itself and the model's weights."""
+    """The answers of all GETs about these jobs, except the data itself and the model's weights."""
     document: dict[str, Any] = accrue.get("/openapi.json")
     told = [json.dumps(document)]
     for path, operations in document["paths"].items():

@@ -32,7 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
 
 @pytest.fixture
 def noticed(service: Accrue) -> Iterator[PageErrors]:
-    """Checked at the end of every test."""
+    """The errors of a test's page; there must be none at the end."""
     noticed = PageErrors(service.url)
     yield noticed
     assert noticed.faults == []

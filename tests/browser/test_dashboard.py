@@ -325,7 +325,7 @@ def test_every_page_is_accessible_and_fits(
 
 
 def faults_of(page: Page) -> list[str]:
-    """Of accessibility: the serious ones that axe finds."""
+    """The serious accessibility problems that axe finds."""
     found = Axe().run(page).response["violations"]
     return [
         f"{each['id']}: {each['nodes'][0]['html']}"

@@ -154,7 +154,7 @@ def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_our_code_does_not_synchronise_within_a_window(dtype: torch.dtype) -> None:
-    """PyTorch itself warns where the host waits; only transformers' search for packed rows may."""
+    """PyTorch itself warns where the host waits; only transformers' search for packed rows may wait."""
     import traceback
     import warnings
 

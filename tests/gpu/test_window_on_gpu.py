@@ -62,7 +62,7 @@ def test_an_fp16_overflow_is_replayed_at_lower_scales_until_finite() -> None:
 
 
 def test_adding_a_micro_batch_reads_nothing_back() -> None:
-    """PyTorch itself raises where our frames wait for the device; transformers' are warmed up before."""
+    """PyTorch itself raises an error if adding a micro-batch waits for the device."""
     weight = torch.nn.Parameter(torch.ones(1000, device="cuda"))
     window = Window([weight], torch.optim.SGD([weight], lr=0.1), Clipping(1.0))
     window.open(denominator=10)

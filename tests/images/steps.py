@@ -22,8 +22,8 @@ HERE = Path(__file__).parents[2]
 MIRROR = "http://deb.debian.org/debian"
 HEALTHY_WITHIN = 90.0
 WRITABLE = {"/data", "/home/accrue", "/tmp", "/var/tmp", "/run/lock", "/dev/shm", "/dev/mqueue"}
-"""The data folder, and what every Linux has for everybody; the compose file makes all but the first read-only
-or empties it."""
+"""The data folder, and the folders that anyone may write to on any Linux; the compose file makes the latter
+read-only or empties them."""
 
 PACKAGES_OF_THIS_MACHINE = ("/opt/pypi", "/opt/pypi-more", "/opt/wheels")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -55,7 +55,7 @@ class Image:
         return done.returncode == 0
 
     def writable(self) -> set[str]:
-        """Folders that the image's user may write in, the uppermost of each tree."""
+        """The topmost folders that the image's user may write to."""
         command = self._within(["find", "/", "-xdev", "-type", "d", "-writable", "-prune"])
         found = subprocess.run(command, env=self._env(), capture_output=True, text=True)
         return set(found.stdout.split())
@@ -99,10 +99,10 @@ def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
 
 
 def carry_out(image: Image, name: str, rest: str) -> None:
-    """One instruction.
+    """Carries out one instruction.
 
     Raises:
-        ValueError: none that is known here.
+        ValueError: the instruction is unknown.
     """
     if name == "RUN":
         print(f"RUN {rest[:100]}", flush=True)

@@ -217,7 +217,7 @@ def test_every_transition_records_an_event(database: Database) -> None:
 
 @contextmanager
 def clock_moved(database: Database, seconds: float) -> Iterator[Database]:
-    """The same database by a clock that was moved."""
+    """The same database, with its clock moved."""
     moved = Database(database.url)
     honest = {"sqlite": _sqlite_now, "postgresql": _postgresql_now}
     for name, now in honest.items():

@@ -253,7 +253,7 @@ class Queue(RuleBasedStateMachine):
     def _by_person(
         self, action: Callable[[Any], Any], job_id: str, *, refused: tuple[str, ...], rescues: bool = True
     ) -> bool:
-        """Done by a person, unless the job's state excludes it; what was expired is rescued on the way."""
+        """A user's action, refused in the states `refused`; it first requeues jobs with expired leases."""
         own = self.model[job_id]
         try:
             with self.database.writing() as session:

@@ -22,7 +22,7 @@ CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
 
 
 def measure(database: Database, peak_gb: float, tokens: int = 128) -> str:
-    """A job of three steps whose process took so much."""
+    """A job of three steps that measured this peak memory."""
     job_id = submitted(database)
     with database.writing() as session:
         job = session.get_one(Job, job_id)

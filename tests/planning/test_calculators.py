@@ -95,7 +95,7 @@ def test_json_is_read_despite_a_form_content_type(client: TestClient) -> None:
 
 
 def test_batch_size_from_raw_figures(client: TestClient) -> None:
-    """Forty samples fit: 256 wanted is 7 steps, never 240."""
+    """Forty samples fit: a target of 256 takes 7 steps and stays 256, instead of becoming 6 × 40 = 240."""
     figures = {"model_size_gb": 1, "activation_memory_per_sample_mb": 1024, "available_memory_gb": 50}
     body = {
         **figures,

@@ -56,7 +56,7 @@ def test_estimates_from_different_sources_are_compared_by_formula_ratio(off: flo
 
 @dataclass
 class ByPoint:
-    """As a simulation that finds so many times what the formula does."""
+    """Acts as a simulation that predicts `off` times what the formula predicts."""
 
     off: float
     source: Literal["simulated"] = "simulated"

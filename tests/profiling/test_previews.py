@@ -50,7 +50,7 @@ def worker(database: Database) -> None:
 
 
 def requested(database: Database, settings: Settings, order: PreviewSpec) -> DatasetPreview:
-    """What the service hears, which waits in a thread while this one is the profiler."""
+    """Requests a preview as the service does, in a thread, while this thread acts as the profiler."""
     with ThreadPoolExecutor(1) as service:
         heard = service.submit(asyncio.run, previews.ask(database, order, 30.0))
         until(lambda: heard.done() or profiler.answer_one(database, settings), 30)
@@ -108,7 +108,7 @@ def test_an_endless_template_is_killed(
 def test_a_preview_ends_with_the_process_that_its_worker_started(
     settings: Settings, order: PreviewSpec, tmp_path: Path
 ) -> None:
-    """It holds nothing open that would keep the fork server alive, and ends with it."""
+    """The preview holds nothing open that would keep the fork server alive, and ends with that server."""
     script = f"""
 import multiprocessing, sys
 from pathlib import Path

@@ -16,7 +16,7 @@ from app.contract.data_formats import BadLine, parse_line
 from app.datasets import files
 from app.errors import ReplacedDatabase
 from app.jobs import lifecycle
-from app.jobs.events import record_event_of
+from app.jobs.events import record_event_without_webhook
 from app.main import create_app
 from app.maintenance.data_folder import clean
 from app.maintenance.retention import delete_expired
@@ -250,7 +250,7 @@ def test_numbers_with_thousands_of_digits_are_rejected(client: TestClient, numbe
 
 
 def test_uploading_an_identical_file_repairs_a_damaged_copy(database: Database, settings: Settings) -> None:
-    """And never take its content."""
+    """A damaged copy never becomes the content of the new file."""
 
     def store() -> Path:
         path = settings.files_dir / new_id("file")
@@ -289,7 +289,7 @@ def test_what_a_killed_service_left_behind_is_removed_at_the_next_start(settings
 
 
 def test_cleanup_keeps_files_of_another_database(settings: Settings) -> None:
-    """A database that was deleted, or the URL of another: what it does not name is not ours to remove."""
+    """The database may have been deleted, or the URL may name another: files without a row are not ours."""
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
         job = submit(client)
     run = settings.runs_dir / job["id"]
@@ -409,7 +409,7 @@ def test_the_stream_of_a_revoked_key_ends(settings: Settings, monkeypatch: pytes
 def test_events_stay_in_order_when_a_host_s_clock_is_behind(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream goes on behind the last id it has seen: one that came later must not sort before it."""
+    """A stream continues after the last id it has seen, so no later event may sort before that id."""
     from app.storage import ids
 
     job_id = submitted(database)
@@ -417,7 +417,7 @@ def test_events_stay_in_order_when_a_host_s_clock_is_behind(
     for behind in (0, 3600, 7200):
         monkeypatch.setattr(ids.time, "time_ns", lambda behind=behind: now - behind * 10**9)
         with database.writing() as session:
-            record_event_of(session, job_id, 0, f"behind-{behind}", "")
+            record_event_without_webhook(session, job_id, 0, f"behind-{behind}", "")
     with database.reading() as session:
         types = session.scalars(
             select(JobEvent.type).where(JobEvent.job_id == job_id).order_by(JobEvent.id)
@@ -425,7 +425,7 @@ def test_events_stay_in_order_when_a_host_s_clock_is_behind(
     assert types == ["submitted", "behind-0", "behind-3600", "behind-7200"]
 
 
-def test_an_upload_is_a_form_by_a_key_that_may_write(settings: Settings) -> None:
+def test_an_upload_must_be_a_form_and_its_key_must_have_write(settings: Settings) -> None:
     with service(settings) as (client, mine):
         reader = key_for(client.app.state.database, "read")  # type: ignore[attr-defined]
         form = {"file": ("data.jsonl", b'{"text": "a"}\n')}

@@ -133,7 +133,7 @@ def test_invalid_inline_samples_are_rejected(client: TestClient, given: dict[str
 
 
 def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestClient) -> None:
-    from app.jobs.events import record_event_of
+    from app.jobs.events import record_event_without_webhook
     from tests.harness.log_lines import line
     from workers.ingest import _store_metrics
 
@@ -145,7 +145,7 @@ def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestC
             session, job,
             [line(step, loss=1 / step).model_copy(update={"time": now + step}) for step in range(1, 31)],
         )  # fmt: skip
-        record_event_of(
+        record_event_without_webhook(
             session, job, 1, "evaluation", "evaluated", data={"step": 20, "loss": 0.25, "best": True}
         )
     events: list[dict[str, Any]] = []

@@ -69,7 +69,7 @@ def test_jobs_can_be_filtered_by_any_user_id(client: TestClient, user: str | int
 
 
 def timed_out(database: Database, count: int) -> list[str]:
-    """Jobs that ran longer than they may; they wait no more."""
+    """Jobs that exceeded their timeout, and so no longer count as waiting."""
     ids = []
     for _ in range(count):
         job_id = submitted(

@@ -47,7 +47,7 @@ def stored(file_id: str, **fields: Any) -> File:
 
 
 def quickly(work: Any, seconds: float = 3.0) -> Any:
-    """Far more than it takes, and far less than it took."""
+    """Checks the time of some work: the limit is far above its time now, and far below that of the attack."""
     began = time.monotonic()
     done = work()
     assert time.monotonic() - began < seconds

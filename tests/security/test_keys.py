@@ -20,7 +20,7 @@ from app.storage.tables import Key
 from tests.harness.requests import JOB, PATH, key_for
 
 OPEN = {"/healthz", "/readyz"}
-"""Whether the service is up anybody may ask."""
+"""Routes that need no key: anybody may ask whether the service is up."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def operations(client: TestClient) -> Iterator[tuple[str, str]]:
 
 
 def without(id_: str, text: str) -> str:
-    """An answer's words without the id that was asked for, and the one of the request."""
+    """An answer's text with the id that was asked for, and its random part, replaced by "ID"."""
     return text.replace(id_, "ID").replace(id_.partition("-")[2], "ID")
 
 

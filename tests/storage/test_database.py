@@ -134,7 +134,7 @@ def test_data_of_the_first_release_can_be_upgraded_and_downgraded(
 
 
 def fill(database: Database) -> None:
-    """A row in every table, and jobs of unlike priority, in the words of the tables as they stand."""
+    """Inserts a row into every table, and jobs of different priorities, by the columns that exist now."""
     tables = MetaData()
     tables.reflect(database.engine)
     with database.writing() as session:

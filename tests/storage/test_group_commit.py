@@ -16,7 +16,7 @@ from app.storage.tables import Configuration
 
 
 def kept(name: str, content: str = "") -> Callable[[None, Database], str]:
-    """What stores a row, and gives its name."""
+    """A write that stores a row and returns its name."""
 
     def write(_: None, database: Database) -> str:
         with database.writing() as session:
@@ -38,7 +38,7 @@ def nothing() -> None:
 
 
 def all_at_once(database: Database, *writes: Callable[[None, Database], str]) -> list[str | BaseException]:
-    """What each of the callers hears: the writes come while the thread is at work, and make one group."""
+    """What each caller receives if all writes arrive while the thread is busy, and so form one group."""
     busy = threading.Event()
 
     async def ask() -> list[str | BaseException]:

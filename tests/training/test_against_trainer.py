@@ -1,6 +1,6 @@
 """Compares Accrue with Hugging Face Trainer: for each guarantee, the error of both where Trainer can run.
 
-The table is printed at the end of the test run. Only our side is asserted: theirs may be mended any day.
+The table is printed at the end of the test run. Only our side is asserted: theirs may be fixed at any time.
 """
 
 import functools
@@ -172,7 +172,7 @@ def test_label_smoothing(tmp_path: Path) -> None:
 
 
 def test_mixture_of_experts(tmp_path: Path) -> None:
-    """Against an fp64 reference with eager experts; the share of the balance loss is what goes wrong."""
+    """Against an fp64 reference with eager experts; Trainer gives the balance loss the wrong weight."""
     double, single = both("mixtral")
     rows = make_rows(K * ROWS)
     true, _ = true_gradient(double, rows, aux=0.05)

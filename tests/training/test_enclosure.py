@@ -69,7 +69,7 @@ def started(what: str, folder: Path, how: str) -> subprocess.Popen[bytes]:
 
 
 def is_still(folder: Path) -> bool:
-    """Whether what touched a file all the time is gone."""
+    """Whether the process that keeps touching a file has ended."""
     seen = (folder / "alive").stat().st_mtime_ns
     try:
         until(lambda: (folder / "alive").stat().st_mtime_ns != seen, 0.5)
@@ -158,7 +158,7 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
 
 
 def test_work_still_runs_if_namespaces_cannot_be_set_up(tmp_path: Path) -> None:
-    """As on systems that let a user have namespaces, and then do not let them be set up."""
+    """As on systems that let a user create namespaces, and then forbid setting them up."""
     script = SCRIPT.replace(
         "sys.exit(run_enclosed(",
         "from workers.training import enclosure\n"

@@ -51,7 +51,7 @@ def lay_family(folder: Path, family: str, spec: Spec, **plan: Any) -> RunDirecto
 
 @pytest.mark.parametrize("scope", ["window", "sequence"])
 def test_a_mixture_of_experts_trains_the_same_in_every_split(tmp_path: Path, scope: Any) -> None:
-    """Its balance loss is on record apart from the loss; no certificate is broken by expert jitter."""
+    """The balance loss is logged separately from the loss, and the certificate holds."""
     spec = make_spec(data=small_data(), max_steps=4, aux_scope=scope, certificate=True)
     spec = spec.model_copy(update={"gradient_checkpointing": scope == "sequence"})
     quiet = CONFIGS["mixtral"].to_dict() | {"router_jitter_noise": 0.0}
@@ -103,7 +103,7 @@ def test_dropout_does_not_affect_the_certificate(tmp_path: Path, checkpointing: 
 
 
 def test_activations_are_recomputed_while_nothing_is_random(tmp_path: Path) -> None:
-    """OPT drops in the very layers that checkpoint: no dropout inside, and each layer's forward twice."""
+    """OPT has dropout in the very layers that are recomputed: it must be off, and each forward run twice."""
     import torch
 
     from workers.training.model import recompute_activations, without_randomness

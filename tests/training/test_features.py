@@ -192,7 +192,7 @@ def test_the_certificate_is_recorded_and_does_not_change_training(tmp_path: Path
 def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loss that depends on how many samples a micro-batch has is none that can be accumulated."""
+    """A loss that depends on the number of samples in a micro-batch cannot be accumulated."""
     scale_losses(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     with pytest.raises(CannotTrain, match="equivalence_check: false"):
@@ -429,7 +429,7 @@ def test_line_weights_scale_their_share_of_the_loss(tmp_path: Path) -> None:
 def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a test it only seems so: of 1 GiB with more than 8 samples at once."""
+    """Simulated: with more than 8 samples at once, 1 GiB seems to be in use, twice the limit."""
     limit, taken = 2**29, {"peak": 2**30}  # of loading the model, which is no window's fault
     monkeypatch.setattr(memory, "in_use", lambda device: 2**28)
     monkeypatch.setattr(memory, "peak", lambda device: taken["peak"])

@@ -126,7 +126,7 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, marker: int) -> None:
-    """The loss of a batch that holds the marker token is no number."""
+    """Makes the loss of every batch with the marker token NaN."""
     scale_losses(monkeypatch, lambda batch: float("nan") if bool((batch.input_ids == marker).any()) else 1.0)
 
 

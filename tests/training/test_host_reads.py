@@ -1,7 +1,7 @@
 """Accrue's code reads nothing from the device before a window ends; transformers' reads are listed.
 
-A read is what makes a GPU's host wait: a tensor's value as a Python number or its copy to the host. They
-are caught on a CPU too, as the operations that they are.
+A read is what makes a GPU's host wait: a tensor's value as a Python number or its copy to the host. On a
+CPU, the same operations are caught, although they do not wait.
 """
 
 import traceback

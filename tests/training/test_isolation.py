@@ -97,11 +97,11 @@ def laid(folder: Path) -> RunDirectory:
 
 
 def look(run: RunDirectory, hidden: Path | None, *words: str) -> dict[str, Any]:
-    """What a process that is isolated as a trainer is can do.
+    """What a process with a trainer's isolation can do.
 
     Args:
-        hidden: the folder that is named to it; null: none.
-        words: before the command.
+        hidden: the folder that it is told to hide; None for no folder.
+        words: put before the command.
     """
     shared = Path(tempfile.gettempdir()) / f"accrue-test-{os.getpid()}"
     shared.write_text("of somebody else")

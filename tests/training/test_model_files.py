@@ -17,7 +17,7 @@ from tests.harness.runs import create_run, events_of, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
 from workers.training.exceptions import CannotTrain
-from workers.training.loading import load_tokenizer, staged
+from workers.training.loading import load_tokenizer, stage_base_model
 from workers.training.model_files import stage
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
@@ -54,7 +54,7 @@ def failure_of(run: RunDirectory) -> str:
 
 
 def secret_beside(model: Path, folder: Path) -> Path:
-    """A file that is not the model's, which has no vocabulary of its own any more."""
+    """Creates a secret file outside the model's folder, and removes the model's own vocabulary."""
     secret = folder / "secret.txt"
     secret.write_text(SECRET)
     (model / "tokenizer.json").unlink()
@@ -89,7 +89,7 @@ def test_tokenizer_fields_that_name_files_are_dropped(
 def test_no_file_outside_of_the_staged_folder_is_opened(
     model: Path, tmp_path: Path, tokenizer_class: str, file: str
 ) -> None:
-    """By whatever file of the model a tokenizer's class is told of it, and whether the tokenizer works."""
+    """Whichever of the model's files names the outside file, and whether or not the tokenizer then works."""
     secret = secret_beside(model, tmp_path)
     (model / "vocab.json").write_text(json.dumps({"a": 0, "[UNK]": 1, "[SEP]": 2}))
     (model / "merges.txt").write_text("#version: 0.2\n")
@@ -199,12 +199,12 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
     assignment = assignment.model_copy(
         update={"spec": assignment.spec.model_copy(update={"model": reference})}
     )
-    staged(assignment, run)
+    stage_base_model(assignment, run)
     weights = load_file(model / "model.safetensors")
     name = next(iter(weights))
     save_file({**weights, name: weights[name] + 1}, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CannotTrain, match="submitted with"):
-        staged(assignment, run)
+        stage_base_model(assignment, run)
     without = assignment.model_copy(
         update={
             "spec": assignment.spec.model_copy(
@@ -213,7 +213,7 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
         }
     )
     with pytest.raises(CannotTrain, match="first attempt"):
-        staged(without, run)
+        stage_base_model(without, run)
 
 
 @pytest.mark.thorough

@@ -34,8 +34,8 @@ def measured_on_a_quadratic(
             if number == 0:
                 window.record_first_norm()
         closed = window.close()
-        assert closed.tapped_norm is not None
-        found.append(Measurement(closed.tapped_norm, first, first, closed.grad_norm, batch, batch).packed())
+        assert closed.first_norm is not None
+        found.append(Measurement(closed.first_norm, first, first, closed.grad_norm, batch, batch).packed())
     return found
 
 
@@ -69,7 +69,7 @@ def test_few_measurements_or_pure_noise_give_no_bounded_estimate() -> None:
 def true_noise_scale(run_folder: Path) -> float:
     """From each sample's own gradient g and targets n: the mean of |g - n·G|² over n̄²|G|²."""
     run = create_run(run_folder)
-    model, tokenizer, _ = loading.load(run.assignment(), loading.staged(run.assignment(), run))
+    model, tokenizer, _ = loading.load(run.assignment(), loading.stage_base_model(run.assignment(), run))
     samples = Samples(run_folder / "data")
     loss = TokenLoss(model)
     counts = samples.targets.astype(float)

@@ -101,7 +101,7 @@ def test_a_mean_of_means_differs_from_the_window_s_gradient(window64: Window64) 
 def test_ten_steps_end_in_the_same_weights_for_accumulation_1_4_and_16(
     family: str, optimizer: str, window64: Window64
 ) -> None:
-    """The distance between the runs, as a share of the way that training went.
+    """The distance between the runs, relative to the distance that training covered.
 
     In fp64: Adam divides a gradient by its own size, so that where that is next to nothing, or a ReLU is at
     its kink, the last bit of fp32 becomes a whole step of a weight.

@@ -36,7 +36,7 @@ SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 
 
 class Receiver:
-    """Somebody who is told, and answers as they are made to."""
+    """A webhook receiver that records deliveries, and answers with prescribed statuses."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []

@@ -14,7 +14,7 @@ LAST_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def bystander(pid: int) -> subprocess.Popen[bytes] | None:
-    """A process that is given the id of another that is gone; null where the kernel does not do it."""
+    """A process with the id of one that has ended; None if the kernel does not allow choosing the id."""
     for _ in range(50):
         try:
             LAST_PROCESS_ID.write_text(str(pid - 1))

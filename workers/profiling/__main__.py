@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def answer_one(database: Database) -> bool:
-    """Makes the oldest requested profile. Returns False if there is no request."""
+    """Makes the newest requested profile. Returns False if there is no request."""
     with database.reading() as session:
         if not profiles.waiting(session):
             return False

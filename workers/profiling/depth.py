@@ -14,8 +14,7 @@ class Depth:
     period: int
     traced: int
     copies: int
-    """How often the third of the four groups has to be repeated for the full depth; 0 if the whole model is
-    traced."""
+    """How many times the third of the four groups occurs at full depth; 0 if the whole model is traced."""
 
     def group_of(self, layer: int) -> int:
         """A layer's group; remaining layers that fill no group belong to the last group."""
@@ -23,7 +22,8 @@ class Depth:
 
 
 def depth_for(layers: int, period: int) -> Depth:
-    """Four groups and the remaining layers represent the model; a model with no more layers is traced whole.
+    """Four groups and the layers that fill no group represent a model; one with fewer than five groups is
+    traced whole.
 
     >>> depth_for(32, 1)
     Depth(period=1, traced=4, copies=29)
@@ -38,7 +38,7 @@ def period_of(config: dict[str, Any], sequence: int) -> int:
     """The period at which the kinds of layers repeat, or the number of layers if they do not repeat.
 
     Args:
-        sequence: tokens of a sample; up to the window's length, sliding attention equals full attention.
+        sequence: tokens of a sample; up to the `sliding_window`, sliding attention equals full attention.
     """
     layers = layers_in(config)
     if config.get("mlp_only_layers"):
@@ -70,7 +70,7 @@ def layers_in(config: dict[str, Any]) -> int:
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config of a model with only `layers` layers, each of its kind in the full model.
+    """The config of a model with only `layers` layers, each of the kind that it has in the full model.
 
     Kinds that only appear later in the full model replace those of the last layers; they differ only in the
     mask.

@@ -152,8 +152,8 @@ class PeakCandidates:
         )
 
 
-def growing(tape: Tape, known: Growths) -> PeakCandidates:
-    """The points of a tape whose blocks' growths are known."""
+def peak_candidates(tape: Tape, known: Growths) -> PeakCandidates:
+    """The points of a tape that may be its peak; `known` is how each of its blocks grows."""
     events = list(tape.events())
     blocks = [tape.blocks[event.block] for event in events]
     signs = np.array([1.0 if event.allocates else -1.0 for event in events])

@@ -21,7 +21,8 @@ def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> lis
     """Installs hooks that set the recorder's group of layers, forward and backward. Returns the hooks.
 
     Args:
-        routed: whether the loss uses the routers' outputs; the group of the inputs then counts.
+        routed: whether the loss uses the routers' outputs; each operator of the loss then belongs to the
+            group of its inputs.
     """
     layers = layers_of(model)
     hooks: list[Any] = []

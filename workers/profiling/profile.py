@@ -15,8 +15,8 @@ from workers.profiling.growth import (
     PeakCandidates,
     Range,
     TracedSize,
-    growing,
     growths,
+    peak_candidates,
     tape_at,
 )
 from workers.profiling.simulate import Chunks, Simulation
@@ -67,7 +67,7 @@ def profiles(
     curve = Curve(
         sequence=sequence,
         stretches=tuple(
-            _stretch(way.growing, within, end)
+            _stretch(way.peak_candidates, within, end)
             for (way, within), end in zip(ways, [*starts[1:], inf], strict=True)
         ),
         reserved=_reserved(ways, recipe),
@@ -102,7 +102,7 @@ class _StepVariant:
     def __init__(self, simulation: Simulation, one: TracedSize, other: TracedSize) -> None:
         self.known: Growths = growths(one, other)
         self.tape = simulation.unrolled(one.tape)
-        self.growing: PeakCandidates = growing(self.tape, self.known)
+        self.peak_candidates: PeakCandidates = peak_candidates(self.tape, self.known)
 
 
 def _step_variants(

@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.by_origin = False
-        """Whether an operator is assigned to the group of its inputs, as outside of the layers' passes."""
+        """Whether an operator is assigned to the group of its inputs, not to the current place's group."""
         self.expanded: dict[int, int] = {}
         """Quantised blocks, and the bytes that each takes when it is dequantised for use."""
         self._target = target

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
 from app.contract.memory_profile import Recipe
 from app.contract.spec import OptimizerSpec
-from workers.profiling import definitions
+from workers.profiling import quantised_sizes
 from workers.profiling.depth import Depth, config_for, with_layers
 from workers.profiling.layers import follow, layers_of, weights_by_group
 from workers.profiling.on_cuda import OnCuda
@@ -179,7 +179,7 @@ class Simulation:
                 raise
             model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
         if self.recipe.quantised:
-            definitions.to_compute_precision(layers_of(model))
+            quantised_sizes.to_compute_precision(layers_of(model))
         return models.prepare_for_training(
             model,
             lora=self.recipe.lora,
@@ -197,8 +197,8 @@ class Simulation:
         recorder.enter("load")
         for tensor, group in weights_by_group(self._model, self._depth):
             block = recorder.add_existing(tensor, "weights", group)
-            if block is not None and self.recipe.quantised and definitions.is_quantised(tensor, group):
-                recorder.tape.blocks[block].size = definitions.stored_bytes(tensor)
+            if block is not None and self.recipe.quantised and quantised_sizes.is_quantised(tensor, group):
+                recorder.tape.blocks[block].size = quantised_sizes.stored_bytes(tensor)
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()
         parameters = list(model.parameters())
         optimizer = (
@@ -236,7 +236,7 @@ class Simulation:
         for tensor in _states(optimizer):
             block = recorder.label(tensor, "optimizer")
             if block is not None and self.recipe.optimizer == "adamw_8bit":
-                recorder.tape.blocks[block].size = definitions.state_bytes(tensor)
+                recorder.tape.blocks[block].size = quantised_sizes.state_bytes(tensor)
         for parameter in self._model.parameters():
             parameter.grad = None
         recorder.by_origin = False

@@ -181,11 +181,11 @@ def _measures(training: Training) -> bool:
 def _measurement(
     training: Training, window: Indices, groups: Groups, closed: Closed, denominator: float
 ) -> Measurement | None:
-    if closed.tapped_norm is None or not closed.applied:
+    if closed.first_norm is None or not closed.applied:
         return None
     first = window[groups[0]]
     return Measurement(
-        first_norm=closed.tapped_norm,
+        first_norm=closed.first_norm,
         first_samples=len(first),
         first_targets=training.loader.samples.denominator(first),
         norm=closed.grad_norm,

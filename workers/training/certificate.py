@@ -23,7 +23,7 @@ from workers.training.start import Training
 from workers.training.window import Window
 
 TOLERANCE_IN_FP64 = 1e-6
-"""Larger than fp64 rounding, since norms' sums and eager attention's softmax are always computed in fp32."""
+"""Larger than fp64 rounding, since norm layers' sums and eager attention's softmax are always in fp32."""
 
 _SAMPLES_IN_FP64 = 4
 

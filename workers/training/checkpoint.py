@@ -219,8 +219,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def mark_as_best(folder: Path, state: RunState) -> None:
-    """Marks the checkpoint of this state, which is written next, as the best; it is kept instead of the last
-    best."""
+    """Marks the checkpoint of this state, which is about to be written, as the best, in place of the previous
+    best one."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / BEST, name_of(state))
 

@@ -35,8 +35,8 @@ class Totals:
     grad_norm: float
     """Global norm of the whole window's gradient, before clipping."""
     share: float = 0.0
-    """The sum of all values of `share` that were added."""
-    tapped_norm: float | None = None
+    """The sum of the `share` arguments of `Window.add()`, such as the balance loss of the window."""
+    first_norm: float | None = None
     """The gradient's norm when `record_first_norm()` was called."""
     micro_losses: tuple[float, ...] = ()
     """Each micro-batch's part of `loss`; only if requested."""

@@ -68,7 +68,7 @@ class Lifeline:
     def watch_until_end_of_child(self, child: int, *, ends_by: int = signal.SIGKILL) -> None:
         """Watches the lifeline until a child has ended; the caller still has to wait for the child.
 
-        If the supervisor is gone, it ends the child by a signal, then this process. It needs no thread,
+        If the supervisor is gone, it ends the child by a signal, then this process. It uses no thread,
         since a process whose children have their own PID namespace cannot start one.
         """
         heard_at = time.monotonic()

@@ -49,7 +49,7 @@ def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
     return stage(source, target)
 
 
-def staged(assignment: Assignment, run: RunDirectory) -> Path:
+def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
     """Runs `prepare_files` for a run, and checks that every attempt uses the same files.
 
     Raises:

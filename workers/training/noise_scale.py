@@ -6,7 +6,7 @@ noise of a step's gradient is as large as the gradient. Two gradient norms of a 
 
 Here a sample's gradient g is the sum over its n target tokens, and a step's is Σ g / Σ n, so that the noise
 of a sample is (g - n·G) / mean(n). With x = |Σ g|² over the b samples of the first micro-batch and their
-m targets, and y, B, N for the window, E x = m²|G|² + b·R and E y = N²|G|² + B·R, with R = E|g - n·G|².
+m targets, and y, s, t for the window, E x = m²|G|² + b·R and E y = t²|G|² + s·R, with R = E|g - n·G|².
 Both are solved for after averaging over windows, since a ratio of means is not a mean of ratios.
 """
 

@@ -15,7 +15,7 @@ AT_STEP = 3
 MAX_OPERATORS = 100
 
 PHASES = ("data", "routing", "forward", "backward", "synchronise", "optimizer")
-"""`record_function` names the trainer gives to its phases, after "accrue."."""
+"""The names that the trainer gives its phases in `record_function`, without their prefix "accrue."."""
 
 Result = TypeVar("Result")
 

@@ -102,7 +102,7 @@ def start(
     """
     spec, plan = assignment.spec, assignment.plan
     device = models.device_of(plan)
-    base = loading.staged(assignment, run)
+    base = loading.stage_base_model(assignment, run)
     model, tokenizer, notes = loading.load(assignment, base)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")

@@ -177,7 +177,7 @@ _SINCE_VERSION_1 = {
     "eval_loss": "evaluations.loss", "evaluated_at": "evaluations.at_step",
     "evaluations_without_gain": "evaluations.without_gain",
 }  # fmt: skip
-"""Fields of version 1 that have another name now; all others only have a group."""
+"""Fields of version 1 that have another name now; all others kept theirs and were only put into a group."""
 
 
 def _grouped(flat: Mapping[str, Any]) -> dict[str, Any]:

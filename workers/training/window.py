@@ -142,7 +142,7 @@ class Window:
         self._opened = 0.0
         self._loss: Tensor | None = None
         self._share: Tensor | None = None
-        self._tapped: Tensor | None = None
+        self._first_norm: Tensor | None = None
         self._grad_norm: Tensor | None = None
         self._micro_losses: list[Tensor] = []
 
@@ -179,8 +179,8 @@ class Window:
 
         Args:
             loss_sum: the sum of its token losses, a scalar.
-            share: a term that is already this micro-batch's share of the window's loss, such as of a balance
-                loss, so that it is not divided; a scalar.
+            share: a further term of the window's loss that is not divided by the denominator, such as this
+                micro-batch's share of a balance loss; a scalar.
         """
         loss = loss_sum / self._denominator
         whole = loss if share is None else loss + share
@@ -198,10 +198,10 @@ class Window:
             _clip(sums, _norm(_norms(sums)), scaled_limit)
 
     def record_first_norm(self) -> None:
-        """Records the norm of the gradient so far as `Closed.tapped_norm`. Reads nothing back from the
+        """Records the norm of the gradient so far as `Closed.first_norm`. Reads nothing back from the
         device."""
         norm = _norm(_norms(list(self._gradients.sums().values())))
-        self._tapped = norm / self._scale.value if self._scale else norm
+        self._first_norm = norm / self._scale.value if self._scale else norm
 
     def close(self, accept: Callable[[float], bool] | None = None) -> Closed:
         """Decides with one read from the device whether the window is applied, and applies it.
@@ -277,7 +277,7 @@ class Window:
     def abandon(self) -> None:
         """Discards what was accumulated; weights and optimizer stay as they are."""
         self._gradients.clear()
-        self._loss = self._share = self._tapped = self._grad_norm = None
+        self._loss = self._share = self._first_norm = self._grad_norm = None
         self._micro_losses = []
 
     def gradient(self) -> dict[Tensor, Tensor]:
@@ -295,7 +295,7 @@ class Window:
             if (own := [norms[p] for p in parameters if p in norms])
         }
         values = [self._loss, norm, *([] if self._share is None else [self._share])]
-        values += [] if self._tapped is None else [self._tapped]
+        values += [] if self._first_norm is None else [self._first_norm]
         values += [*self._micro_losses, *(_norm(own) for own in layers.values())]
         wider = torch.promote_types(norm.dtype, self._loss.dtype)
         with record_function("accrue.synchronise"):
@@ -310,7 +310,7 @@ class Window:
             grad_norm=next(numbers),
             micro_batches=self._count,
             share=0.0 if self._share is None else next(numbers),
-            tapped_norm=None if self._tapped is None else next(numbers),
+            first_norm=None if self._first_norm is None else next(numbers),
             micro_losses=tuple(next(numbers) for _ in self._micro_losses),
             layer_norms={name: next(numbers) for name in layers},
             synchronise_seconds=seconds,
