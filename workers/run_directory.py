@@ -9,6 +9,7 @@ The trainer writes all others:
     events.jsonl     a line per event, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
+    base_weights     a digest of the weights before the first step
     data/            the tokenised samples
     checkpoints/     step-00000050/, ...
     model/           the trained model
@@ -74,7 +75,13 @@ TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 Content = TypeVar("Content", bound=BaseModel)
 
 
-_MAX_BYTES = {"progress.json": 2**16, "failure.json": 2**16, "outcome.json": 2**20, "completions.json": 2**22}
+_MAX_BYTES = {
+    "base_weights": 2**10,
+    "progress.json": 2**16,
+    "failure.json": 2**16,
+    "outcome.json": 2**20,
+    "completions.json": 2**22,
+}
 """The maximum size in bytes of a trainer's files, by name."""
 
 
@@ -135,6 +142,16 @@ class RunDirectory:
 
     def finish_requested(self) -> bool:
         return os.path.lexists(self.path / _FINISH)  # even if the trainer has put a broken link there
+
+    def write_digest_of_base(self, digest: str) -> None:
+        write_atomically(self.path / "base_weights", digest)
+
+    def digest_of_base(self) -> str | None:
+        """The digest of the weights before the first step; None in runs of earlier versions."""
+        with contextlib.suppress(NotPlain):
+            content = read_plain(self.path, "base_weights", max_bytes=_MAX_BYTES["base_weights"])
+            return None if content is None else content.decode()
+        return None
 
     def write_completions(self, completions: Completions) -> None:
         write_atomically(self.path / "completions.json", completions.model_dump_json(indent=1))

@@ -23,7 +23,7 @@ class OptimizerArguments(Request):
     """Arguments of the chosen optimizer; the defaults are those of its library."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
-    eps: float | None = Field(None, gt=0)
+    eps: float | None = Field(None, gt=0, le=1)
     momentum: float | None = Field(None, ge=0, lt=1)
     nesterov: Flag | None = None
     trust_coefficient: float | None = Field(None, gt=0)

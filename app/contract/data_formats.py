@@ -24,13 +24,16 @@ def _check_weight(weight: float) -> float:
     return weight
 
 
+Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False), AfterValidator(_check_weight)]
+
+
 class Line(BaseModel):
     """The fields of every format. Other keys of a line (ids, sources) are ignored, and an event names them
     once (`unused_keys`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    weight: Annotated[float, AfterValidator(_check_weight)] = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
+    weight: Weight = 1.0
     """How much each of the line's tokens counts toward the loss, relative to those of other lines."""
 
 

@@ -26,9 +26,10 @@ from app.web.dependencies import (
     Limit,
     StreamOf,
 )
+from app.web.forms import SmallFormRoute
 from app.web.pagination import page
 
-router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"])
+router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"], route_class=SmallFormRoute)
 
 RESULTS = "fine-tune-results"
 
@@ -97,9 +98,12 @@ def content(
     if ended is not None:  # the rows are read page by page, and no connection is held between pages
         return csv_response(csv_of_job(database, ended.id), ended.id, stream)
     assert file is not None
-    if not (settings.files_dir / file.id).is_file():
-        raise NotFound(f"The content of file {file_id} is no longer in the data folder.")
-    return send(settings.files_dir / file.id, media_type="application/jsonl", filename=file.filename)
+    try:
+        stored = (settings.files_dir / file.id).open("rb")  # closed once it is sent
+    except FileNotFoundError:
+        message = f"The content of file {file_id} is no longer in the data folder."
+        raise NotFound(message) from None
+    return send(stored, media_type="application/jsonl", filename=file.filename)
 
 
 @router.delete("/{file_id}", summary="Delete a file")

@@ -16,7 +16,7 @@ from app.contract.arguments import (
     reject_unknown_arguments,
 )
 from app.contract.base import Answer, Flag, Request
-from app.contract.data_formats import DataFormat, Role
+from app.contract.data_formats import DataFormat, Role, Weight
 from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
 from app.contract.spec import (
@@ -69,7 +69,7 @@ class InlinePrompt(Request):
 
     prompt: str
     completion: str = Field(min_length=1)
-    weight: float = Field(1.0, ge=0, le=1000)
+    weight: Weight = 1.0
 
 
 class InlineMessage(Request):
@@ -134,7 +134,7 @@ class TrainingConfig(Request):
     max_steps: int | None = Field(
         None, ge=1, le=100_000_000, validation_alias=AliasChoices("max_steps", "steps")
     )
-    learning_rate: float = Field(DEFAULT_LEARNING_RATE, gt=0, le=100)
+    learning_rate: float = Field(DEFAULT_LEARNING_RATE, ge=1e-12, le=100)
     weight_decay: float = Field(0.0, ge=0, le=1)
     optimizer: OptimizerChoice = "adamw"
     optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)

@@ -1,13 +1,14 @@
 """Finds, requests and stores memory profiles."""
 
 import hashlib
+import time
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from anyio import to_thread
-from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy import and_, delete, func, select, update
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Profile, Recipe
@@ -32,7 +33,11 @@ _PROFILER_VERSION = 2
 """The version of the profiler; profiles made by other versions are not used."""
 
 _CLAIM_SECONDS = 60.0
-"""Seconds after which a claimed request may be claimed again."""
+"""Seconds after which a claimed request that was not answered is given up."""
+
+_LOST = "the simulation took too long, or ended the profiler"
+
+_FREE = and_(ProfileRequest.error.is_(None), ProfileRequest.claimed_at.is_(None))
 
 _FORGOTTEN_AFTER = 24 * 3600.0
 """Seconds after which requests are deleted: no client waits any more, and failed ones may be retried."""
@@ -141,6 +146,7 @@ def request(session: Session, wanted: ProfileKey) -> None:
     statement = insert_for(session, ProfileRequest).values(
         key=wanted.key,
         created_at=session.scalar(select(database_now())),
+        requested_by=session.viewer.creator,
         model_name=wanted.model_name,
         architecture=wanted.architecture.fingerprint,
         config=wanted.config,
@@ -187,19 +193,34 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
     return warnings
 
 
-def claim(session: Session) -> ProfileRequest | None:
-    """Claims the newest request that is free; the clients of older ones already got answers by formula."""
-    free = _free()
+def claim(session: Session, served: dict[str | None, float]) -> ProfileRequest | None:
+    """Claims the newest free request of the key that was served least recently; the clients of older requests
+    already got answers by formula.
+
+    A request that was claimed before, and not answered in time, is given up: its simulation may have ended
+    the profiler.
+
+    Args:
+        served: when each key was served last; updated here.
+    """
+    lost = and_(ProfileRequest.error.is_(None), ProfileRequest.claimed_at < database_now() - _CLAIM_SECONDS)
+    session.execute(update(ProfileRequest).where(lost).values(error=_LOST))
+    by_key = select(ProfileRequest.requested_by, func.max(ProfileRequest.created_at)).where(_FREE)
+    waiting = [row.requested_by for row in session.execute(by_key.group_by(ProfileRequest.requested_by))]
+    if not waiting:
+        return None
+    key_id = min(waiting, key=lambda each: served.get(each, 0.0))
+    served[key_id] = time.monotonic()
     newest = (
         select(ProfileRequest.key)
-        .where(free)
+        .where(_FREE, ProfileRequest.requested_by.is_not_distinct_from(key_id))
         .order_by(ProfileRequest.created_at.desc())
         .limit(1)
         .scalar_subquery()
     )
     return session.scalars(
         update(ProfileRequest)
-        .where(ProfileRequest.key == newest, free)
+        .where(ProfileRequest.key == newest, _FREE)
         .values(claimed_at=database_now())
         .returning(ProfileRequest)
     ).one_or_none()
@@ -207,7 +228,7 @@ def claim(session: Session) -> ProfileRequest | None:
 
 def waiting(session: Session) -> bool:
     """Whether any requested profile is still to be made and not claimed."""
-    return session.scalar(select(ProfileRequest.key).where(_free()).limit(1)) is not None
+    return session.scalar(select(ProfileRequest.key).where(_FREE).limit(1)) is not None
 
 
 def store(session: Session, request: ProfileRequest, profile: Profile) -> None:
@@ -258,11 +279,6 @@ def get(session: Session, profile_id: str) -> StoredProfile:
     if stored is None:
         raise NotFound(f"No profile has the id {profile_id}.")
     return stored
-
-
-def _free() -> Any:
-    long_ago = ProfileRequest.claimed_at < database_now() - _CLAIM_SECONDS
-    return and_(ProfileRequest.error.is_(None), or_(ProfileRequest.claimed_at.is_(None), long_ago))
 
 
 @cache

@@ -32,6 +32,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     if reader is None:
         raise UnknownArchitecture(f"model_type {family!r} is not one of {', '.join(sorted(_READERS))}")
     _check_sizes(config)
+    _check_names_agree(config)
     try:
         architecture = reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
@@ -68,6 +69,32 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
             raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
         if isinstance(value, list) and len(value) > _LONGEST_LIST:
             raise UnknownArchitecture(f"{name[:50]} of config.json has more than {_LONGEST_LIST} members")
+
+
+_SYNONYMS = (
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    ("max_position_embeddings", "n_positions"),
+    ("num_local_experts", "num_experts", "n_routed_experts"),
+)
+"""Names of the same size in different families; transformers takes several of them for one and the same
+(`attribute_map`)."""
+
+
+def _check_names_agree(config: Mapping[str, Any]) -> None:
+    """Rejects a config that gives one size under two names with different values: the model that is built
+    may not be the one that is planned for.
+
+    Raises:
+        UnknownArchitecture: it does.
+    """
+    for names in _SYNONYMS:
+        given = {name: config[name] for name in names if config.get(name) is not None}
+        if len({str(value) for value in given.values()}) > 1:
+            both = " and ".join(f"{name} {str(value)[:20]}" for name, value in given.items())
+            raise UnknownArchitecture(f"config.json gives one size as {both}: correct the wrong one")
 
 
 _IGNORED_FIELDS = (

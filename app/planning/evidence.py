@@ -56,13 +56,18 @@ class Choices:
         )
 
 
-def submission(recommended: dict[str, Recommendation], method: str) -> dict[str, Any]:
-    """The recommended values as part of a request for a job."""
+def submission(recommended: dict[str, Recommendation], method: str, devices: int) -> dict[str, Any]:
+    """The recommended values as part of a request for a job.
+
+    Args:
+        devices: the number of devices that they are for.
+    """
     of = {name: own.value for name, own in recommended.items()}
     return {
         "target_effective_batch_size": of["effective_batch_size"],
         "micro_batch_size": of["micro_batch_size"],
         "accumulation_steps": of["accumulation_steps"],
+        **({"num_gpus": devices} if devices > 1 else {}),
         "gradient_clipping": of["gradient_clipping"],
         "mixed_precision": of["precision"],
         "training_config": {

@@ -82,7 +82,7 @@ def recommendations(
         model_size=model_size,
         parameters=architecture.parameters,
         **recommended,
-        submission=submission(recommended, requested.method or "full"),
+        submission=submission(recommended, requested.method or "full", len(devices)),
         advice=advice_for(session, job) if job is not None else [],
     )
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from math import ceil
 
-from sqlalchemy import select
+from sqlalchemy import case, func, or_, select
 
 from app.errors import Conflict
 from app.jobs import configurations, transitions
@@ -16,15 +16,23 @@ from app.storage.tables import Job, StepMetric
 MAX_POINTS = 500
 
 
+_ROWS_PER_POINT = 4
+"""A long job's steps are read at most this many times as densely as they are shown."""
+
+_MAX_DIFFERENCE = 1e150
+"""Losses further apart than this count as equal for the noise: their squared difference has no number."""
+
+
 @dataclass(frozen=True)
 class _Run:
     job: Job
+    steps: int
+    final_loss: float
+    noise: float
     samples: list[int]
-    """Seen after each step."""
-    losses: list[float]
-    """The loss of each step's window."""
+    """Seen after each of the steps that were read: the first, the last, and evenly spread ones between."""
     smooth: list[float]
-    """The same, as an exponential moving average."""
+    """Their losses, as an exponential moving average."""
 
 
 def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
@@ -36,16 +44,19 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
 
     Raises:
         NotFound: a job does not exist.
-        Conflict: a job has fewer than two steps, or the jobs have no range of samples in common.
+        Conflict: only one job is named, a job has fewer than two steps, or the jobs have no range of samples
+            in common.
     """
-    runs = [_run(session, _job(session, each)) for each in ids]
+    jobs = {job.id: job for job in (_job(session, each) for each in dict.fromkeys(ids))}
+    if len(jobs) < 2:
+        raise Conflict("All of these ids mean the same job: name another one to compare it with.")
+    runs = [_run(session, job, points * _ROWS_PER_POINT) for job in jobs.values()]
     first, last = max(run.samples[0] for run in runs), min(run.samples[-1] for run in runs)
     if first > last:
         raise Conflict(
             "These jobs cannot be compared: one ended after fewer samples than another's first step."
         )
     grid = [first + (last - first) * number / (points - 1) for number in range(points)]
-    noises = [_noise(run.losses) for run in runs]
     return Comparison(
         samples_seen=grid,
         loss={run.job.id: _interpolate(grid, run.samples, run.smooth) for run in runs},
@@ -55,13 +66,13 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
                 model_name=run.job.model_name,
                 effective_batch_size=run.job.spec["effective_batch_size"],
                 accumulation_steps=run.job.plan["accumulation_steps"],
-                steps=len(run.losses),
-                final_loss=run.losses[-1],
-                loss_noise=noise,
-                noise_ratio=noise / noises[0] if noises[0] else None,
+                steps=run.steps,
+                final_loss=run.final_loss,
+                loss_noise=run.noise,
+                noise_ratio=run.noise / runs[0].noise if runs[0].noise else None,
                 stats=performance.of_job(session, run.job).stats,
             )
-            for run, noise in zip(runs, noises, strict=True)
+            for run in runs
         ],
     )
 
@@ -77,26 +88,41 @@ def _job(session: Session, identifier: str) -> Job:
     return job
 
 
-def _run(session: Session, job: Job) -> _Run:
-    rows = session.execute(
-        select(StepMetric.samples, StepMetric.loss, StepMetric.loss_ema)
+def _run(session: Session, job: Job, most_rows: int) -> _Run:
+    """A job's losses, of which the database computes the noise and picks evenly spread steps.
+
+    Its noise is the variance of window losses around their trend: half the mean squared difference of
+    neighbours (von Neumann 1941), which a slow trend hardly affects.
+    """
+    steps = (
+        select(
+            func.row_number().over(order_by=StepMetric.step).label("number"),
+            func.sum(StepMetric.samples).over(order_by=StepMetric.step).label("samples"),
+            (StepMetric.loss - func.lag(StepMetric.loss).over(order_by=StepMetric.step)).label("change"),
+            StepMetric.loss.label("loss"),
+            StepMetric.loss_ema.label("smooth"),
+        )
         .where(StepMetric.job_id == job.id)
-        .order_by(StepMetric.step)
-    ).all()
-    if len(rows) < 2:
+        .subquery()
+    )
+    change = steps.c.change
+    squared = case((func.abs(change) < _MAX_DIFFERENCE, change * change), else_=0.0)
+    count, squares = session.execute(select(func.count(), func.sum(squared)).select_from(steps)).one()
+    if count < 2:
         raise Conflict(f"Job {job.id} has not made two steps yet: there is nothing to compare.")
+    number = steps.c.number
+    picked = or_(number % ceil(count / most_rows) == 0, number == 1, number == count)
+    rows = session.execute(
+        select(steps.c.samples, steps.c.loss, steps.c.smooth).where(picked).order_by(number)
+    ).all()
     return _Run(
         job,
-        list(accumulate(row.samples for row in rows)),
-        [row.loss for row in rows],
-        [row.loss_ema for row in rows],
+        steps=count,
+        final_loss=rows[-1].loss,
+        noise=float(squares) / (2 * (count - 1)),
+        samples=[int(row.samples) for row in rows],
+        smooth=[row.smooth for row in rows],
     )
-
-
-def _noise(losses: Sequence[float]) -> float:
-    """The variance of window losses around their trend: half the mean squared difference of neighbours
-    (von Neumann 1941), which a slow trend hardly affects."""
-    return sum((after - before) ** 2 for before, after in pairwise(losses)) / (2 * (len(losses) - 1))
 
 
 def _interpolate(grid: Sequence[float], x: Sequence[float], y: Sequence[float]) -> list[float]:

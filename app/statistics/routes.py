@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import StringConstraints
 
 from app.jobs import configurations, transitions
@@ -12,7 +12,7 @@ from app.results.comparison import MAX_POINTS, compare
 from app.results.schemas import Comparison
 from app.statistics import performance, totals
 from app.statistics.schemas import ConfigurationStatistics, JobStatistics, Totals
-from app.web.dependencies import CurrentDatabase, Reading
+from app.web.dependencies import CurrentCaller, CurrentDatabase, Reading
 
 router = APIRouter(prefix="/stats", tags=["statistics"])
 
@@ -31,7 +31,9 @@ def totals_of_service(database: CurrentDatabase, filters: Filters) -> Totals:
     responses={200: {"content": {"image/png": {}}, "description": "Figures; or, with format=png, a chart"}},
 )
 def compare_jobs(
-    session: Reading,
+    request: Request,
+    database: CurrentDatabase,
+    caller: CurrentCaller,
     ids: Annotated[
         list[Annotated[str, StringConstraints(max_length=100)]],
         Query(min_length=2, max_length=10, description="ftjob-…; or accumulation_… for its newest job"),
@@ -40,7 +42,8 @@ def compare_jobs(
     format: Annotated[Literal["json", "png"], Query()] = "json",
 ) -> Comparison | Response:
     """Losses at equal numbers of samples seen, whatever the batch size, and how noisy each loss is."""
-    compared = compare(session, ids, points)
+    with request.app.state.comparisons.counted(caller.key_id), database.reading() as session:
+        compared = compare(session, ids, points)
     if format == "png":
         return Response(charts.comparison(compared), media_type="image/png")
     return compared

@@ -350,6 +350,8 @@ class ProfileRequest(Base):
     key: Mapped[str] = mapped_column(primary_key=True)
     created_at: Mapped[float]
     claimed_at: Mapped[float | None]
+    requested_by: Mapped[str | None]
+    """The id of the key that requested it first; None without keys."""
     model_name: Mapped[str]
     architecture: Mapped[str]
     config: Mapped[dict[str, Any]]

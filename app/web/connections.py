@@ -1,6 +1,10 @@
-"""Limits on connections: their number, and the time and size of a request's headers."""
+"""Limits on connections: their number, the time and size of a request's headers, and slow readers."""
 
+import contextlib
+import fcntl
 import resource
+import sys
+import termios
 from asyncio import TimerHandle
 from typing import Any
 
@@ -9,6 +13,9 @@ from app.web.middleware import MAX_UPLOADS
 
 HEADER_SECONDS = 15.0
 """Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
+
+READ_SECONDS, READ_BYTES = 30.0, 30 * 2**10
+"""A client that keeps a response waiting must read this many bytes in this many seconds."""
 
 MAX_HEAD_BYTES = 2**16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -32,20 +39,42 @@ def raise_connection_limit() -> int:
 
 
 def protocol() -> Any:
-    """uvicorn's protocol, which also closes connections that stay silent or never finish a request's head."""
+    """uvicorn's protocol, which also ends connections whose clients keep it waiting.
+
+    The service waits for a client that sends a request, or that reads a response. A request's head, the next
+    request on a connection, and each 30 KiB of a response must come within a time limit. If there are as many
+    connections as there may be, a new one takes the place of the one that has waited for its client longest.
+    """
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class HeaderTimeoutProtocol(HttpToolsProtocol):
-        _silent: TimerHandle | None = None
+    waiting: dict[HttpToolsProtocol, None] = {}
+    """The connections that wait for their clients, longest first."""
+
+    class SupervisedProtocol(HttpToolsProtocol):
+        _deadline: TimerHandle | None = None
+        """For the head of a request."""
+        _stall: TimerHandle | None = None
+        """For the next part of a response to be read."""
+        _unread = 0
+        """Bytes that the client had not read when they were last counted."""
+        _served: Any = None
+        """The request that is being answered; newer ones may follow it already."""
         _head: int | None = 0
         """Bytes received of the current head, or None if it is complete."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._wait()
+            if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+                longest = next(iter(waiting), None)
+                if longest is not None:
+                    del waiting[longest]
+                    longest.transport.abort()
+            self._wait_for_head()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            if self in waiting:
+                self._wait()
             if self._head is not None:
                 self._head += len(data)
                 if self._head > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -55,28 +84,89 @@ def protocol() -> Any:
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self._head = 0
-            self._wait()
+            self._wait_for_head()
 
         def on_headers_complete(self) -> None:
             self._head = None
-            self._stop_waiting()
+            self._end(self._deadline)
+            self._wait()
             super().on_headers_complete()
 
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            waiting.pop(self, None)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # otherwise the next request has begun
+                self._wait_for_head()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._wait()
+            self._unread = self._bytes_unread()
+            self._end(self._stall)
+            self._stall = self.loop.call_later(READ_SECONDS, self._check_reader)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            waiting.pop(self, None)
+            self._end(self._stall)
+
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
+            waiting.pop(self, None)
+            self._end(self._deadline)
+            self._end(self._stall)
+            if self._served is not None:  # uvicorn tells only the newest of pipelined requests
+                self._served.disconnected = True
+                self._served.message_event.set()
             super().connection_lost(exc)
 
-        def _wait(self) -> None:
-            self._stop_waiting()
-            self._silent = self.loop.call_later(HEADER_SECONDS, self._give_up)
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._served = cycle
+            super()._start_asgi_task(cycle, app)
 
-        def _stop_waiting(self) -> None:
-            if self._silent is not None:
-                self._silent.cancel()
-                self._silent = None
+        def _wait(self) -> None:
+            """Notes that the client was last heard of now, and is waited for."""
+            waiting.pop(self, None)
+            waiting[self] = None
+
+        def _wait_for_head(self) -> None:
+            self._wait()
+            self._end(self._deadline)
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+        def _end(self, timer: TimerHandle | None) -> None:
+            if timer is not None:
+                timer.cancel()
 
         def _give_up(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
+            """Closes the connection; ends it at once if it was closed, and the client does not read what is
+            left."""
+            if self.transport.is_closing():
+                self.transport.abort()
+                return
+            self.transport.close()
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    return HeaderTimeoutProtocol
+        def _check_reader(self) -> None:
+            unread = self._bytes_unread()
+            if self._unread - unread < READ_BYTES:
+                self.transport.abort()
+                return
+            self._wait()
+            self._unread = unread
+            self._stall = self.loop.call_later(READ_SECONDS, self._check_reader)
+
+        def _bytes_unread(self) -> int:
+            """What the client has not received yet: in this process, and in the kernel where it says so."""
+            unread: int = self.transport.get_write_buffer_size()
+            with contextlib.suppress(OSError, AttributeError):
+                # What the other side has not acknowledged yet: tcp(7), where this is called SIOCOUTQ.
+                sent = fcntl.ioctl(
+                    self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4)
+                )
+                unread += int.from_bytes(sent, sys.byteorder)
+            return unread
+
+    return SupervisedProtocol

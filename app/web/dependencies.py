@@ -115,7 +115,7 @@ def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Send
 StreamOf = Annotated[SendStream, Depends(_stream)]
 """Responds with a stream; called with `(parts, close, **options)`, as `Downloads.stream`."""
 FileOf = Annotated[SendFile, Depends(_file)]
-"""Responds with a file; called with `(path, **options)`, as `Downloads.file`."""
+"""Responds with an open file; called with `(file, **options)`, as `Downloads.file`."""
 
 CurrentCaller = Annotated[Caller, Depends(_caller)]
 authorised = Depends(_caller)

@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastapi.responses import FileResponse
 from starlette.responses import StreamingResponse
@@ -45,20 +44,21 @@ class ClosingStream(StreamingResponse):
 
 
 class ClosingFile(FileResponse):
-    """A file that is counted as a download until it is sent.
+    """An open file that is counted as a download until it is sent, even if it is deleted meanwhile.
 
     Args:
         close: ends the counting.
     """
 
-    def __init__(self, path: Path, close: Callable[[], None], **options: Any) -> None:
-        super().__init__(path, **options)
-        self._close = close
+    def __init__(self, file: BinaryIO, close: Callable[[], None], **options: Any) -> None:
+        super().__init__(f"/dev/fd/{file.fileno()}", **options)  # which opens the same file again
+        self._file, self._close = file, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            self._file.close()
             self._close()
 
 
@@ -99,13 +99,17 @@ class Downloads:
 
         return ClosingStream(parts, ended, **options)
 
-    def file(self, key_id: str | None, path: Path, **options: Any) -> ClosingFile:
-        """Responds with a file, or the ranges of it that the client requests.
+    def file(self, key_id: str | None, file: BinaryIO, **options: Any) -> ClosingFile:
+        """Responds with an open file, or the ranges of it that the client requests. Closes it in any case.
 
         Raises:
             TooManyRequests: the maximum number of downloads or files is open.
         """
-        return ClosingFile(path, self._begin(key_id, 1), **options)
+        try:
+            return ClosingFile(file, self._begin(key_id, 2), **options)
+        except TooManyRequests:
+            file.close()
+            raise
 
     def _begin(self, key_id: str | None, files: int) -> Callable[[], None]:
         end = self._limit.acquire(key_id)

@@ -2,17 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import structlog
 from anyio import to_thread
-from sqlalchemy import Integer, String, and_, column, select, values
+from sqlalchemy import Integer, String, column, func, select, values
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract.reports import WindowProgress
 from app.contract.states import ENDED
 from app.errors import TooManyRequests
 from app.storage.database import Database
+from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
 
 log = structlog.get_logger("accrue.service")
@@ -22,7 +24,9 @@ _LOOKS_BETWEEN_PROGRESS = 4
 """The progress within a window is read on every fourth poll, that is once a second."""
 _KEEPALIVE_SECONDS = 15.0
 _AT_ONCE = 2000
-"""The maximum number of events per query; the next query continues from there."""
+"""The number of events after which a poll ends; the next one continues from there."""
+_AT_ONCE_EACH = 50
+"""The maximum number of events that one client gets per poll."""
 
 
 MAX_STREAMS = 2000
@@ -35,6 +39,8 @@ class _Follower:
 
     def __init__(self, job_id: str, last: str, key_id: str | None) -> None:
         self.job_id, self.last, self.key_id = job_id, last, key_id
+        self.served_at = 0
+        """The poll that last found events for it."""
         self.within: WindowProgress | None = None
         """The progress within the window that was sent last."""
         self.waiting: asyncio.Queue[list[JobEvent] | WindowProgress | None] = asyncio.Queue()
@@ -109,12 +115,13 @@ class EventStream:
         looks = 0
         while self._followers:
             with self._joining:
-                ready = [each for each in self._followers if each.waiting.empty()]
+                ready = sorted(
+                    (each for each in self._followers if each.waiting.empty()),
+                    key=lambda each: each.served_at,
+                )
             looks += 1
             try:
-                found, gone = await to_thread.run_sync(
-                    self._new_events, [(each.job_id, each.last) for each in ready]
-                )
+                found, gone = await to_thread.run_sync(self._new_events, ready)
                 within = {}
                 if looks % _LOOKS_BETWEEN_PROGRESS == 0:
                     within = await to_thread.run_sync(self._windows, {each.job_id for each in ready})
@@ -124,7 +131,7 @@ class EventStream:
                 for number in gone:
                     ready[number].waiting.put_nowait(None)
                 for number, events in found.items():
-                    ready[number].last = events[-1].id
+                    ready[number].last, ready[number].served_at = events[-1].id, looks
                     ready[number].waiting.put_nowait(events)
                 for each in ready:
                     now = within.get(each.job_id)
@@ -150,32 +157,73 @@ class EventStream:
                 if progress.get("within_window")
             }
 
-    def _new_events(self, wanted: Sequence[tuple[str, str]]) -> tuple[dict[int, list[JobEvent]], list[int]]:
-        """Reads new events.
+    def _new_events(self, ready: Sequence[_Follower]) -> tuple[dict[int, list[JobEvent]], list[int]]:
+        """Reads new events: at most `_AT_ONCE`, of which each key gets its turns.
 
         Args:
-            wanted: for each follower, the job's id and the id of the last known event.
+            ready: the followers that have read all their events.
 
         Returns:
             New events by the follower's index, and the indices of followers whose job was deleted.
         """
         found: dict[int, list[JobEvent]] = {}
-        if not wanted:
+        if not ready:
             return found, []
+        with self._database.reading() as session:
+            counts, gone = self._count_new(session, ready)
+            by_job: dict[tuple[str, str], list[JobEvent]] = {}
+            for number in in_turns(counts, {number: ready[number].key_id for number in counts}, _AT_ONCE):
+                at = (ready[number].job_id, ready[number].last)
+                if at not in by_job:
+                    by_job[at] = list(
+                        session.scalars(
+                            select(JobEvent)
+                            .where(JobEvent.job_id == at[0], JobEvent.id > at[1])
+                            .order_by(JobEvent.id)
+                            .limit(_AT_ONCE_EACH)
+                        )
+                    )
+                found[number] = by_job[at]
+        return found, gone
+
+    def _count_new(self, session: Session, ready: Sequence[_Follower]) -> tuple[dict[int, int], list[int]]:
+        """The number of new events of each follower that has any, counted up to `_AT_ONCE_EACH`; and the
+        followers whose job was deleted."""
         followed = (
             values(column("number", Integer), column("job_id", String), column("last", String))
-            .data([(number, *each) for number, each in enumerate(wanted)])
+            .data([(number, each.job_id, each.last) for number, each in enumerate(ready)])
             .cte("followed")
         )
-        query = (
-            select(followed.c.number, JobEvent)
-            .join(JobEvent, and_(JobEvent.job_id == followed.c.job_id, JobEvent.id > followed.c.last))
-            .order_by(followed.c.number, JobEvent.id)
-            .limit(_AT_ONCE)
+        newer = (
+            select(JobEvent.id)
+            .where(JobEvent.job_id == followed.c.job_id, JobEvent.id > followed.c.last)
+            .limit(_AT_ONCE_EACH)
+            .correlate(followed)
         )
-        with self._database.reading() as session:
-            for number, event in session.execute(query):
-                found.setdefault(number, []).append(event)
-            without = select(followed.c.number).outerjoin(Job, Job.id == followed.c.job_id)
-            gone = list(session.scalars(without.where(Job.id.is_(None))))
-        return found, gone
+        count = select(func.count()).select_from(newer.subquery()).correlate(followed).scalar_subquery()
+        rows = session.execute(select(followed.c.number, count)).all()
+        without = select(followed.c.number).outerjoin(Job, Job.id == followed.c.job_id)
+        gone = list(session.scalars(without.where(Job.id.is_(None))))
+        return {number: own for number, own in rows if own}, gone
+
+
+def in_turns(counts: Mapping[int, int], keys: Mapping[int, str | None], most: int) -> list[int]:
+    """The followers that are served now: the keys take turns, until `most` events are reached.
+
+    Args:
+        counts: the number of new events of each follower.
+        keys: each follower's key.
+    """
+    by_key: dict[str | None, deque[int]] = {}
+    for number in counts:
+        by_key.setdefault(keys[number], deque()).append(number)
+    served: list[int] = []
+    total = 0
+    while by_key and total < most:
+        for key in list(by_key):
+            number = by_key[key].popleft()
+            served.append(number)
+            total += counts[number]
+            if not by_key[key]:
+                del by_key[key]
+    return served

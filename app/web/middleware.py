@@ -36,7 +36,7 @@ _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _FORM_OVERHEAD = 2**16
 _BODY_WITHOUT_DATA = 2**18
 """The maximum body of routes that take no samples, in bytes: a configuration has a few thousand."""
-_LARGE_BODY = 2**20
+_LARGE_BODY = 2**16
 """Bodies of more bytes count as uploads, like those of unknown size."""
 MAX_UPLOADS_PER_KEY = 20
 """The maximum number of concurrent uploads of one key: a slow sender keeps a file or memory occupied."""

@@ -43,7 +43,7 @@ def make(database: Database, one: ProfileKey, made: Profile) -> None:
     """Wants a profile, and makes it."""
     with database.writing() as session:
         profiles.request(session, one)
-        request = profiles.claim(session)
+        request = profiles.claim(session, {})
         assert request is not None
         profiles.store(session, request, made)
 
@@ -66,8 +66,8 @@ def test_an_existing_or_requested_profile_is_not_requested_again(database: Datab
         assert not profiles.waiting(session)
         profiles.request(session, wanted(128))
         profiles.request(session, wanted(128))
-        assert profiles.claim(session) is not None
-        assert profiles.claim(session) is None
+        assert profiles.claim(session, {}) is not None
+        assert profiles.claim(session, {}) is None
 
 
 def test_the_newest_request_goes_first(database: Database) -> None:
@@ -75,7 +75,7 @@ def test_the_newest_request_goes_first(database: Database) -> None:
         with database.writing() as session:
             profiles.request(session, wanted(sequence))
     with database.writing() as session:
-        first = profiles.claim(session)
+        first = profiles.claim(session, {})
         assert first is not None
         assert first.sequence == 48
 
@@ -91,7 +91,7 @@ def test_a_failed_profile_is_reported_and_not_retried(database: Database) -> Non
             Worker(id="worker-1", hostname="h", started_at=now, heartbeat_at=now, devices=[], running=[])
         )
         profiles.request(session, wanted())
-        request = profiles.claim(session)
+        request = profiles.claim(session, {})
         assert request is not None
         profiles.give_up(session, request, "ValueError: no such thing")
     assert "no such thing" in asyncio.run(profiles.wait_for(database, wanted(), 30.0))[0]

@@ -3,13 +3,14 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 import structlog
 import torch
 from sqlalchemy.exc import OperationalError
 
-from app.contract.memory_profile import Recipe
+from app.contract.memory_profile import Profile, Recipe
 from app.logs import configure
 from app.memory_profiles import profiles
 from app.planning.catalogue import TINY_GPT2
@@ -20,11 +21,18 @@ from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
 from workers.profiling.side_by_side import run_in_forks
 from workers.training.lifeline import end_with_supervisor
+from workers.training.limits import limited_memory
 
 log = structlog.get_logger("accrue.profiler")
 
+_served: dict[str | None, float] = {}
+"""When each key was served last."""
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
+_SIMULATION_SECONDS = 50.0
+"""The time limit of a simulation; shorter than the time after which its request is given up."""
+_SIMULATION_BYTES = 2 * 2**30
+"""The memory that a simulation may take, beyond what the profiler has mapped already."""
 _NICENESS = 5
 """Trainers on the same machine have priority."""
 
@@ -66,17 +74,19 @@ def answer_one(database: Database) -> bool:
         if not profiles.waiting(session):
             return False
     with database.writing() as session:
-        request = profiles.claim(session)
+        request = profiles.claim(session, _served)
     if request is None:
         return False
     try:
         recipe = Recipe.model_validate(request.recipe)
-        for profile in simulated(request.config, recipe, request.sequence, run_in_forks):
+        simulations = simulated(request.config, recipe, request.sequence, run_in_forks)
+        until = time.monotonic() + _SIMULATION_SECONDS
+        while (profile := _next_within_limits(simulations, until)) is not None:
             with database.writing() as session:
                 profiles.store(session, request, profile)
                 if profiles.waiting(session):
                     break  # another request is waiting: leave this profile unchecked
-        log.info("profile made", model=request.model_name, seconds=round(profile.seconds, 2))
+            log.info("profile made", model=request.model_name, seconds=round(profile.seconds, 2))
     except OperationalError:
         raise
     except Exception as error:  # any config.json may arrive, and cause any error
@@ -84,6 +94,29 @@ def answer_one(database: Database) -> bool:
         with database.writing() as session:
             profiles.give_up(session, request, _error_line(error))
     return True
+
+
+def _next_within_limits(simulations: Iterator[Profile], until: float) -> Profile | None:
+    """The next profile, made within a limit of memory and time; None if there is no other one.
+
+    Args:
+        until: when time is out, on the monotonic clock.
+
+    Raises:
+        MemoryError: it took too much memory.
+        TimeoutError: it took too long.
+    """
+    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, until - time.monotonic()))
+    try:
+        with limited_memory(_SIMULATION_BYTES):
+            return next(simulations, None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _out_of_time(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"the simulation took longer than {_SIMULATION_SECONDS:.0f} s")
 
 
 def _error_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,10 +19,15 @@ def run_in_forks(works: Sequence[Callable[[], T]]) -> list[T]:
     """
     children = [_fork(work) for work in works[1:]]
     results: list[T] = []
+    ended: list[tuple[T, Exception | None]] = []
     try:
         results.append(works[0]())
+        ended = [_end(*child) for child in children]
     finally:
-        ended: list[tuple[T, Exception | None]] = [_end(*child) for child in children]
+        for child, ours in children[len(ended) :]:  # after an error, or out of time
+            os.kill(child, signal.SIGKILL)
+            os.close(ours)
+            os.waitpid(child, 0)
     for result, error in ended:
         if error is not None:
             raise error
@@ -50,8 +56,9 @@ def _fork(work: Callable[[], T]) -> tuple[int, int]:
 
 
 def _end(child: int, ours: int) -> tuple[T, Exception | None]:
-    with os.fdopen(ours, "rb") as pipe:
+    with os.fdopen(ours, "rb", closefd=False) as pipe:
         content = pipe.read()
+    os.close(ours)
     os.waitpid(child, 0)
     if not content:
         raise ChildProcessError("a fork of the profiler ended without an answer")

@@ -1,11 +1,13 @@
 """Handles windows that fail: names the samples at fault, shrinks micro-batches, or ends the run."""
 
+import hashlib
 from collections.abc import Callable
 from statistics import fmean, pstdev
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from app.contract.plan import Plan
 from workers.training.decision import Totals, Verdict
@@ -20,6 +22,9 @@ RECENT = 50
 """The number of recent windows that a loss is compared with."""
 
 MIN_RECENT = 10
+
+_DIGEST_ELEMENTS = 2**18
+"""The number of elements of each parameter that a digest contains; of a smaller one, all."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -105,6 +110,34 @@ def check_any_step(step: int) -> None:
         raise CannotTrain(
             "nothing_to_learn",
             "every window was skipped, so the model is untrained: the events name the samples at fault",
+        )
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """A digest of evenly spread elements of every trainable parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            flat = parameter.detach().flatten()
+            spread = flat[:: -(-flat.numel() // _DIGEST_ELEMENTS) or 1].contiguous().cpu()
+            digest.update(name.encode() + spread.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_weights_changed(model: nn.Module, before: str | None) -> None:
+    """Checks that the trained model is not the base model.
+
+    Args:
+        before: the digest of the base model's weights; None if it is unknown.
+
+    Raises:
+        CannotTrain: no weight has changed.
+    """
+    if before is not None and digest_of_weights(model) == before:
+        raise CannotTrain(
+            "nothing_to_learn",
+            "no step changed any weight, so the model is the base model: raise learning_rate, or make "
+            "warmup_steps shorter than the run",
         )
 
 

@@ -1,7 +1,9 @@
 """Resource limits of a trainer, besides the memory that its plan allows."""
 
+import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 OPEN_FILES = 4096
@@ -24,8 +26,27 @@ def limit() -> None:
 def limit_memory(bytes_more: int) -> None:
     """Limits this process to `bytes_more` bytes in addition to what it has mapped already. With many
     processors, it may have mapped gigabytes that it does not use."""
+    most = _mapped_bytes() + bytes_more
+    if most > bytes_more:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+@contextlib.contextmanager
+def limited_memory(bytes_more: int) -> Iterator[None]:
+    """Limits this process as `limit_memory` does, until the end of the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = _mapped_bytes()
+    if mapped:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + bytes_more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _mapped_bytes() -> int:
+    """The size of this process's address space; 0 if the system does not show it (other than Linux)."""
     statm = Path("/proc/self/statm")
-    if not statm.exists():  # not Linux
-        return
-    most = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + bytes_more
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

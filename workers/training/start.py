@@ -11,7 +11,7 @@ import torch
 from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import checkpoint, loading, memory, ramp
+from workers.training import checkpoint, guards, loading, memory, ramp
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import BatchLayout, Buckets, collate
@@ -123,6 +123,8 @@ def start(
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
     optimizer = make_optimizer(spec.optimizer, model.parameters(), host)
     state = _resume(run, model, optimizer, reporter)
+    if state.step == 0 and run.digest_of_base() is None:
+        run.write_digest_of_base(guards.digest_of_weights(model))
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
     replica = _replica(assignment, device, model, optimizer, state)

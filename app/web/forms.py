@@ -1,0 +1,32 @@
+"""Limits on forms: a form of this service has one file and few fields."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette._utils import AwaitableOrContextManager
+from starlette.datastructures import FormData
+from starlette.requests import Request
+from starlette.responses import Response
+
+_MAX_FIELDS = 8
+"""More than any client of OpenAI's API sends."""
+_MAX_FIELD_BYTES = 2**14
+
+
+class SmallFormRoute(APIRoute):
+    """A route whose form may have one file. Starlette keeps a file open for each file of a form, and all
+    fields in memory."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_small(request: Request) -> Response:
+            return await handle(_SmallForm(request.scope, request.receive))
+
+        return handle_small
+
+
+class _SmallForm(Request):
+    def form(self, **_: Any) -> AwaitableOrContextManager[FormData]:
+        return super().form(max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES)
