@@ -73,7 +73,7 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
 
 _SYNONYMS = (
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    ("hidden_size", "n_embd", "n_embed", "d_model", "word_embed_proj_dim"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     ("max_position_embeddings", "n_positions"),

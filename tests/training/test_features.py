@@ -453,7 +453,7 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
 def test_unknown_keys_of_the_data_are_reported_once(tmp_path: Path) -> None:
     lines = [{"text": f"text number {i}", "source": "a", "id": i} for i in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=2))
     run_to_end(run)
     [event] = events_of_kind(run, "data")
     assert event["level"] == "warning"

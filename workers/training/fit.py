@@ -198,7 +198,8 @@ def finish(training: Training) -> Outcome:
     """
     guards.check_any_step(training.state.step)
     assignment, evaluations = training.assignment, training.state.evaluations
-    guards.check_weights_changed(training.replica.model, training.run.digest_of_base())
+    if not training.state.progress.stopped_early:  # otherwise a user requested the model as it is
+        guards.check_weights_changed(training.replica.model, training.run.digest_of_base())
     best = checkpoint.best(training.run.checkpoints) if assignment.spec.early_stopping else None
     if best is not None and evaluations.best_step != training.state.step:
         checkpoint.load_weights(best, training.replica.model)
