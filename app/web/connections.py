@@ -14,6 +14,12 @@ from app.web.middleware import MAX_UPLOADS
 HEADER_SECONDS = 15.0
 """Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
 
+_ENDING = 50
+"""Connections that may be ending at any time, beside those that are kept."""
+
+_WRITE_BUFFER_BYTES = 2**15
+"""What a connection may hold of a response that its client does not read, before it waits."""
+
 READ_SECONDS, READ_BYTES = 30.0, 30 * 2**10
 """A client that keeps a response waiting must read this many bytes in this many seconds."""
 
@@ -64,7 +70,9 @@ def protocol() -> Any:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+            most = self.limit_concurrency
+            if most is not None and len(self.connections) >= max(2, most - _ENDING):
                 longest = next(iter(waiting), None)
                 if longest is not None:
                     del waiting[longest]

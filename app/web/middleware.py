@@ -41,7 +41,7 @@ _LARGE_BODY = 2**16
 MAX_UPLOADS_PER_KEY = 20
 """The maximum number of concurrent uploads of one key: a slow sender keeps a file or memory occupied."""
 MAX_UPLOADS = 200
-_SENT_AT_ONCE = 2**16
+_SENT_AT_ONCE = 2**15
 """Responses are sent in parts of this many bytes, so that a slow reader keeps only one part in memory."""
 _MAX_VALUES = 150_000
 """The maximum number of values in a body with samples, counted by commas and brackets: validation takes
