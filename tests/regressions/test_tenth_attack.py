@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from select import select as select_descriptors
 from typing import Any
 
 import pytest
@@ -30,7 +34,7 @@ from app.web.event_stream import EventStream, in_turns
 from app.web.middleware import MAX_UPLOADS_PER_KEY
 from tests.harness.log_lines import line
 from tests.harness.requests import JOB, PATH, key_for, service
-from tests.harness.runs import create_run, small_data
+from tests.harness.runs import create_run, small_data, until
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.submissions import submitted
 from tests.harness.training import run_to_end
@@ -464,3 +468,27 @@ def test_negligible_weights_of_inline_samples_are_rejected(client: TestClient, w
     answer = client.post(f"{PATH}/with-accumulation", content=job, headers=header)
     assert answer.status_code == 422
     assert "at least 1e-06" in answer.text
+
+
+def test_the_forks_of_a_killed_profiler_end(tmp_path: Path) -> None:
+    script = f"""
+import os, time
+from pathlib import Path
+from select import select as select_descriptors
+from workers.profiling.side_by_side import run_in_forks
+
+def busy():
+    Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+    while True:
+        pass
+
+run_in_forks([lambda: time.sleep(600), busy])
+"""
+    profiler_process = subprocess.Popen([sys.executable, "-c", script])
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    fork = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    profiler_process.kill()
+    profiler_process.wait()
+    readable, _, _ = select_descriptors([fork], [], [], 60)
+    os.close(fork)
+    assert readable, "the fork has ended"

@@ -2,11 +2,17 @@
 
 import os
 import pickle
+import resource
 import signal
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from workers.training.lifeline import die_with_parent
+
 T = TypeVar("T")
+
+_CPU_SECONDS = 60
+"""The processor time of a fork; longer than the profiler waits for one."""
 
 
 def run_in_forks(works: Sequence[Callable[[], T]]) -> list[T]:
@@ -43,6 +49,8 @@ def _fork(work: Callable[[], T]) -> tuple[int, int]:
         os.close(theirs)
         return child, ours
     try:
+        die_with_parent()
+        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
         os.close(ours)
         answer: tuple[T | None, Exception | None]
         try:
