@@ -112,7 +112,22 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="Cost of one hour on one GPU; dry runs then show the cost of a job",
     )
-    cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU trainer; default: all cores")
+    cpu_threads: int | None = Field(
+        None, ge=1, description="Threads of all CPU trainers together; default: all cores"
+    )
+    cpu_devices: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="The devices that a worker without a GPU offers: each has an equal part of the machine's "
+        "memory and threads",
+    )
+    reserve_after_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds that a job waits for several devices before devices that become free are kept "
+        "for it",
+    )
     log_level: str = "INFO"
     log_format: str = Field("console", pattern="^(console|json)$")
 

@@ -8,6 +8,7 @@ from app.runtime.parent import end_with_parent
 from app.settings import get_settings
 from app.storage.database import Database
 from app.storage.migrations import migrate
+from workers.slots import Slots
 from workers.supervisor import Supervisor
 from workers.trainer_process import check_network_isolation
 
@@ -27,7 +28,8 @@ def main(*, until_empty: bool = False) -> None:
     with held_by_worker(settings):
         migrate(settings.resolved_database_url)
         database = Database(settings.resolved_database_url, idle_seconds=settings.lease_seconds)
-        supervisor = Supervisor(settings, database, until_empty=until_empty)
+        slots = Slots(cpu_devices=settings.cpu_devices)
+        supervisor = Supervisor(settings, database, slots, until_empty=until_empty)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, supervisor.stop)
         signal.signal(signal.SIGUSR1, supervisor.drain)

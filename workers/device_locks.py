@@ -53,6 +53,6 @@ class DeviceLocks:
 
     def _path(self, device: Device) -> Path:
         if device.kind == "cpu":
-            return self._cpu / f".device-cpu-{socket.gethostname()}"
+            return self._cpu / f".device-{str(device.id).replace(':', '')}-{socket.gethostname()}"
         self._gpus.mkdir(mode=0o700, exist_ok=True)
         return self._gpus / f"device-{device.id}"

@@ -24,7 +24,7 @@ def store_run(session: Session, running: Running) -> None:
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
         if job.attempt == running.fence.attempt:
-            subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
+            subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.devices[0])
             measurements.note_run(session, subject, Plan.model_validate(job.plan))
 
 
@@ -32,7 +32,7 @@ def store_sweep(session: Session, running: Running, tuning: dict[str, Any]) -> N
     """Stores what a trainer measured when it tried several micro-batch sizes."""
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
-        subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.device)
+        subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.devices[0])
         measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -17,7 +18,7 @@ from app.jobs import events, queue, transitions
 from app.jobs.transitions import Fence
 from app.memory_profiles import profiles
 from app.models import base_models
-from app.planning.devices import Device
+from app.planning.devices import Device, common_name
 from app.planning.memory import bytes_on_disk
 from app.planning.plan import make_plan
 from app.settings import Settings
@@ -38,14 +39,17 @@ class Launcher:
     settings: Settings
     database: Database
 
-    def launch(self, job: Job, fence: Fence, device: Device, claimed_at: float, lock: int) -> Running:
-        """Plans for the device, writes the run directory and starts the trainer in it.
+    def launch(
+        self, job: Job, fence: Fence, devices: tuple[Device, ...], claimed_at: float, locks: list[int]
+    ) -> Running:
+        """Plans for the devices, writes the run directory and starts the trainer in it.
 
         The process is started last, so that an earlier failure leaves no process behind.
 
         Args:
             claimed_at: when the lease began, on the monotonic clock.
-            lock: a descriptor of the device's lock, which the trainer inherits.
+            locks: descriptors of the devices' locks, which the trainer inherits.
+
         Raises:
             LostJob: the job belongs to another worker by now.
             OSError: the disk is full, or the process cannot be started.
@@ -53,8 +57,8 @@ class Launcher:
         spec = Spec.model_validate(job.spec)
         self._check_disk_space(spec)
         earlier = Plan.model_validate(job.plan)
-        resumed = self._resumed_plan(spec, earlier, device)
-        plan = resumed or self._new_plan(spec, device)
+        resumed = self._resumed_plan(spec, earlier, devices)
+        plan = resumed or self._new_plan(spec, devices)
         assignment = Assignment(
             job_id=job.id,
             attempt=job.attempt,
@@ -65,10 +69,10 @@ class Launcher:
             model_path=base_models.path_of(spec.model, self.settings),
         )
         with self.database.writing() as session:
-            queue.store_plan(session, fence, plan, _name(device))
+            queue.store_plan(session, fence, plan, _name(devices))
             if not earlier.predicted and resumed is None:
                 message = (
-                    "The job continues on another device, with a new plan and the same effective batches."
+                    "The job continues on other devices, with a new plan and the same effective batches."
                 )
                 events.record_event(
                     session, transitions.get(session, job.id), "plan_changed", message, level="warning"
@@ -82,9 +86,9 @@ class Launcher:
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
         view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
-        trainer = TrainerProcess(run, device, silence, network=network, device_lock=lock, view=view)
+        trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
-        return Running(fence, device, trainer, run, claimed_at + self.settings.lease_seconds, times_out)
+        return Running(fence, devices, trainer, run, claimed_at + self.settings.lease_seconds, times_out)
 
     def _check_disk_space(self, spec: Spec) -> None:
         """Checks that the disk has space for the checkpoints and the model that the job writes.
@@ -96,20 +100,27 @@ class Launcher:
         if free < bytes_on_disk(spec):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _resumed_plan(self, spec: Spec, earlier: Plan, device: Device) -> Plan | None:
-        """The plan of an earlier attempt, if it was made for a device like this one."""
-        limit = spec.memory.budget(device.memory_bytes)
-        own = earlier.ranks[0]
-        alike = earlier.device == device.kind and own.memory_limit_bytes == limit
-        if earlier.predicted or not alike or own.name not in (None, device.name):
+    def _resumed_plan(self, spec: Spec, earlier: Plan, devices: tuple[Device, ...]) -> Plan | None:
+        """The plan of an earlier attempt, if it was made for devices like these."""
+        if earlier.predicted or len(earlier.ranks) != len(devices):
             return None
-        return earlier.model_copy(update={"ranks": (own.model_copy(update={"gpu_id": device.id}),)})
+        ranks = []
+        for rank, device in zip(earlier.ranks, devices, strict=True):
+            limit = spec.memory.budget(device.memory_bytes)
+            alike = earlier.device == device.kind and rank.memory_limit_bytes == limit
+            if not alike or rank.name not in (None, device.name):
+                return None
+            ranks.append(rank.model_copy(update={"gpu_id": device.id}))
+        return earlier.model_copy(update={"ranks": tuple(ranks)})
 
-    def _new_plan(self, spec: Spec, device: Device) -> Plan:
-        threads = (self.settings.cpu_threads or gpus.cpu_threads()) if device.kind == "cpu" else None
+    def _new_plan(self, spec: Spec, devices: tuple[Device, ...]) -> Plan:
+        threads = None
+        if devices[0].kind == "cpu":
+            together = self.settings.cpu_threads or gpus.cpu_threads()
+            threads = max(1, together // self.settings.cpu_devices)
         with self.database.reading() as session:
-            known = profiles.known(session, spec.model.architecture, device.name)
-            return make_plan(spec, [device], known, predicted=False, threads=threads)
+            known = profiles.known(session, spec.model.architecture, common_name(devices))
+            return make_plan(spec, devices, known, predicted=False, threads=threads)
 
     def _times_out(self, spec: Spec, fence: Fence) -> float | None:
         """The time on the monotonic clock at which the job reaches its `timeout_seconds`, or None."""
@@ -125,8 +136,11 @@ class Launcher:
         return str(self.settings.files_dir / validation.file_id)
 
 
-def _name(device: Device) -> str:
-    return "cpu" if device.kind == "cpu" else f"cuda:{device.id}"
+def _name(devices: Sequence[Device]) -> str:
+    """The devices as a job shows them, such as cpu, cuda:0 or cuda:0,2."""
+    if devices[0].kind == "cpu":
+        return ",".join(str(device.id) for device in devices)
+    return "cuda:" + ",".join(str(device.id) for device in devices)
 
 
 def why_not_started(error: Exception) -> str:

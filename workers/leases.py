@@ -44,7 +44,8 @@ class Running:
     """A trainer at work. Times are of the monotonic clock, in seconds."""
 
     fence: Fence
-    device: Device
+    devices: tuple[Device, ...]
+    """One for each rank."""
     trainer: TrainerProcess
     run: RunDirectory
     lease_ends: float
@@ -65,8 +66,8 @@ class Running:
     """An unexpected error of the worker while handling this job. It counts as a crash; further reports are
     ignored."""
     failed_device: bool | None = None
-    """Whether the trainer's device has failed, or None if no failure was reported or it was not checked
-    yet."""
+    """Whether one of the trainer's devices has failed, or None if no failure was reported or it was not
+    checked yet."""
     lost: bool = False
     """Whether the job may belong to another worker now; the supervisor then kills the trainer."""
 
@@ -179,5 +180,5 @@ class LeaseKeeper:
             started_at=self._started_at,
             heartbeat_at=0.0,
             devices=[asdict(device) for device in self._devices()],
-            running=[running.fence.job_id for running in self._running()],
+            running=[running.fence.job_id for running in self._running() for _ in running.devices],
         )

@@ -16,7 +16,7 @@ The trainer writes all others:
     progress.json    progress within the current window, written at most once a second
     completions.json how the model completes held-out prompts, before and after training
     outcome.json     how a successful run ended
-    failure.json     why an attempt failed, if the trainer could report it
+    failure.json     why an attempt failed, if the trainer could report it (failure-1.json, … of other ranks)
     trainer.log      what the trainer printed
     lock             held by the trainer while it lives
 
@@ -45,6 +45,9 @@ INTERRUPTED = 75
 
 DISK_FULL = 74
 """Exit status of a trainer that could not write, perhaps not even failure.json (EX_IOERR)."""
+
+LOST_RANK = 76
+"""Exit status of a rank that ends because it lost its connection to another rank."""
 
 DISK_FULL_FAILURE = Failure(
     code="disk_full",
@@ -159,8 +162,9 @@ class RunDirectory:
     def completions(self) -> Completions | None:
         return self._read("completions.json", Completions)
 
-    def write_failure(self, failure: Failure) -> None:
-        write_atomically(self.path / "failure.json", failure.model_dump_json(indent=1))
+    def write_failure(self, failure: Failure, rank: int = 0) -> None:
+        name = f"failure-{rank}.json" if rank else "failure.json"
+        write_atomically(self.path / name, failure.model_dump_json(indent=1))
 
     def failure(self) -> Failure | None:
         return self._read("failure.json", Failure)
@@ -258,6 +262,33 @@ class Reporter:
     ) -> None:
         self._metrics.close()
         self._events.close()
+
+
+class SilentReporter(Reporter):
+    """The reporter of every rank but the first, which reports for all of them."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+
+    def step(self, line: LogLine) -> None:
+        """Rank 0 reports it."""
+
+    def event(self, kind: str, message: str, level: Level = "info", **data: Any) -> None:
+        """Rank 0 reports it."""
+
+    def begin_window(self) -> None:
+        """Rank 0 reports it."""
+
+    def progress(self, step: int, micro_step: int, accumulation_step: int) -> None:
+        """Rank 0 reports its own."""
+
+    def sync(self) -> None:
+        """There is nothing to sync."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """There is nothing to close."""
 
 
 class _Appended:

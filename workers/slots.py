@@ -19,19 +19,22 @@ nvidia-smi may just have failed to answer."""
 
 
 class Slots:
-    """A slot for each GPU, or a single slot for the CPU if there was no GPU at the start.
+    """A slot for each GPU, or for each CPU device if there was no GPU at the start.
 
     This is decided only once: if a GPU disappears for a moment, the worker does not switch to the CPU.
     """
 
-    def __init__(self, *, on_cpu: bool | None = None) -> None:
+    def __init__(self, *, on_cpu: bool | None = None, cpu_devices: int = 1) -> None:
+        self._cpu_devices = cpu_devices
         self._on_cpu = not gpus.detected() if on_cpu is None else on_cpu
         self._aside_until: dict[int | str, float] = {}
         self._seen_at: dict[int | str, float] = {}
 
     def available(self) -> list[Device]:
         """Every device that answers."""
-        found = [gpus.this_cpu()] if self._on_cpu else [gpu.device for gpu in gpus.detected()]
+        found = (
+            gpus.cpu_devices(self._cpu_devices) if self._on_cpu else [gpu.device for gpu in gpus.detected()]
+        )
         self._seen_at |= {device.id: time.monotonic() for device in found}
         return found
 

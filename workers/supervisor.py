@@ -8,7 +8,7 @@ jobs. Leases have their own threads (leases.py).
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,13 +20,15 @@ from app.contract.reports import Failure
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
 from app.jobs import queue, transitions
+from app.jobs.queue import Offer
 from app.jobs.transitions import Fence, LostJob
-from app.planning.devices import Device
+from app.planning.devices import MAX_DEVICES, Device
 from app.settings import Settings
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
+from app.storage.tables import Job
 from workers import job_measurements
 from workers.device_locks import DeviceLocks
 from workers.ingest import Position, ingest
@@ -49,7 +51,7 @@ class Supervisor:
 
     settings: Settings
     database: Database
-    slots: Slots = field(default_factory=Slots)
+    slots: Slots
     id: str = field(default_factory=lambda: new_id("worker"))
     running: list[Running] = field(default_factory=list)
     leaving: list[Running] = field(default_factory=list)
@@ -140,18 +142,22 @@ class Supervisor:
         elif running.times_out is not None and now > running.times_out and not running.stopping:
             running.timed_out = True
             self._request_stop(running, "timeout")
-        elif self._is_too_hot(running.device) and not running.stopping:
+        elif (hot := self._first(running, self._is_too_hot)) and not running.stopping:
             limit = self.settings.max_gpu_temperature
-            why = f"its GPU {running.device.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
-            self.slots.set_aside(running.device, why)
+            why = f"its GPU {hot.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
+            self.slots.set_aside(hot, why)
             self._request_stop(running, why)
         elif self._is_stuck(running) and not running.stopping:
             running.stuck = True
             running.trainer.kill()
-        elif self.slots.is_gone(running.device) and not running.stopping:
-            running.stopping = f"its GPU {running.device.name} has disappeared"
-            self.slots.set_aside(running.device, "nvidia-smi does not show it")
+        elif (gone := self._first(running, self.slots.is_gone)) and not running.stopping:
+            running.stopping = f"its GPU {gone.name} has disappeared"
+            self.slots.set_aside(gone, "nvidia-smi does not show it")
             running.trainer.kill()
+
+    def _first(self, running: Running, is_so: Callable[[Device], bool]) -> Device | None:
+        """The first of a trainer's devices of which something is so."""
+        return next((device for device in running.devices if is_so(device)), None)
 
     def _is_too_hot(self, device: Device) -> bool:
         limit, now = self.settings.max_gpu_temperature, self.slots.temperature(device)
@@ -169,32 +175,43 @@ class Supervisor:
         return False
 
     def _claim_for_free_devices(self) -> bool:
-        """Claims a job for each free device. Returns whether any job was claimed."""
-        taken = {running.device.id for running in (*self.running, *self.leaving)}
-        claimed = False
+        """Claims jobs for the free devices. Returns whether any job was claimed."""
+        taken = {device.id for running in (*self.running, *self.leaving) for device in running.devices}
+        free: dict[Device, int] = {}
         for device in self.slots.usable():
             lock = self.locks.take(device) if device.id not in taken else None
-            if lock is None:
-                continue
-            try:
-                if not self._claim(device, lock):
-                    break
-            finally:
-                os.close(lock)  # the trainer has inherited it, if one was started
-            claimed = True
+            if lock is not None:
+                free[device] = lock
+        claimed = False
+        try:
+            while free and self._claim(free):
+                claimed = True
+        finally:
+            for lock in free.values():
+                os.close(lock)
         return claimed
 
-    def _claim(self, device: Device, lock: int) -> bool:
+    def _claim(self, free: dict[Device, int]) -> bool:
+        """Claims a job, and starts its trainer on some of the free devices, which it removes from `free`.
+
+        Args:
+            free: maps devices to the descriptors of their locks.
+        """
+        with self.database.reading() as session:
+            offer = self._offer(session, free)
         claimed_at = time.monotonic()
         with self.database.writing() as session:
-            gpu_id = device.id if isinstance(device.id, int) else None
-            fence = queue.claim(session, self.id, self.settings.lease_seconds, gpu_id)
+            fence = queue.claim(session, self.id, self.settings.lease_seconds, offer)
         if fence is None:
             return False
         with self.database.reading() as session:
             job = transitions.get(session, fence.job_id)
+        chosen = _chosen(job, list(free))[: None if self.settings.trainer_network else 1]
+        locks = {device: free.pop(device) for device in chosen}
         try:
-            self.running.append(self.launcher.launch(job, fence, device, claimed_at, lock))
+            self.running.append(
+                self.launcher.launch(job, fence, tuple(locks), claimed_at, list(locks.values()))
+            )
         except LostJob:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
@@ -204,7 +221,19 @@ class Supervisor:
                     queue.postpone(session, fence, DISK_FULL_FAILURE.message, RETRY_SECONDS["disk_full"])
                 return True
             self._crash(fence, Failure(code="not_started", message=why_not_started(error), permanent=False))
+        finally:
+            for lock in locks.values():
+                os.close(lock)  # the trainer has inherited it, if one was started
         return True
+
+    def _offer(self, session: Session, free: Iterable[Device]) -> Offer:
+        """What the worker offers to the queue. If all of its devices are free, and no other worker has more,
+        it also offers them to jobs that need more devices than there are."""
+        devices, total = list(free), len(self.slots.available())
+        most = max([total, *map(len, live_workers.devices_by_worker(session))])
+        count = MAX_DEVICES if len(devices) == total == most else len(devices)
+        place = queue.reserved_place(session, len(devices), total, self.settings.reserve_after_seconds)
+        return Offer(count, tuple(device.id for device in devices if isinstance(device.id, int)), place)
 
     def _store_progress(self, running: Running) -> None:
         """Stores what the trainer has reported, and the job's end if the trainer has ended. After
@@ -236,7 +265,10 @@ class Supervisor:
             status not in (None, 0) and running.requested == "cancel"
         ):  # skip its last reports, which may be long
             return replace(running.position, caught_up=True)
-        warm = self.slots.temperature(running.device)
+        warm = max(
+            (own for device in running.devices if (own := self.slots.temperature(device)) is not None),
+            default=None,
+        )
         return ingest(session, running.run, running.fence, running.position, warm)
 
     def _end_broken(self, running: Running, status: int | None) -> None:
@@ -255,9 +287,10 @@ class Supervisor:
         """Checks the device if the trainer reported its failure, and sets it aside if the check fails too."""
         failure = running.run.failure()
         if failure is not None and failure.code == DEVICE_LOST and running.failed_device is None:
-            running.failed_device = self.slots.has_failed(running.device)
-            if running.failed_device:
-                self.slots.set_aside(running.device, failure.message)
+            failed = self._first(running, self.slots.has_failed)
+            running.failed_device = failed is not None
+            if failed is not None:
+                self.slots.set_aside(failed, failure.message)
 
     def _crash(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:
@@ -308,3 +341,11 @@ class Supervisor:
                 message = f"{type(error).__name__} in the worker: see the worker's log"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()
+
+
+def _chosen(job: Job, free: list[Device]) -> list[Device]:
+    """The devices of a claimed job: those that it names, or else the first free ones."""
+    named = queue.gpus_of(job.gpu_mask)
+    if named:
+        return [device for device in free if device.id in named]
+    return free[: job.device_count]

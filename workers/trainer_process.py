@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract import fail_points
@@ -58,7 +59,7 @@ def check_network_isolation() -> None:
 
 
 class TrainerProcess:
-    """`python -m workers.training` on one run directory and one device.
+    """`python -m workers.training` on one run directory and its devices.
 
     The parent-death signal is bound to the thread that creates this object: that thread must outlive the
     trainer.
@@ -67,11 +68,11 @@ class TrainerProcess:
     def __init__(
         self,
         run: RunDirectory,
-        device: Device,
+        devices: Sequence[Device],
         silence_seconds: float,
         *,
         network: bool = True,
-        device_lock: int | None = None,
+        device_locks: Sequence[int] = (),
         view: str = "",
     ) -> None:
         """
@@ -79,7 +80,7 @@ class TrainerProcess:
             silence_seconds: after this time without a `sign_of_life()`, the trainer ends by itself; must be
                 shorter than the lease.
             network: whether the trainer may use the network.
-            device_lock: a descriptor that the trainer keeps open as long as it lives.
+            device_locks: descriptors that the trainer keeps open as long as it lives.
             view: the files of a folder that the trainer may see, where the machine supports this
                 (`isolation.named_view`); empty for no restriction.
 
@@ -98,11 +99,11 @@ class TrainerProcess:
                     stdout=output,
                     stderr=output,
                     env={
-                        **_environment(device, theirs, silence_seconds),
+                        **_environment(devices, theirs, silence_seconds),
                         TOKEN_VARIABLE: str(token),
                         HIDDEN_VARIABLE: view,
                     },
-                    pass_fds=[theirs, token, *([] if device_lock is None else [device_lock])],
+                    pass_fds=[theirs, token, *device_locks],
                     start_new_session=True,
                     cwd=PACKAGES_FOLDER,
                 )
@@ -200,7 +201,7 @@ def gpu_works(device: Device) -> bool:
     try:
         tried = subprocess.run(
             command,
-            env=_device_environment(device),
+            env=_device_environment([device]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_GPU_CHECK_SECONDS,
@@ -210,21 +211,21 @@ def gpu_works(device: Device) -> bool:
     return tried.returncode == 0
 
 
-def _environment(device: Device, lifeline: int, silence_seconds: float) -> dict[str, str]:
+def _environment(devices: Sequence[Device], lifeline: int, silence_seconds: float) -> dict[str, str]:
     """The environment of a trainer."""
     return {
-        **_device_environment(device),
+        **_device_environment(devices),
         LIFELINE_VARIABLE: str(lifeline),
         SILENCE_VARIABLE: str(silence_seconds),
     }
 
 
-def _device_environment(device: Device) -> dict[str, str]:
-    """The environment of a process that uses a device."""
+def _device_environment(devices: Sequence[Device]) -> dict[str, str]:
+    """The environment of a process that uses devices."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     return {
         **passed,
-        "CUDA_VISIBLE_DEVICES": "" if device.kind == "cpu" else str(device.id),
+        "CUDA_VISIBLE_DEVICES": ",".join(str(device.id) for device in devices if device.kind == "cuda"),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -1,7 +1,7 @@
 """The assignment: everything that a trainer gets from its worker, as its run directory's spec.json."""
 
 from app.contract.base import Frozen
-from app.contract.plan import Plan, RankPlan
+from app.contract.plan import Plan
 from app.contract.spec import Spec
 
 
@@ -18,8 +18,3 @@ class Assignment(Frozen):
     """Absolute path of the validation file; None if the job has none of its own."""
     model_path: str
     """Absolute path of a model's directory, or a hub id."""
-
-    @property
-    def rank(self) -> RankPlan:
-        """The part of the plan that this trainer runs."""
-        return self.plan.ranks[0]

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import structlog
@@ -85,6 +85,15 @@ def detected() -> list[DetectedGpu]:
 def this_cpu() -> Device:
     """This machine's processor, with its whole memory."""
     return Device("cpu", "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cpu")
+
+
+def cpu_devices(count: int) -> list[Device]:
+    """This machine's processor as several devices, each with an equal part of the memory."""
+    whole = this_cpu()
+    if count == 1:
+        return [whole]
+    memory = whole.memory_bytes // count
+    return [replace(whole, id=f"cpu:{number}", memory_bytes=memory) for number in range(count)]
 
 
 def cpu_threads() -> int:

@@ -34,11 +34,12 @@ def any_alive(session: Session) -> bool:
     return session.scalar(alive.limit(1)) is not None
 
 
-def devices(session: Session) -> list[Device]:
-    """The devices of live workers, GPUs first: a job gets one of them."""
+def devices_by_worker(session: Session) -> list[list[Device]]:
+    """The devices of each live worker that has any: first of those with GPUs, then of those with the most
+    devices."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS).order_by(Worker.id)
-    found = [Device(**device) for worker in session.scalars(alive) for device in worker.devices]
-    return sorted(found, key=lambda device: device.kind != "cuda")
+    found = [[Device(**device) for device in worker.devices] for worker in session.scalars(alive)]
+    return sorted(filter(None, found), key=lambda own: (own[0].kind != "cuda", -len(own)))
 
 
 def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:

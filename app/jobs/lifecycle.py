@@ -14,7 +14,7 @@ from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
 from app.errors import Conflict
 from app.jobs.events import record_event
-from app.jobs.queue import reclaim_expired
+from app.jobs.queue import gpu_mask, gpus_of, reclaim_expired
 from app.jobs.transitions import change, get
 from app.statistics import counters
 from app.storage.compiled import Prepared
@@ -46,8 +46,10 @@ class Submission:
     suffix: str | None = None
     """A part of the trained model's name."""
     webhook_url: str | None = None
-    gpu_id: int | None = None
-    """The only GPU that may run the job; None: any device."""
+    device_count: int = 1
+    """The number of devices that the job trains on."""
+    gpu_ids: tuple[int, ...] = ()
+    """The only GPUs that may run the job; empty: any device."""
 
 
 _COLUMNS = Job.__table__.columns
@@ -82,7 +84,8 @@ def submit(session: Session, submission: Submission) -> Job:
         "training_config": submission.training_config,
         "spec": submission.spec.model_dump(mode="json"),
         "plan": submission.plan.model_dump(mode="json"),
-        "gpu_id": submission.gpu_id,
+        "device_count": submission.device_count,
+        "gpu_mask": gpu_mask(submission.gpu_ids),
         "attempt": 0,
         "failures": 0,
         "checkpoint_step": 0,
@@ -230,7 +233,8 @@ def retry(session: Session, job_id: str) -> Job:
         paused=False,
         suffix=job.suffix,
         webhook_url=job.webhook_url,
-        gpu_id=job.gpu_id,
+        device_count=job.device_count,
+        gpu_ids=gpus_of(job.gpu_mask),
     )
     return submit(session, again)
 

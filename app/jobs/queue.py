@@ -3,9 +3,13 @@
 The states and the edges between them are drawn in transitions.py. The caller owns the transaction.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     BindParameter,
     Double,
     Integer,
@@ -27,6 +31,7 @@ from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
 from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
+from app.planning.devices import MAX_GPU_ID
 from app.statistics import totals
 from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
@@ -43,12 +48,42 @@ LONGEST_LEASE_SECONDS = 600.0
 """A lease that ends further ahead was granted before the clock was set back, and counts as expired."""
 
 
+def gpu_mask(gpu_ids: Iterable[int]) -> int:
+    """A set of GPUs as a number: bit n for GPU n."""
+    return sum(1 << gpu_id for gpu_id in set(gpu_ids))
+
+
+def gpus_of(mask: int) -> tuple[int, ...]:
+    """Reverses `gpu_mask`."""
+    return tuple(gpu_id for gpu_id in range(MAX_GPU_ID + 1) if mask >> gpu_id & 1)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker offers to the queue: its free devices."""
+
+    devices: int
+    gpu_ids: tuple[int, ...] = ()
+    """The GPUs among them."""
+    before_place: float = inf
+    """Only jobs ahead of this place in the queue may start: the devices are kept for the job there, which
+    needs more of them."""
+
+
+ONE_DEVICE = Offer(1)
+
+
 def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
-    may_go_there = or_(jobs.c.gpu_id.is_(None), jobs.c.gpu_id == bindparam("gpu_id", type_=Integer))
+    free_gpus: BindParameter[int] = bindparam("free_gpus", type_=BigInteger)
+    fits = and_(
+        jobs.c.device_count <= bindparam("free_devices", type_=Integer),
+        jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
+        jobs.c.place < bindparam("before_place", type_=Double),
+    )
     following = (
         select(jobs.c.id)
-        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now(), may_go_there)
+        .where(jobs.c.status == "queued", jobs.c.not_before <= database_now(), fits)
         .order_by(jobs.c.place, jobs.c.id)
         .limit(1)
         .with_for_update(skip_locked=True)
@@ -76,13 +111,24 @@ def _begin_attempt(dialect: str) -> Any:
 _CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
 
 
-def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | None = None) -> Fence | None:
+def claim(
+    session: Session,
+    worker_id: str,
+    lease_seconds: float,
+    free: Offer = ONE_DEVICE,
+) -> Fence | None:
     """Claims the next queued job for this worker, as a new attempt; returns None if no job may start.
 
     Args:
-        gpu_id: the GPU that the job will run on; None: a CPU.
+        free: the devices that the worker offers.
     """
-    values = {"worker": worker_id, "lease_seconds": lease_seconds, "gpu_id": gpu_id}
+    values = {
+        "worker": worker_id,
+        "lease_seconds": lease_seconds,
+        "free_devices": free.devices,
+        "free_gpus": gpu_mask(free.gpu_ids),
+        "before_place": free.before_place,
+    }
     claimed = _CLAIM.run(session, values)
     if not claimed:
         return None
@@ -94,6 +140,26 @@ def claim(session: Session, worker_id: str, lease_seconds: float, gpu_id: int | 
         session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt}
     )
     return fence
+
+
+def reserved_place(session: Session, free: int, total: int, after_seconds: float) -> float:
+    """The place of the first job that needs more than the free devices, and waits for them too long already;
+    infinity if there is none. Until enough devices are free, no job behind it may start.
+
+    Args:
+        free: the worker's free devices.
+        total: all of its devices.
+        after_seconds: how long a job waits before devices are kept for it.
+    """
+    waits = select(func.min(Job.place)).where(
+        Job.status == "queued",
+        Job.not_before <= database_now(),
+        Job.device_count > free,
+        Job.device_count <= total,
+        Job.created_at < database_now() - after_seconds,
+    )
+    place = session.scalar(waits)
+    return inf if place is None else float(place)
 
 
 def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:

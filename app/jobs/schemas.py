@@ -30,6 +30,7 @@ from app.contract.spec import (
     WarmupShape,
 )
 from app.contract.states import JobStatus, RequestedAction
+from app.planning.devices import MAX_GPU_ID
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
 
 WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
@@ -218,19 +219,39 @@ class TrainingConfig(Request):
         return self
 
 
+Strategy = Literal["ddp", "dataparallel"]
+"""`dataparallel` is another name for `ddp`, since its results would be the same."""
+
+
+class DistributedConfig(Request):
+    """How several devices share the work. Each has a copy of the model; they sum their gradients once per
+    step."""
+
+    strategy: Strategy = "ddp"
+
+
 class JobOptions(AccumulationConfig):
     """A job's options, and its accumulation configuration: by fields, by config_id, or both."""
 
     config_id: str | None = Field(
         None, description="The id of a stored configuration; fields given here override its fields"
     )
-    num_gpus: int | None = Field(None, ge=1, le=1024)
-    gpu_ids: list[int] | None = Field(
+    num_gpus: int | None = Field(
+        None, ge=1, le=1024, description="Devices to train on, all of one worker; null: one"
+    )
+    gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,
         fail_fast=True,
         min_length=1,
-        max_length=1024,
-        description="With one id, the job waits for that GPU; with several, the plan is for that many GPUs",
+        max_length=MAX_GPU_ID + 1,
+        description="Train on exactly these GPUs; the job waits until all of them are free",
+    )
+    use_multi_gpu: Flag | None = Field(None, description="true: all devices of a worker; false: one")
+    distributed: Strategy | DistributedConfig | None = Field(
+        None, description="How several devices share the work; null: ddp"
+    )
+    multi_gpu_strategy: Strategy | DistributedConfig | None = Field(
+        None, description="Another name for distributed"
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
@@ -265,6 +286,11 @@ class JobOptions(AccumulationConfig):
             raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")
         if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
             raise ValueError("gpu_ids names a GPU twice")
+        several = max(self.num_gpus or 1, len(self.gpu_ids or ())) > 1
+        if self.use_multi_gpu is False and several:
+            raise ValueError("use_multi_gpu is false, but several devices are requested")
+        if None not in (self.distributed, self.multi_gpu_strategy):
+            raise ValueError("distributed and multi_gpu_strategy are the same: leave one out")
         return self
 
 

@@ -4,7 +4,7 @@ The plan of a submission is a prediction; the worker plans again with what is kn
 """
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
 from app.contract.architecture import Architecture
@@ -71,9 +71,9 @@ class PlanningInputs:
         """See `live_workers.machines_with_gpus`."""
         return self._found("machines", live_workers.machines_with_gpus)
 
-    def devices(self) -> list[Device]:
-        """See `live_workers.devices`."""
-        return self._found("devices", live_workers.devices)
+    def devices_by_worker(self) -> list[list[Device]]:
+        """See `live_workers.devices_by_worker`."""
+        return self._found("devices", live_workers.devices_by_worker)
 
     def margin(self, device: Literal["cpu", "cuda"]) -> float | None:
         """See `measurements.margin`."""
@@ -111,9 +111,9 @@ class PlanningInputs:
 
         return found
 
-    def plan(self, spec: Spec, device: Device, make: Callable[[], Value]) -> Value:
-        """The cached or new result of `make` for a spec on a device, per caller."""
-        return self._kept.get(("plan", self.database.viewer.owner, spec, device), make)
+    def plan(self, spec: Spec, devices: Sequence[Device], make: Callable[[], Value]) -> Value:
+        """The cached or new result of `make` for a spec on devices, per caller."""
+        return self._kept.get(("plan", self.database.viewer.owner, spec, tuple(devices)), make)
 
     def request_profile(self, wanted: ProfileKey) -> None:
         """Requests a profile that does not exist yet, without waiting for it."""

@@ -147,7 +147,7 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
     if spec.split.devices > len(solution.ranks):
         warnings.append(
-            f"the trainer uses one device, not {spec.split.devices}: it accumulates more micro-batches, so "
-            "that the effective batch is unchanged"
+            f"{spec.split.devices} devices were requested, and the plan is for {len(solution.ranks)}: more "
+            "micro-batches are accumulated, so that the effective batch is unchanged"
         )
     return warnings

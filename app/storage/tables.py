@@ -111,8 +111,10 @@ class Job(Owned, Base):
     worker_id: Mapped[str | None]
     lease_until: Mapped[float | None]
     device: Mapped[str | None]
-    gpu_id: Mapped[int | None]
-    """The only GPU that may run the job, or None for any device."""
+    device_count: Mapped[int] = mapped_column(server_default="1")
+    """The number of devices that the job trains on."""
+    gpu_mask: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """The only GPUs that may run the job: bit n for GPU n; 0 for any device."""
     failures: Mapped[int]
     """Crashes since the last checkpoint with progress."""
     checkpoint_step: Mapped[int]

@@ -1,5 +1,6 @@
 """Admission: checks, freezes and plans a request, and enforces its owner's quota."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.datasets import dataset_folder, files
 from app.devices import gpus
-from app.devices.gpus import first_devices, select_devices
+from app.devices.gpus import select_devices
 from app.errors import QuotaExceeded, Unprocessable
 from app.jobs import configurations, lifecycle, queue, transitions
 from app.jobs.lifecycle import Submission
@@ -17,7 +18,7 @@ from app.jobs.schemas import DatasetConfig, TrainingRequest
 from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models
 from app.models.base_models import PlannableModel
-from app.planning.devices import Device
+from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
 from app.planning.plan import make_plan
 from app.planning.recipes import recipe_of, unsupported
@@ -71,10 +72,10 @@ def check(
     model, base = base_models.find_for_training(requested.model_name, settings)
     if requested.dry_run:
         inputs = inputs.fresh()
-    config, num_gpus = _config(inputs.database, requested)
+    config, stored_devices = _config(inputs.database, requested)
     data = _uploaded(inputs.database, requested.dataset_config.file_id, "file_id")
     validation = _uploaded(inputs.database, requested.dataset_config.validation_file_id, "validation_file_id")
-    devices = _devices(inputs, requested.gpu_ids, num_gpus, settings)
+    devices = _devices(inputs, requested, stored_devices, settings)
     if planned:
         _check_steps_not_given(config)
     own_data, own_data_spec = _own_data(requested, settings)
@@ -85,14 +86,14 @@ def check(
         requested.dataset_config,
         config,
         requested.training_config,
-        len(devices),
+        devices.requested,
         profile=requested.profile,
         tune=requested.tune,
-        measured_margin=inputs.margin(devices[0].kind),
+        measured_margin=inputs.margin(devices.planned[0].kind),
     )
     _check_that_workers_can(spec, inputs)
-    profile_key = _profile_key(spec, base, devices[0])
-    plan, speed = _plan(spec, profile_key, devices[0], inputs)
+    profile_key = _profile_key(spec, base, devices.planned[0])
+    plan, speed = _plan(spec, profile_key, devices.planned, inputs)
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -105,9 +106,8 @@ def check(
         paused=not requested.auto_start,
         suffix=suffix,
         webhook_url=_webhook(requested, settings),
-        gpu_id=requested.gpu_ids[0]
-        if requested.gpu_ids is not None and len(requested.gpu_ids) == 1
-        else None,
+        device_count=devices.needed,
+        gpu_ids=tuple(requested.gpu_ids or ()),
     )
     return AdmittedRequest(submission, own_data, speed, profile_key)
 
@@ -203,25 +203,25 @@ def _profile_key(spec: Spec, base: PlannableModel, device: Device) -> ProfileKey
 
 
 def _plan(
-    spec: Spec, profile_key: ProfileKey, device: Device, inputs: PlanningInputs
+    spec: Spec, profile_key: ProfileKey, devices: Sequence[Device], inputs: PlanningInputs
 ) -> tuple[Plan, Speed | None]:
     """The plan by the best available estimate, and the speed that its duration is based on.
 
     If the memory was not simulated yet, a simulation is requested for the next time.
     """
     spec_without_seed = spec.model_copy(update={"seed": 0})
-    return inputs.plan(spec_without_seed, device, lambda: _new_plan(spec, profile_key, device, inputs))
+    return inputs.plan(spec_without_seed, devices, lambda: _new_plan(spec, profile_key, devices, inputs))
 
 
 def _new_plan(
-    spec: Spec, profile_key: ProfileKey, device: Device, inputs: PlanningInputs
+    spec: Spec, profile_key: ProfileKey, devices: Sequence[Device], inputs: PlanningInputs
 ) -> tuple[Plan, Speed | None]:
     inputs.request_profile(profile_key)
-    speed = inputs.speed(spec, device)
+    speed = inputs.speed(spec, devices[0]) if len(devices) == 1 else None
     plan = make_plan(
         spec,
-        [device],
-        inputs.known(profile_key.architecture, device.name),
+        devices,
+        inputs.known(profile_key.architecture, common_name(devices)),
         predicted=True,
         samples_per_second=speed.samples_per_second if speed is not None else None,
     )
@@ -229,14 +229,14 @@ def _new_plan(
 
 
 def _config(database: Database, requested: TrainingRequest) -> tuple[AccumulationConfig, int]:
-    """The configuration and the number of devices: the stored ones, if the request names a configuration,
+    """The configuration and its number of devices: the stored ones, if the request names a configuration,
     overridden by the request's own fields."""
     given = requested.accumulation().model_dump(mode="json", exclude_unset=True)
     if requested.config_id is None:
-        return AccumulationConfig.model_validate(given), requested.num_gpus or 1
+        return AccumulationConfig.model_validate(given), 1
     with database.reading() as session:
         stored = configurations.find(session, requested.config_id, field="config_id")
-    return AccumulationConfig.model_validate({**stored.given, **given}), requested.num_gpus or stored.num_gpus
+    return AccumulationConfig.model_validate({**stored.given, **given}), stored.num_gpus
 
 
 def _check_steps_not_given(config: AccumulationConfig) -> None:
@@ -261,31 +261,52 @@ def _uploaded(database: Database, file_id: str | None, field: str) -> Data | Non
         )
 
 
-def _devices(
-    inputs: PlanningInputs, gpu_ids: list[int] | None, count: int, settings: Settings
-) -> list[Device]:
-    """The devices that the job is planned for: those named, else the first of those that workers have.
+@dataclass(frozen=True)
+class _Devices:
+    """The devices of a job."""
+
+    requested: int
+    """How many are requested: the effective batch is computed for as many."""
+    planned: list[Device]
+    """Those that the plan is for; fewer than requested if no worker has as many."""
+    needed: int
+    """How many free devices a worker needs to start the job."""
+
+
+def _devices(inputs: PlanningInputs, requested: TrainingRequest, stored: int, settings: Settings) -> _Devices:
+    """The devices that the job is planned for: those named, else the first of the worker with the most.
 
     Declared devices are used for planning as long as there is no worker.
+
+    Args:
+        stored: the number of devices of the stored configuration, or 1.
 
     Raises:
         Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
     """
-    of_workers = inputs.devices()
-    if gpu_ids is None and of_workers:
-        return first_devices(count, of_workers)
+    by_worker = inputs.devices_by_worker()
     there = gpus.for_planning(settings.declared_devices, inputs.gpus())
-    if gpu_ids is None:
-        return first_devices(count, there)
-    machines = inputs.machines_with_gpus()
-    if of_workers and not machines:
-        raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
-    if machines > 1:
-        raise Unprocessable(
-            f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids out.",
-            field="gpu_ids",
-        )
-    return select_devices(gpu_ids, inputs.gpus() if of_workers else there)
+    if requested.gpu_ids is not None:
+        machines = inputs.machines_with_gpus()
+        if by_worker and not machines:
+            raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
+        if machines > 1:
+            raise Unprocessable(
+                f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids "
+                "out.",
+                field="gpu_ids",
+            )
+        named = select_devices(requested.gpu_ids, inputs.gpus() if by_worker else there)
+        return _Devices(len(named), named, len(named))
+    available = by_worker[0] if by_worker else there
+    if requested.use_multi_gpu is not None:
+        count = len(available) if requested.use_multi_gpu and requested.num_gpus is None else 1
+        count = requested.num_gpus or count
+    else:
+        count = requested.num_gpus or stored
+    enough = next((own for own in by_worker if len(own) >= count), available)
+    planned = enough[:count]
+    return _Devices(count, planned, len(planned) if by_worker else count)
 
 
 def _check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
@@ -294,7 +315,7 @@ def _check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
     Raises:
         Unprocessable: no worker has a device that the method or the optimizer needs.
     """
-    of_workers = inputs.devices()
+    of_workers = [device for own in inputs.devices_by_worker() for device in own]
     kinds = {device.kind for device in of_workers}
     why = [] if "cuda" in kinds else unsupported(
         "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name

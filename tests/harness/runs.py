@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,19 @@ def create_run(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **pl
             model_path=str(folder.parent / "tiny-gpt2"),
         )
     )
+    return run
+
+
+def with_ranks(run: RunDirectory, shares: Sequence[float]) -> RunDirectory:
+    """The same run, planned for as many CPU ranks as there are shares."""
+    assignment = run.assignment()
+    own = assignment.plan.ranks[0]
+    ranks = tuple(
+        own.model_copy(update={"rank": rank, "gpu_id": f"cpu:{rank}", "share_of_tokens": share})
+        for rank, share in enumerate(shares)
+    )
+    plan = assignment.plan.model_copy(update={"ranks": ranks})
+    run.write_assignment(assignment.model_copy(update={"plan": plan}))
     return run
 
 

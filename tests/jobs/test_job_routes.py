@@ -179,9 +179,9 @@ def test_requested_devices_count_for_the_batch_and_a_warning_names_how_many_trai
         client, target_effective_batch_size=None, accumulation_steps=2, micro_batch_size=4, num_gpus=5
     )
     assert job["effective_batch_size"] == 40
-    assert [device["gpu_id"] for device in job["plan"]["devices"]] == [0]
-    assert job["accumulation_steps"] == 10
-    assert any("one device, not 5" in warning for warning in job["plan"]["warnings"])
+    assert [device["gpu_id"] for device in job["plan"]["devices"]] == [0, 1, 2, 3]
+    assert job["accumulation_steps"] == 3
+    assert any("5 devices were requested" in warning for warning in job["plan"]["warnings"])
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(client: TestClient, database: Any) -> None:
@@ -386,3 +386,43 @@ def test_an_unchanged_response_gets_304(client: TestClient) -> None:
     client.post(f"{path}/cancel")
     moved_on = client.get(path, headers={"If-None-Match": tag})
     assert (moved_on.status_code, moved_on.json()["status"]) == (200, "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("fields", "devices"),
+    [
+        ({"use_multi_gpu": True}, 4),
+        ({"use_multi_gpu": False}, 1),
+        ({"gpu_ids": [3, 1]}, 2),
+        ({"num_gpus": 3, "distributed": "ddp"}, 3),
+        ({"num_gpus": 2, "multi_gpu_strategy": {"strategy": "dataparallel"}}, 2),
+    ],
+)
+def test_a_job_requests_devices_by_any_of_the_fields(
+    client: TestClient, database: Any, fields: dict[str, Any], devices: int
+) -> None:
+    job = submit(client, **fields)
+    assert len(job["plan"]["ranks"]) == devices
+    assert sum(rank["share_of_tokens"] for rank in job["plan"]["ranks"]) == pytest.approx(1.0)
+    with database.reading() as session:
+        from app.jobs import transitions
+
+        stored = transitions.get(session, job["id"])
+        assert stored.device_count == devices
+        assert stored.gpu_mask == sum(1 << gpu_id for gpu_id in fields.get("gpu_ids", []))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_multi_gpu": False, "num_gpus": 2},
+        {"distributed": "ddp", "multi_gpu_strategy": "ddp"},
+        {"distributed": "fsdp"},
+        {"gpu_ids": [63]},
+        {"gpu_ids": [0, 0]},
+        {"num_gpus": 0},
+    ],
+)
+def test_contradictory_devices_are_rejected(client: TestClient, fields: dict[str, Any]) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **fields})
+    assert answer.status_code == 422, answer.text

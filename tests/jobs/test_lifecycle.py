@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from math import inf
 from typing import get_args
 
 import pytest
@@ -14,7 +15,7 @@ from app.contract.states import ENDED, JobStatus
 from app.errors import Conflict, NotFound
 from app.jobs import lifecycle, queue, transitions
 from app.jobs.lifecycle import AGEING_SECONDS
-from app.jobs.queue import MAX_FAILURES
+from app.jobs.queue import MAX_FAILURES, Offer
 from app.jobs.transitions import EDGES, Fence, LostJob, change
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
 from app.storage.tables import Attempt, File, Job, JobEvent
@@ -357,12 +358,43 @@ def test_only_timed_out_jobs_can_be_resumed_with_a_fresh_time_limit(database: Da
 
 
 def test_a_job_pinned_to_a_gpu_runs_only_there(database: Database) -> None:
-    job_id = submitted(database, gpu_id=2)
+    job_id = submitted(database, gpu_ids=(2,))
     other = submitted(database)
     assert claim(database) == Fence(other, 1, "worker-1")
     with database.writing() as session:
-        assert queue.claim(session, "worker-1", 15.0, 0) is None
-        assert queue.claim(session, "worker-1", 15.0, 2) == Fence(job_id, 1, "worker-1")
+        assert queue.claim(session, "worker-1", 15.0, Offer(1, (0,))) is None
+        assert queue.claim(session, "worker-1", 15.0, Offer(2, (1, 2))) == Fence(job_id, 1, "worker-1")
+
+
+def test_a_job_starts_where_enough_devices_are_free(database: Database) -> None:
+    wide, pair = submitted(database, device_count=4), submitted(database, device_count=2, gpu_ids=(1, 3))
+    with database.writing() as session:
+        assert queue.claim(session, "worker-1", 15.0, Offer(3, (0, 1, 2))) is None
+        assert queue.claim(session, "worker-1", 15.0, Offer(2, (1, 3))) == Fence(pair, 1, "worker-1")
+        assert queue.claim(session, "worker-1", 15.0, Offer(4)) == Fence(wide, 1, "worker-1")
+
+
+def test_devices_are_kept_for_a_job_that_waits_for_several(database: Database) -> None:
+    wide = submitted(database, device_count=2)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == wide).values(created_at=Job.created_at - 100))
+    small = submitted(database)
+    with database.reading() as session:
+        waits = queue.reserved_place(session, free=1, total=2, after_seconds=60)
+        assert waits == transitions.get(session, wide).place
+        assert queue.reserved_place(session, free=1, total=2, after_seconds=600) == inf
+        assert queue.reserved_place(session, free=1, total=1, after_seconds=60) == inf, "it never fits"
+        assert queue.reserved_place(session, free=2, total=2, after_seconds=60) == inf
+    with database.writing() as session:
+        assert queue.claim(session, "worker-1", 15.0, Offer(1, before_place=waits)) is None
+        assert queue.claim(session, "worker-1", 15.0, Offer(1)) == Fence(small, 1, "worker-1")
+
+
+@pytest.mark.parametrize("gpu_ids", [(), (0,), (62, 3, 0)])
+def test_a_set_of_gpus_is_stored_as_a_number(database: Database, gpu_ids: tuple[int, ...]) -> None:
+    job_id = submitted(database, gpu_ids=gpu_ids)
+    with database.reading() as session:
+        assert queue.gpus_of(transitions.get(session, job_id).gpu_mask) == tuple(sorted(gpu_ids))
 
 
 def test_every_state_has_edges_and_terminal_states_have_none() -> None:

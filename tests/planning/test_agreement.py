@@ -66,7 +66,7 @@ def test_calculator_dry_run_and_job_give_the_same_plan(
         assert submitted.status_code == 202, submitted.text
         with database.reading() as session:
             spec = Spec.model_validate(transitions.get(session, submitted.json()["training_id"]).spec)
-        on_worker = launcher._new_plan(spec, GPU)
+        on_worker = launcher._new_plan(spec, (GPU,))
         answer = calculated.json()
         device = answer["devices"][0]
         expected = {

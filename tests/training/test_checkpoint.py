@@ -123,7 +123,7 @@ def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
 def test_a_changed_state_at_the_same_position_is_a_new_checkpoint(tmp_path: Path) -> None:
     model, optimizer = saved_at(tmp_path, 1)
     learned = stand(1)
-    learned.budget.tokens = 77
+    learned.budgets[0].tokens = 77
     assert checkpoint.save(tmp_path, learned, model, optimizer) is not None
     assert checkpoint.save(tmp_path, learned, model, optimizer) is None
     assert checkpoint.restore(tmp_path, *trained())[0] == learned
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_version_1_is_read(tmp_path: Path) -> None:
         Progress(step=3, micro_step=7, skipped=1, trained_tokens=99),
         Position(epoch=1, consumed=24, windows_in_epoch=2),
         Losses(first=2.0, last=1.5, average=1.6, recent=[2.0, 1.5]),
-        LearnedBudget(128, 256, 100, 2, measured=True),
+        [LearnedBudget(128, 256, 100, 2, measured=True)],
         Ramp(batch=16, windows_since_growth=4),
         SavedLossScale(1024.0, 3),
         Fallbacks(checkpointing=True, own_logits=False, padded=True, equivalence_error=1e-7),
@@ -237,3 +237,19 @@ def test_checkpoint_files_contain_no_executable_code(tmp_path: Path) -> None:
     saved_at(tmp_path, 1)
     suffixes = {file.suffix for file in checkpoint.newest_first(tmp_path)[0].iterdir()}
     assert suffixes == {".safetensors", ".json"}
+
+
+def test_a_checkpoint_of_version_2_is_read(tmp_path: Path) -> None:
+    """It had the budget of one rank."""
+    saved_at(tmp_path, 3)
+    (path,) = checkpoint.newest_first(tmp_path)
+    content = json.loads((path / "state.json").read_text())
+    content["version"] = 2
+    del content["state"]["budgets"]
+    content["state"]["budget"] = {"tokens": 128, "failed_tokens": 256, "largest_done": 100}
+    (path / "state.json").write_text(json.dumps(content))
+    seal(path)
+    found, _ = checkpoint.restore(tmp_path, *trained(seed=1))
+    assert found is not None
+    assert found.budgets == [LearnedBudget(128, 256, 100)]
+    assert found.step == 3

@@ -30,7 +30,7 @@ def bystander(pid: int) -> subprocess.Popen[bytes] | None:
 
 def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: Path) -> None:
     trainer = TrainerProcess(
-        create_run(tmp_path / "run"), Device("cpu", "CPU", 2**30, "cpu"), silence_seconds=60
+        create_run(tmp_path / "run"), [Device("cpu", "CPU", 2**30, "cpu")], silence_seconds=60
     )
     trainer.kill()
     until(lambda: trainer.status() is not None, 10)
@@ -62,7 +62,7 @@ def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("sys.executable", str(python))
     seen = []
     for network in (True, False):
-        trainer = TrainerProcess(run, Device("cpu", "CPU", 2**30, "cpu"), 60, network=network)
+        trainer = TrainerProcess(run, [Device("cpu", "CPU", 2**30, "cpu")], 60, network=network)
         until(lambda trainer=trainer: trainer.status() is not None, 10)
         trainer.close()
         assert trainer.status() == 0, run.log.read_text()

@@ -25,7 +25,7 @@ from workers.profiling.unroll import REPEATED, unroll
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
-from workers.training.gradients import InPlace, SeparateAccumulator, gradients_for
+from workers.training.gradients import Gradients, gradients_for
 from workers.training.loss import Forward, Head, TokenLoss, head_of
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add
@@ -64,7 +64,7 @@ class _Step:
     """The part of a run that `replica.add` needs."""
 
     window: Window
-    gradients: InPlace | SeparateAccumulator
+    gradients: Gradients
     balance: Balance | None
     token_loss: TokenLoss
     precision: Any

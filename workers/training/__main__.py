@@ -21,12 +21,15 @@ from workers.run_directory import (
     DISK_FULL_FAILURE,
     HIDDEN_VARIABLE,
     INTERRUPTED,
+    LOST_RANK,
     Reporter,
     RunDirectory,
     RunDirectoryInUse,
+    SilentReporter,
 )
+from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
 from workers.training.enclosure import run_enclosed
-from workers.training.exceptions import CannotTrain, Interrupted
+from workers.training.exceptions import CannotTrain, Interrupted, LostRank
 from workers.training.fetching import fetch, fetch_in_child, first_line
 from workers.training.isolation import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
@@ -66,6 +69,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     limit()
     stop = StopSignal()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _as_rank(run, stop)
     isolated = bool(os.environ.get(HIDDEN_VARIABLE))
     if isolated and (status := fetch_in_child(lambda: _fetch(run))) != 0:
         return status
@@ -78,12 +83,27 @@ def main() -> int:
         die_with_parent()  # again: dropping capabilities clears this setting
         try:
             with run.locked():
+                plan = run.assignment().plan
+                if len(plan.ranks) > 1:
+                    return launch(run, plan.ranks, plan.device, stop)
                 return attempt(run, stop)
         except RunDirectoryInUse as error:
             log.error("%s", error)
             return INTERRUPTED  # no fault of the job's: another attempt is about to end
 
     return run_enclosed(train, isolated=isolated, lifeline=inherited())
+
+
+def _as_rank(run: RunDirectory, stop: StopSignal) -> int:
+    """Runs one of several ranks, which the launcher started, or torchrun."""
+    rank = int(os.environ["RANK"])
+    launched = RENDEZVOUS_VARIABLE in os.environ
+    if launched:
+        if os.environ.get(HIDDEN_VARIABLE):
+            drop_capabilities()  # again: starting a program clears a part of it
+        die_with_parent()
+    with contextlib.nullcontext() if launched or rank else run.locked():
+        return attempt(run, stop, rank, int(os.environ["WORLD_SIZE"]))
 
 
 def _fetch(run: RunDirectory) -> int:
@@ -101,26 +121,33 @@ def _fetch(run: RunDirectory) -> int:
     return 0
 
 
-def attempt(run: RunDirectory, stop: StopSignal) -> int:
-    """Runs one attempt and writes its result to the run directory. This has the trainer's only broad
-    except."""
+def attempt(run: RunDirectory, stop: StopSignal, rank: int = 0, size: int = 1) -> int:
+    """Runs one attempt, or one rank of it, and writes its result to the run directory. This has the trainer's
+    only broad except."""
     assignment = run.assignment()
-    with Reporter(run, assignment.attempt) as reporter:
+    with SilentReporter(assignment.attempt) if rank else Reporter(run, assignment.attempt) as reporter:
         try:
+            from workers.training.distributed.group import connect
             from workers.training.fit import fit
 
-            run.write_outcome(fit(run, assignment, reporter, stop))
+            with connect(assignment.plan, rank, size) as group:
+                outcome = fit(run, assignment, reporter, stop, group)
+            if rank == 0:
+                run.write_outcome(outcome)
         except Interrupted:
             reporter.event("interrupted", "A stop was requested: a checkpoint was written.")
             return INTERRUPTED
         except CannotTrain as error:
-            run.write_failure(Failure(code=error.code, message=str(error), permanent=True))
+            run.write_failure(Failure(code=error.code, message=str(error), permanent=True), rank)
             return 1
+        except LostRank as error:
+            log.error("rank %d lost another rank: %s", rank, error)
+            return LOST_RANK
         except Exception as error:
             log.exception("the attempt failed")
             failure = _crash(error, run)
             with contextlib.suppress(OSError):
-                run.write_failure(failure)
+                run.write_failure(failure, rank)
             return DISK_FULL if failure.code == "disk_full" else 1
     return 0
 

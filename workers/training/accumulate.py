@@ -4,18 +4,20 @@ This module and `window.py` together implement gradient accumulation.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch.profiler import record_function
 
 from app.contract.plan import MicroBatchRule
 from workers.training import guards
 from workers.training import model as models
-from workers.training.batches import Cursor, Groups, tokens_of
+from workers.training.batches import Groups, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
-from workers.training.exceptions import StopRequested
+from workers.training.distributed.group import Group
+from workers.training.distributed.partition import partition
+from workers.training.exceptions import OtherRankFailed, StopRequested
 from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
 from workers.training.start import Training
@@ -24,7 +26,7 @@ from workers.training.window import Closed
 
 @dataclass(frozen=True)
 class WindowCost:
-    """Waiting time and tokens of an accumulated window."""
+    """Waiting time and tokens of this rank's part of a window."""
 
     data_seconds: float
     """Wall time spent waiting for micro-batches."""
@@ -33,14 +35,19 @@ class WindowCost:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained window, whether applied or not. Times are wall-clock seconds."""
+    """A trained window, whether applied or not. Times are this rank's wall-clock seconds."""
 
     closed: Closed
-    groups: Groups
+    groups_by_rank: list[Groups]
     padded_tokens: int
     data_seconds: float
     seconds: float
     measurement: Measurement | None
+
+    @property
+    def groups(self) -> Groups:
+        """The micro-batches of all ranks."""
+        return [group for groups in self.groups_by_rank for group in groups]
 
 
 def train_window(training: Training, window: Indices, denominator: float) -> Trained:
@@ -58,13 +65,13 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     accept = guards.spike_filter(recent, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
     while True:
         measures = _measures(training)
-        groups = cut(training, window, training.rule, measured=measures)
-        observed, added = _observe(training, window, groups, denominator, record_first_norm=measures)
+        groups = divide(training, window, measured=measures)
+        observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.STOP:
             raise StopRequested
         if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
-            reduce_memory(training, groups, training.loader.lengths(window))
+            reduce_memory(training, groups, observed.out_of_memory_on, training.loader.lengths(window))
             continue
         assert observed.totals is not None
         assert added is not None
@@ -76,49 +83,68 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
-def _observe(
-    training: Training, window: Indices, groups: Groups, denominator: float, *, record_first_norm: bool
+def observe(
+    training: Training,
+    window: Indices,
+    groups: list[Groups],
+    denominator: float,
+    *,
+    record_first_norm: bool = False,
 ) -> tuple[Observed, WindowCost | None]:
-    """Accumulates a window and returns what happened; after a failure, its tensors are released."""
-    replica = training.replica
+    """Accumulates a window on all ranks and returns what happened; after a failure, its tensors are
+    released."""
+    replica, added = training.replica, None
+    out_of_memory = stop_requested = False
     replica.memory.begin()
     try:
         added = accumulate(training, window, groups, denominator, record_first_norm=record_first_norm)
-        if replica.memory.exceeded():
-            return Observed(out_of_memory=True), None
-        return Observed(replica.window.totals()), added
+        out_of_memory = replica.memory.exceeded()
     except StopRequested:
-        return Observed(stop_requested=True), None
+        stop_requested = True
+    except OtherRankFailed:
+        pass  # the other rank says why
     except RuntimeError as error:
         if not guards.is_out_of_memory(error):
             raise
-        return Observed(out_of_memory=True), None
+        out_of_memory = True
+    return replica.window.observe(out_of_memory=out_of_memory, stop_requested=stop_requested), added
 
 
 def accumulate(
     training: Training,
     window: Indices,
-    groups: Groups,
+    groups: list[Groups],
     denominator: float,
     *,
     record_first_norm: bool = False,
 ) -> WindowCost:
-    """Opens a window, and adds every micro-batch to it; nothing is applied yet.
+    """Opens a window, and adds every micro-batch of this rank to it; nothing is applied yet.
 
     Args:
-        record_first_norm: whether to record the gradient's norm after the first of several micro-batches.
+        groups: the micro-batches of each rank.
+        record_first_norm: whether rank 0 records the gradient's norm after the first of several
+            micro-batches.
 
     Raises:
         StopRequested: a stop was requested; the window was abandoned.
+        OtherRankFailed: another rank could not do its part.
     """
     replica, reporter, progress = training.replica, training.reporter, training.state.progress
+    own = groups[training.group.rank]
     data_seconds, padded_tokens = 0.0, 0
-    observe_routing(training, window, groups)
-    seed_window(training.assignment.spec.seed, training.state.position.cursor)
-    replica.window.open(denominator, len(groups))
+    record_first_norm = record_first_norm and training.group.leads and sum(map(len, groups)) > 1
+    training.seed_window()
+    replica.window.open(
+        denominator,
+        len(own),
+        by_rank=list(map(len, groups)),
+        exchange_early=training.group.size > 1 and not (record_first_norm and len(own) == 1),
+    )
+    observe_routing(training, window, groups, training.group)
+    training.seed_window()
     reporter.begin_window()
-    batches = training.loader.micro_batches(window, groups)
-    for number in range(len(groups)):
+    batches = training.loader.micro_batches(window, own)
+    for number in range(len(own)):
         training.check_stop()
         requested = time.perf_counter()
         with record_function("accrue.data"):
@@ -128,35 +154,61 @@ def accumulate(
         replica.add(batch)
         if training.assignment.spec.log_accumulation:
             reporter.progress(progress.step, progress.micro_step, number + 1)
-        if record_first_norm and number == 0 and len(groups) > 1:
+        if record_first_norm and number == 0:
             replica.window.record_first_norm()
     return WindowCost(data_seconds, padded_tokens)
 
 
-def cut(training: Training, window: Indices, rule: MicroBatchRule, *, measured: bool = False) -> Groups:
-    """A window's micro-batches, as groups of positions in it.
+def divide(training: Training, window: Indices, *, measured: bool = False) -> list[Groups]:
+    """Every rank's micro-batches of a window, as groups of positions in it.
 
     Args:
         measured: whether the first micro-batch is drawn at random, to measure the noise scale.
     """
+    lengths, budgets = training.loader.lengths(window), training.budgets
+    rules = [budget.rule(training.batch) for budget in budgets]
     first = None
     if measured:
         position = training.state.position
         place = [training.assignment.spec.seed, position.epoch, position.consumed]
         first = np.random.Generator(np.random.PCG64(place))
-    return training.budget.cut(training.loader.lengths(window), rule, first=first)
+    if len(budgets) == 1:
+        return [budgets[0].cut(lengths, rules[0], first=first)]
+    head: Groups = []
+    rest = np.arange(len(window))
+    if first is not None:
+        head = [budgets[0].draw_first(lengths, rules[0], first)]
+        rest = np.setdiff1d(rest, head[0])
+        rules[0] = without_first(rules[0])
+    taken = partition(
+        lengths[rest],
+        [budget.share for budget in budgets],
+        by_length=budgets[0].by_length,
+        head_start=[float(lengths[head[0]].sum()) if head else 0.0, *(0.0 for _ in budgets[1:])],
+    )
+    groups = []
+    for budget, rule, part in zip(budgets, rules, taken, strict=True):
+        positions = rest[part]
+        groups.append([positions[own].tolist() for own in budget.cut(lengths[positions], rule)])
+    return [head + groups[0], *groups[1:]]
 
 
-def seed_window(seed: int, cursor: Cursor) -> None:
-    """Seeds dropout from the position in the data, so that a resume or a replay draws the same numbers."""
-    mixed = np.random.SeedSequence([seed, cursor.epoch, cursor.consumed]).generate_state(1, np.uint64)
-    torch.manual_seed(int(mixed[0]) >> 1)
+def cut(training: Training, window: Indices, rule: MicroBatchRule) -> Groups:
+    """A window's micro-batches if this rank takes all of it, as groups of positions in it."""
+    return training.budget.cut(training.loader.lengths(window), rule)
 
 
-def observe_routing(training: Training, window: Indices, groups: Groups) -> None:
+def observe_routing(training: Training, window: Indices, groups: list[Groups], group: Group) -> None:
     """Runs the first forward pass of a mixture of experts, without gradient, to count the routers' choices.
 
     It draws the same random numbers as the second forward pass, so that both route the same way.
+
+    Args:
+        groups: the micro-batches of each rank.
+        group: the ranks whose choices are counted together.
+
+    Raises:
+        OtherRankFailed: another rank could not do its part.
     """
     balance = training.replica.balance
     if balance is None:
@@ -164,11 +216,20 @@ def observe_routing(training: Training, window: Indices, groups: Groups) -> None
     balance.begin(len(window))
     if balance.scope != "window":
         return
-    seed_window(training.assignment.spec.seed, training.state.position.cursor)
-    with record_function("accrue.routing"):
-        for group in groups:
-            training.check_stop()
-            training.replica.observe_routing(training.loader.fetch(window[group].tolist()))
+    failure: Exception | None = None
+    try:
+        with record_function("accrue.routing"):
+            for own in groups[group.rank]:
+                training.check_stop()
+                training.replica.observe_routing(training.loader.fetch(window[own].tolist()))
+    except (StopRequested, RuntimeError) as error:
+        failure = error
+    (failed,) = group.any(failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OtherRankFailed
+    balance.sum_over(group, training.replica.device)
 
 
 def _measures(training: Training) -> bool:
@@ -179,11 +240,11 @@ def _measures(training: Training) -> bool:
 
 
 def _measurement(
-    training: Training, window: Indices, groups: Groups, closed: Closed, denominator: float
+    training: Training, window: Indices, groups: list[Groups], closed: Closed, denominator: float
 ) -> Measurement | None:
     if closed.first_norm is None or not closed.applied:
         return None
-    first = window[groups[0]]
+    first = window[groups[0][0]]
     return Measurement(
         first_norm=closed.first_norm,
         first_samples=len(first),
@@ -194,31 +255,43 @@ def _measurement(
     )
 
 
-def reduce_memory(training: Training, groups: Groups, lengths: Indices) -> None:
-    """Reduces memory use after running out of memory: by smaller micro-batches, or by recomputing
-    activations.
+def reduce_memory(
+    training: Training, groups: list[Groups], failed_on: Sequence[int], lengths: Indices
+) -> None:
+    """Reduces memory use after running out of memory: by smaller micro-batches on the ranks that failed, or
+    by recomputing activations on all of them.
+
+    Args:
+        groups: the micro-batches of each rank.
+        failed_on: the ranks that ran out of memory.
 
     Raises:
         CannotTrain: neither is possible any more.
     """
     training.replica.free_memory()
-    spec, fallbacks, budget = training.assignment.spec, training.state.fallbacks, training.budget
-    widest = max(groups, key=lambda group: tokens_of(lengths[group], budget.packed))
-    tokens = tokens_of(lengths[widest], budget.packed)
-    if len(widest) > 1 and spec.auto_adjust_batch_size:
-        smaller = budget.lower_after_failure(tokens)
-        message = f"Out of memory: the window is replayed with at most {smaller} tokens per micro-batch."
-        training.reporter.event(
-            "out_of_memory", message, "warning", token_budget=smaller, failed_tokens=tokens
-        )
-        training.loader.shrink_buckets(smaller)
-    elif not (spec.gradient_checkpointing or fallbacks.checkpointing):
-        fallbacks.checkpointing = True
-        models.recompute_activations(training.replica.model)
-        message = (
-            f"Out of memory at {len(widest)} samples and {tokens} tokens: the window is replayed with "
-            "gradient checkpointing, which gives the same gradient for more computation."
-        )
-        training.reporter.event("out_of_memory", message, "warning", failed_tokens=tokens)
-    else:
-        raise guards.out_of_memory_error(training.assignment.plan, len(widest), tokens)
+    spec, fallbacks = training.assignment.spec, training.state.fallbacks
+    for rank in failed_on:
+        budget = training.budgets[rank]
+        widest = max(groups[rank], key=lambda group: tokens_of(lengths[group], budget.packed))
+        tokens = tokens_of(lengths[widest], budget.packed)
+        on = f" on rank {rank}" if len(groups) > 1 else ""
+        if len(widest) > 1 and spec.auto_adjust_batch_size:
+            smaller = budget.lower_after_failure(tokens)
+            message = (
+                f"Out of memory{on}: the window is replayed with at most {smaller} tokens per micro-batch."
+            )
+            training.reporter.event(
+                "out_of_memory", message, "warning", token_budget=smaller, failed_tokens=tokens, rank=rank
+            )
+            if rank == training.group.rank:
+                training.loader.shrink_buckets(smaller)
+        elif not (spec.gradient_checkpointing or fallbacks.checkpointing):
+            fallbacks.checkpointing = True
+            models.recompute_activations(training.replica.model)
+            message = (
+                f"Out of memory{on} at {len(widest)} samples and {tokens} tokens: the window is replayed "
+                "with gradient checkpointing, which gives the same gradient for more computation."
+            )
+            training.reporter.event("out_of_memory", message, "warning", failed_tokens=tokens, rank=rank)
+        else:
+            raise guards.out_of_memory_error(training.assignment.plan, len(widest), tokens)

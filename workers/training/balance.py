@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from workers.training.batches import MicroBatch
+from workers.training.distributed.group import Group
 
 
 @dataclass
@@ -46,6 +47,16 @@ class Balance:
             probabilities = self._probabilities(logits, batch)
             self._chosen += self._choices(probabilities).sum(0)
             self._rows += len(probabilities)
+
+    def sum_over(self, group: Group, device: torch.device) -> None:
+        """Makes the counts those of all ranks, of which each observed its own part of the window."""
+        if group.size == 1:
+            return
+        empty = torch.zeros(self.experts, dtype=torch.float32)
+        chosen = empty if self._chosen is None else self._chosen
+        rows, *counts = group.sum([float(self._rows), *chosen.tolist()])
+        self._rows = round(rows)
+        self._chosen = torch.tensor(counts, dtype=torch.float64).to(device, chosen.dtype)
 
     def share(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
         """This micro-batch's share of the window's loss: shares add up to the whole. A scalar."""

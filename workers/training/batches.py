@@ -120,16 +120,17 @@ def cut_window(
         first: draws the first micro-batch at random, before the rest is ordered; None draws nothing.
     """
     array = np.asarray(lengths, dtype=np.int64)
+    if not len(array):
+        return []
     positions = np.arange(len(array))
     head: Groups = []
     if first is not None:
-        drawn = _drawn(array, cut, packed, rows, first)
+        drawn = draw_first(array, cut, packed, rows, first)
         if len(drawn) == len(array):
             return [drawn]
         head = [drawn]
         positions = np.setdiff1d(positions, drawn)
-        if isinstance(cut, FixedCount):
-            cut = FixedCount(micro_batches=cut.micro_batches - 1)
+        cut = without_first(cut)
     if by_length:
         positions = positions[np.argsort(-array[positions], kind="stable")]
     ordered = array[positions]
@@ -144,7 +145,12 @@ def cut_window(
     return head + [positions[start:stop].tolist() for start, stop in bounds]
 
 
-def _drawn(
+def without_first(cut: MicroBatchRule) -> MicroBatchRule:
+    """How the rest of a window is cut, after its first micro-batch."""
+    return FixedCount(micro_batches=cut.micro_batches - 1) if isinstance(cut, FixedCount) else cut
+
+
+def draw_first(
     lengths: Lengths, cut: MicroBatchRule, packed: bool, most: int | None, random: np.random.Generator
 ) -> list[int]:
     """A first micro-batch drawn at random, within the cut; the whole window, if it fits."""

@@ -7,7 +7,7 @@ after many windows that fitted, and the fastest size that a sweep found.
 import numpy as np
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, RankPlan, TokenBudget
-from workers.training.batches import Groups, Lengths, cut_window
+from workers.training.batches import Groups, Lengths, cut_window, draw_first
 from workers.training.state import LearnedBudget
 
 WINDOWS_BEFORE_GROWTH = 50
@@ -40,7 +40,7 @@ class Budget:
         packed: bool = False,
     ) -> None:
         self._rank, self._most = rank, most_tokens
-        self._by_length = by_length
+        self.by_length = by_length
         self._samples = effective_batch_size
         self.learned = learned
         self.packed = packed
@@ -73,18 +73,27 @@ class Budget:
 
         def by(rule: MicroBatchRule) -> Groups:
             return cut_window(
-                lengths,
-                rule,
-                by_length=self._by_length,
-                packed=self.packed,
-                rows=planned.samples if isinstance(planned, FixedSize) else None,
-                first=first,
+                lengths, rule, by_length=self.by_length, packed=self.packed, rows=self._rows, first=first
             )
 
         groups = by(rule)
         if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(lengths)):
             return by(planned)  # the learned budget gives fewer micro-batches than requested
         return groups
+
+    def draw_first(self, lengths: Lengths, rule: MicroBatchRule, random: np.random.Generator) -> list[int]:
+        """A first micro-batch drawn at random from a window: positions in it."""
+        return draw_first(lengths, rule, self.packed, self._rows, random)
+
+    @property
+    def share(self) -> float:
+        """The share of a window's tokens that the device takes."""
+        return self._rank.share_of_tokens
+
+    @property
+    def _rows(self) -> int | None:
+        planned = self._rank.micro_batch_rule
+        return planned.samples if isinstance(planned, FixedSize) else None
 
     def tokens(self, longest: int) -> int:
         """The current budget of a micro-batch, in tokens.

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from workers.training import guards
 from workers.training import model as models
-from workers.training.accumulate import cut, observe_routing, reduce_memory
+from workers.training.accumulate import cut, divide, observe_routing, reduce_memory
 from workers.training.batches import Groups
-from workers.training.exceptions import CannotTrain
+from workers.training.decision import Observed
+from workers.training.exceptions import CannotTrain, OtherRankFailed, StopRequested
 from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
 from workers.training.start import Training
@@ -37,10 +39,14 @@ class Certificate:
     reference_micro_batches: int
 
 
-def compare(
-    window: Window, accumulate: Callable[[Groups], None], plan: Groups, reference: Groups
-) -> Certificate:
-    """Compares the gradients of two splits of one window. Holds one gradient on the host.
+Split = TypeVar("Split")
+
+
+def gradient_error(
+    window: Window, accumulate: Callable[[Split], None], plan: Split, reference: Split
+) -> float:
+    """Compares the gradients of two splits of one window: |plan - reference| / |reference| over all
+    parameters. Holds one gradient on the host.
 
     Args:
         accumulate: opens the window and adds the micro-batches of a split, without any randomness.
@@ -55,8 +61,7 @@ def compare(
         difference += float((gradient.detach().cpu().double() - one).square().sum())
         norm += float(one.square().sum())
     window.abandon()
-    error = float("inf") if held or not isfinite(norm) else sqrt(difference / norm) if norm else 0.0
-    return Certificate(error, len(plan), len(reference))
+    return float("inf") if held or not isfinite(norm) else sqrt(difference / norm) if norm else 0.0
 
 
 def smaller_split(plan: Groups) -> Groups:
@@ -73,12 +78,21 @@ def changed_choices(chosen: Sequence[Tensor]) -> int:
     return int((first - second).abs().sum().item() / 2)
 
 
+class _Failed(Exception):
+    """A rank could not accumulate its part of a split."""
+
+    def __init__(self, groups: list[Groups], observed: Observed) -> None:
+        super().__init__()
+        self.groups, self.observed = groups, observed
+
+
 def certify(training: Training) -> None:
     """Compares the first window's gradient under the plan with that of a smaller split, before the first
-    step.
+    step. With several ranks, rank 0 computes the smaller split alone.
 
     Raises:
         CannotTrain: they differ by more than rounding.
+        StopRequested: a stop was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
     window = training.next_window()
@@ -89,38 +103,63 @@ def certify(training: Training) -> None:
         return
     chosen = []
 
-    def accumulate(groups: Groups) -> None:
-        observe_routing(training, window, groups)
+    def accumulate(groups: list[Groups]) -> None:
+        failed = _accumulate(training, window, groups, denominator)
+        if failed is not None:
+            raise _Failed(groups, failed)
         if replica.balance is not None and replica.balance.scope == "window":
             chosen.append(replica.balance.chosen())
-        replica.window.open(denominator)
-        for group in groups:
-            training.check_stop()
-            replica.add(training.loader.fetch(window[group].tolist()))
 
     while True:
-        groups, failed, certified = cut(training, window, training.rule), False, None
+        plan = divide(training, window)
+        whole = plan[0] if training.group.size == 1 else cut(training, window, training.rule)
+        reference = [smaller_split(whole), *([] for _ in plan[1:])]
+        failed, error = None, 0.0
         chosen.clear()
         try:
             with models.without_randomness(replica.model):
-                split = smaller_split(groups)
-                certified = compare(replica.window, accumulate, groups, split)
-        except RuntimeError as error:
-            if not guards.is_out_of_memory(error):
-                raise
-            failed = True
-        if failed:
-            reduce_memory(training, groups, training.loader.lengths(window))
+                error = gradient_error(replica.window, accumulate, plan, reference)
+        except _Failed as failure:
+            failed = failure
+        if failed is not None:
+            if failed.observed.stop_requested:
+                raise StopRequested
+            ranks, lengths = failed.observed.out_of_memory_on, training.loader.lengths(window)
+            reduce_memory(training, failed.groups, ranks, lengths)
             continue
-        assert certified is not None
+        error = training.group.from_first(error)
         scale = replica.loss_scale
-        if np.isfinite(certified.gradient_error) or scale is None:
+        if np.isfinite(error) or scale is None:
             break
         if scale.value <= scale.smallest:
             scale.restore()
             break
         scale.overflowed()
+    certified = Certificate(error, sum(map(len, plan)), sum(map(len, reference)))
     _report(training, window, certified, changed_choices(chosen) if chosen else 0)
+
+
+def _accumulate(
+    training: Training, window: Indices, groups: list[Groups], denominator: float
+) -> Observed | None:
+    """Accumulates a split over all ranks. Returns what happened if any of them failed."""
+    replica = training.replica
+    out_of_memory = stop_requested = False
+    try:
+        replica.window.open(denominator)
+        observe_routing(training, window, groups, training.group)
+        for group in groups[training.group.rank]:
+            training.check_stop()
+            replica.add(training.loader.fetch(window[group].tolist()))
+    except StopRequested:
+        stop_requested = True
+    except OtherRankFailed:
+        pass
+    except RuntimeError as error:
+        if not guards.is_out_of_memory(error):
+            raise
+        out_of_memory = True
+    return replica.window.exchange(out_of_memory=out_of_memory, stop_requested=stop_requested)
 
 
 def error_in_fp64(training: Training, window: Indices) -> float | None:
@@ -158,10 +197,10 @@ def error_in_fp64(training: Training, window: Indices) -> float | None:
 
         places = list(range(len(few)))
         with models.without_randomness(model):
-            found = compare(twin.window, accumulate, [places], [[place] for place in places])
+            found = gradient_error(twin.window, accumulate, [places], [[place] for place in places])
     except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None
-    return found.gradient_error
+    return found
 
 
 def _report(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
@@ -183,7 +222,7 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
         changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
         message = f"The first window's gradient differs by {error:.1e} between {splits}: rounding {changed}."
         training.reporter.event("certificate", message, "warning", **figures)
-    elif (exact := error_in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
+    elif (exact := _leaders_error_in_fp64(training, window)) is not None and exact <= TOLERANCE_IN_FP64:
         message = (
             f"The first window's gradient differs by {error:.1e} between {splits}, more than the usual "
             f"{tolerance:g} in {training.assignment.plan.precision}; in fp64 it differs by only {exact:.1e}. "
@@ -200,6 +239,14 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
             "anyway, "
             "set equivalence_check: false",
         )
+
+
+def _leaders_error_in_fp64(training: Training, window: Indices) -> float | None:
+    """Rank 0's `error_in_fp64`, for which the other ranks wait."""
+    found: float | None = training.group.from_first(
+        error_in_fp64(training, window) if training.group.leads else None
+    )
+    return found
 
 
 def _counts_choices(training: Training) -> bool:

@@ -52,7 +52,8 @@ class Observed:
     """What happened while a window was accumulated; `totals` is None if it was not completed."""
 
     totals: Totals | None = None
-    out_of_memory: bool = False
+    out_of_memory_on: tuple[int, ...] = ()
+    """The ranks that ran out of memory."""
     stop_requested: bool = False
 
 
@@ -67,7 +68,7 @@ def decide(
     """
     if observed.stop_requested:
         return Verdict.STOP
-    if observed.out_of_memory:
+    if observed.out_of_memory_on:
         return Verdict.REPLAY_IN_LESS_MEMORY
     totals = observed.totals
     assert totals is not None, "a window is complete, or one of the above"

@@ -1,4 +1,4 @@
-"""The validation loss, a mean over target tokens, and early stopping."""
+"""The validation loss and early stopping."""
 
 from collections.abc import Callable
 
@@ -9,19 +9,25 @@ from app.contract.plan import TokenBudget
 from app.contract.spec import EarlyStopping
 from workers.training.batches import BatchLayout, collate, cut_window
 from workers.training.data import Samples
+from workers.training.distributed.group import ALONE, Group
 from workers.training.replica import Replica
 from workers.training.state import RunState
 
 
-def validation_loss(
-    replica: Replica, samples: Samples, form: BatchLayout, tokens: int, between: Callable[[], None]
+def loss_sum(
+    replica: Replica,
+    samples: Samples,
+    form: BatchLayout,
+    tokens: int,
+    between: Callable[[], None],
+    group: Group = ALONE,
 ) -> float:
-    """The sum of weighted token losses over the set, divided once by their weights. Reads the device only
-    once.
+    """This rank's part of the sum of weighted token losses over the set. Reads the device only once.
 
     Args:
         tokens: the maximum number of tokens in a micro-batch.
         between: called before each micro-batch; may raise to end the evaluation.
+        group: the ranks that share the micro-batches.
     """
     counted = np.flatnonzero(samples.targets)
     total = torch.zeros((), dtype=torch.float64, device=replica.device)
@@ -29,14 +35,15 @@ def validation_loss(
     replica.model.eval()
     try:
         with torch.no_grad():
-            for group in cut_window(samples.lengths[counted], TokenBudget(tokens=tokens), packed=form.packed):
+            groups = cut_window(samples.lengths[counted], TokenBudget(tokens=tokens), packed=form.packed)
+            for own in groups[group.rank :: group.size]:
                 between()
-                chosen = counted[group].tolist()
+                chosen = counted[own].tolist()
                 batch = collate([samples.read(i) for i in chosen], form, samples.weights[chosen].tolist())
                 total += replica.forward(batch.to(replica.device)).loss_sum
     finally:
         replica.model.train(was_training)
-    return total.item() / samples.denominator(counted)
+    return total.item()
 
 
 def record(state: RunState, loss: float, early_stopping: EarlyStopping | None) -> bool:

@@ -16,5 +16,13 @@ class Interrupted(Exception):
     """The trainer was stopped, and has written a checkpoint."""
 
 
+class LostRank(Exception):
+    """Another rank has ended or does not answer, so that this one cannot go on."""
+
+
+class OtherRankFailed(Exception):
+    """Another rank could not do its part of the current window, which none of them can continue."""
+
+
 class StopRequested(Exception):
     """A stop was requested between two micro-batches; the current window was abandoned."""

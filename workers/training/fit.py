@@ -25,6 +25,8 @@ from workers.training import model as models
 from workers.training.accumulate import Trained, train_window
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
+from workers.training.data import Samples
+from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import Interrupted, StopRequested
 from workers.training.loader import Indices
 from workers.training.optimizer import set_rate
@@ -38,21 +40,26 @@ EMA = 0.1
 """Weight of the newest loss in the moving average."""
 
 
-def fit(run: RunDirectory, assignment: Assignment, reporter: Reporter, stop: Stop) -> Outcome:
+def fit(
+    run: RunDirectory, assignment: Assignment, reporter: Reporter, stop: Stop, group: Group = ALONE
+) -> Outcome:
     """Trains what the assignment says, from the last checkpoint if there is one, and saves the model.
+
+    Every rank of a group calls it; rank 0 writes what is written.
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
         Interrupted: a stop was requested; a checkpoint was written.
     """
-    with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
-        training, prepared = start(run, assignment, reporter, trackers, stop)
+    with Trackers(assignment.spec.report_to if group.leads else (), assignment, run.path) as trackers:
+        training, prepared = start(run, assignment, reporter, trackers, stop, group)
         report_start(training, prepared)
         try:
             certificate.certify(training)
             if assignment.spec.tune == "only":
                 return measure(training)
-            completions.before(training)
+            if group.leads:
+                completions.before(training)
             train(training)
         except StopRequested:
             save_checkpoint(training)
@@ -70,7 +77,7 @@ def measure(training: Training) -> Outcome:
     """
     state = training.state
     while state.step < sweep.AFTER_STEPS:
-        if training.stop():
+        if training.any_stop():
             raise StopRequested
         advance(training)
     tuning = sweep.sweep(training)
@@ -84,12 +91,13 @@ def train(training: Training) -> None:
     saved_at = state.step
     _evaluate_if_due(training)  # repeats an evaluation that was interrupted
     while not training.finished:
-        if training.stop():
+        stop, finish = training.group.any(training.stop(), training.run.finish_requested())
+        if stop:
             raise StopRequested
-        if state.step and training.run.finish_requested():
+        if state.step and finish:
             _stop_early(training)
             break
-        if spec.tune is not None and not state.budget.measured and state.step >= sweep.AFTER_STEPS:
+        if spec.tune is not None and not training.budget.learned.measured and state.step >= sweep.AFTER_STEPS:
             sweep.apply(training, sweep.sweep(training))
         advance(training)
         _evaluate_if_due(training)
@@ -124,7 +132,7 @@ def advance(training: Training) -> None:
     set_rate(training.replica.optimizer, rate)
     if denominator == 0.0:
         trained = None
-    elif spec.profile and state.step == profile.AT_STEP - 1:
+    elif spec.profile and state.step == profile.AT_STEP - 1 and training.group.leads:
         trained = _profiled(training, window, denominator)
     else:
         trained = train_window(training, window, denominator)
@@ -150,20 +158,9 @@ def evaluate(training: Training) -> None:
     loader, spec, state = training.loader, training.assignment.spec, training.state
     if loader.validation is None:
         return
-    loss = None
-    tokens = min(
-        training.budget.tokens(int(loader.samples.lengths.max())),
-        spec.effective_batch_size * int(loader.validation.lengths.max()),
-    )
-    while loss is None:
-        try:
-            loss = evaluation.validation_loss(
-                training.replica, loader.validation, loader.form, tokens, training.check_stop
-            )
-        except RuntimeError as error:
-            if not guards.is_out_of_memory(error) or tokens == 1:
-                raise
-            tokens //= 2
+    longest, most = int(loader.samples.lengths.max()), int(loader.validation.lengths.max())
+    tokens = min(min(budget.tokens(longest) for budget in training.budgets), spec.effective_batch_size * most)
+    loss = _validation_loss(training, loader.validation, tokens)
     if not isfinite(loss):
         message = f"The validation loss at step {state.step} is not finite, and is ignored."
         training.reporter.event("evaluation", message, "warning", step=state.step, loss=None, best=False)
@@ -179,7 +176,8 @@ def evaluate(training: Training) -> None:
     )
     training.trackers.write(state.step, {"validation/loss": loss})
     if better:
-        checkpoint.mark_as_best(training.run.checkpoints, state)
+        if training.group.leads:
+            checkpoint.mark_as_best(training.run.checkpoints, state)
         save_checkpoint(training)
     if state.progress.stopped_early:
         own = state.evaluations
@@ -190,6 +188,34 @@ def evaluate(training: Training) -> None:
         )
 
 
+def _validation_loss(training: Training, samples: Samples, tokens: int) -> float:
+    """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
+
+    Raises:
+        StopRequested: a stop was requested.
+    """
+    group = training.group
+    while True:
+        own, stop_requested, failure = 0.0, False, None
+        try:
+            own = evaluation.loss_sum(
+                training.replica, samples, training.loader.form, tokens, training.check_stop, group
+            )
+        except StopRequested:
+            stop_requested = True
+        except RuntimeError as error:
+            if not guards.is_out_of_memory(error) or tokens == 1:
+                raise
+            failure = "out of memory"
+        stop, failed = group.any(stop_requested, failure is not None)
+        if stop:
+            raise StopRequested
+        if not failed:
+            (whole,) = group.sum([own])
+            return whole / samples.denominator(np.flatnonzero(samples.targets))
+        tokens //= 2
+
+
 def finish(training: Training) -> Outcome:
     """Saves the model (with early stopping, the best one) and returns how the run ended.
 
@@ -197,6 +223,9 @@ def finish(training: Training) -> Outcome:
         CannotTrain: no window made a step, so that the model is untrained.
     """
     guards.check_any_step(training.state.step)
+    if not training.group.leads:
+        training.group.wait()
+        return _outcome(training, files=())
     assignment, evaluations = training.assignment, training.state.evaluations
     if not training.state.progress.stopped_early:  # otherwise a user requested the model as it is
         guards.check_weights_changed(training.replica.model, training.run.digest_of_base())
@@ -223,6 +252,7 @@ def finish(training: Training) -> Outcome:
     )
     fail_point("trainer.saved")
     training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
+    training.group.wait()
     return _outcome(training, files=files, noise=noise)
 
 
@@ -257,12 +287,16 @@ def save_checkpoint(training: Training) -> None:
     if replica.loss_scale is not None:
         state.loss_scale.value = replica.loss_scale.value
         state.loss_scale.good_windows = replica.loss_scale.good_windows
+    if not training.group.leads:
+        training.group.wait()
+        return
     training.reporter.sync()
     path = checkpoint.save(training.run.checkpoints, state, replica.model, replica.optimizer)
     if path is not None:
         training.reporter.event(
             "checkpoint", f"Checkpoint at step {state.step}.", step=state.step, name=path.name
         )
+    training.group.wait()
 
 
 def _profiled(training: Training, window: Indices, denominator: float) -> Trained:
@@ -290,17 +324,22 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     lengths = loader.lengths(window)
-    larger = training.budget.record_fit(
-        max(tokens_of(lengths[group], loader.form.packed) for group in trained.groups)
-    )
-    if larger is not None:
+    for rank, (budget, groups) in enumerate(zip(training.budgets, trained.groups_by_rank, strict=True)):
+        if not groups:
+            continue
+        larger = budget.record_fit(max(tokens_of(lengths[own], loader.form.packed) for own in groups))
+        if larger is None:
+            continue
+        on = f" on rank {rank}" if training.group.size > 1 else ""
         training.reporter.event(
             "token_budget",
-            f"{WINDOWS_BEFORE_GROWTH} windows without running out of memory: micro-batches of up to "
+            f"{WINDOWS_BEFORE_GROWTH} windows without running out of memory{on}: micro-batches of up to "
             f"{larger} tokens are tried.",
             token_budget=larger,
+            rank=rank,
         )
-        loader.shrink_buckets(larger)
+        if rank == training.group.rank:
+            loader.shrink_buckets(larger)
 
 
 def _note_loss(losses: Losses, loss: float) -> None:
@@ -323,15 +362,19 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
     else:
         progress.skipped_in_a_row += 1
         counted = window[samples.targets[window] > 0]
+        named = []
         if trained.closed.rejected_by_filter:
-            named = _highest_losses(training, counted)
             reason = f"its loss of {trained.closed.loss:.4g} is a spike. Samples with the highest losses:"
+            if training.group.leads:
+                named = _highest_losses(training, counted)
         else:
-            whole = samples.denominator(window)
-            named = guards.samples_at_fault(
-                training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
-            )
             reason = "its loss or gradient is not finite. Samples at fault:"
+            whole = samples.denominator(window)
+            if training.group.leads:
+                named = guards.samples_at_fault(
+                    training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
+                )
+        training.group.wait()
         message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'no single sample'}."
     training.reporter.event(
         "skipped", message, "warning", samples=named[:_MAX_SAMPLES_LISTED], skipped=progress.skipped

@@ -1,9 +1,50 @@
-"""Where a window's gradients are summed: in place, or held in fp32, or on the host."""
+"""Where a window's gradients are summed: in place, or held in fp32, or on the host.
+
+With several ranks, each sums its own micro-batches; `exchange()` then makes the sums those of all ranks.
+"""
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from workers.training.distributed.buckets import BUCKET_BYTES, Buckets, in_parts
+from workers.training.distributed.group import ALONE, Group
+
+
+class Gradients(Protocol):
+    """The gradients of the parameters that require one, summed over a window's micro-batches."""
+
+    def open(self) -> None:
+        """Prepares for a window."""
+
+    def begin_last(self) -> None:
+        """Announces the last backward pass of this rank: sums that it completes may be exchanged during
+        it."""
+
+    def sums(self) -> dict[Tensor, Tensor]:
+        """The sum so far of each parameter that has one."""
+
+    def present(self) -> list[bool]:
+        """Whether this rank has a sum of each parameter, in their order."""
+
+    def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
+        """Makes each sum that of all ranks. Every rank calls it once per window.
+
+        Args:
+            present: whether any rank has a sum of each parameter; the others keep none.
+            discard: whether the window will not be used.
+        """
+
+    def deliver(self) -> None:
+        """Puts the sums where an optimizer looks for them."""
+
+    def clear(self) -> None:
+        """Discards the sums."""
+
+    def release(self) -> None:
+        """Releases the parameters."""
 
 
 class InPlace:
@@ -11,6 +52,18 @@ class InPlace:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def open(self) -> None:
+        """There is nothing to prepare."""
+
+    def begin_last(self) -> None:
+        """There is no other rank."""
+
+    def present(self) -> list[bool]:
+        return [parameter.grad is not None for parameter in self._parameters]
+
+    def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
+        """There is no other rank: several ranks sum in `Buckets`."""
 
     def sums(self) -> dict[Tensor, Tensor]:
         """The sum so far of each parameter that has one."""
@@ -38,13 +91,43 @@ class SeparateAccumulator:
     Args:
         host: the device that holds the sums until the optimizer's step; None keeps them with their
         parameters.
+        group: the ranks over which they are summed, after the last micro-batch.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, host: torch.device | None = None) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], *, host: torch.device | None = None, group: Group = ALONE
+    ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._host = host
+        self._group = group
         self._sums: dict[Tensor, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
+
+    def open(self) -> None:
+        """There is nothing to prepare."""
+
+    def begin_last(self) -> None:
+        """The sums are exchanged after it."""
+
+    def present(self) -> list[bool]:
+        return [parameter in self._sums for parameter in self._parameters]
+
+    def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
+        if discard or self._group.size == 1:
+            return
+        exchanged = [p for p, somewhere in zip(self._parameters, present, strict=True) if somewhere]
+        for parameter in exchanged:
+            if parameter not in self._sums:
+                wider = torch.promote_types(parameter.dtype, torch.float32)
+                device = self._host or parameter.device
+                self._sums[parameter] = torch.zeros_like(parameter, dtype=wider, device=device)
+        for part in in_parts([self._sums[parameter] for parameter in exchanged], BUCKET_BYTES):
+            together = torch.cat([own.flatten() for own in part])
+            pending = self._group.begin_sum(together)
+            if pending is not None:
+                pending.wait()
+            for own, summed in zip(part, together.split([own.numel() for own in part]), strict=True):
+                own.copy_(summed.view(own.shape))
 
     def sums(self) -> dict[Tensor, Tensor]:
         """The sum so far of each parameter that has one."""
@@ -79,8 +162,10 @@ class SeparateAccumulator:
 
 
 def gradients_for(
-    parameters: Sequence[Tensor], *, in_fp32: bool, host: torch.device | None
-) -> InPlace | SeparateAccumulator:
+    parameters: Sequence[Tensor], *, in_fp32: bool, host: torch.device | None, group: Group = ALONE
+) -> Gradients:
     """Where gradients are summed: in host memory if requested, or in fp32 for lower precisions."""
     low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
-    return SeparateAccumulator(parameters, host=host) if host or (low and in_fp32) else InPlace(parameters)
+    if host or (low and in_fp32):
+        return SeparateAccumulator(parameters, host=host, group=group)
+    return InPlace(parameters) if group.size == 1 else Buckets(parameters, group)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from app.contract.plan import Plan
+from app.contract.plan import Plan, RankPlan
 from app.contract.spec import LoraSpec, MethodSpec, RunPrecision
 from workers.run_directory import sync
 from workers.training.exceptions import CannotTrain
@@ -162,7 +162,7 @@ def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
         raise CannotTrain("freeze", "freeze leaves nothing to train")
 
 
-def device_of(plan: Plan) -> torch.device:
+def device_of(plan: Plan, rank: RankPlan) -> torch.device:
     """The device of a plan; on a GPU the memory limit is enforced from here on."""
     if plan.precision == "tf32":
         torch.set_float32_matmul_precision("high")
@@ -176,9 +176,11 @@ def device_of(plan: Plan) -> torch.device:
             "nvidia-smi shows a GPU, but this torch cannot use it: install a CUDA build of torch, or hide "
             "the GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
-    device = torch.device("cuda", 0)  # the supervisor shows a trainer only its own GPU
+    # The supervisor shows each rank only its own GPU; torchrun shows all of them.
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local if local < torch.cuda.device_count() else 0)
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, plan.ranks[0].memory_limit_bytes / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, rank.memory_limit_bytes / total), device)
     return device
 
 

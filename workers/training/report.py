@@ -9,7 +9,7 @@ import torch
 from app.contract.plan import TokenBudget
 from app.contract.reports import LogLine, NoiseScale
 from workers.training import memory
-from workers.training.accumulate import Trained, cut
+from workers.training.accumulate import Trained, divide
 from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
 from workers.training.loader import Indices
@@ -46,13 +46,15 @@ def report_start(training: Training, prepared: Prepared) -> None:
 
 def _banner(training: Training) -> dict[str, str]:
     spec, plan, steps = training.assignment.spec, training.assignment.plan, training.steps_total
-    device = training.assignment.rank
+    device = training.assignment.plan.ranks[training.group.rank]
     on = training.replica.device
     name = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
     by = training.rule
     epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.loader.samples), 2)
     steps_each = _micro_batches(training)
-    samples_each = -(-spec.effective_batch_size // steps_each)
+    devices = len(plan.ranks)
+    samples_each = -(-spec.effective_batch_size // (steps_each * devices))
+    times = f"about {steps_each} × {samples_each}" + (f" × {devices} devices" if devices > 1 else "")
     size = f"{by.tokens} tokens" if isinstance(by, TokenBudget) else f"{device.micro_batch_size} samples"
     return {
         "epochs": f"{epochs:g}",
@@ -60,10 +62,10 @@ def _banner(training: Training) -> dict[str, str]:
         "optimizer": spec.optimizer.name,
         "learning rate": f"{spec.optimizer.learning_rate:g}, {spec.schedule.name}",
         "weight decay": f"{spec.optimizer.weight_decay:g}",
-        "device": name,
+        "device": f"{devices} × {name}" if devices > 1 else name,
         "micro-batch": f"at most {size}",
         "accumulation steps": f"about {steps_each}",
-        "effective batch": f"{spec.effective_batch_size}, about {steps_each} × {samples_each}",
+        "effective batch": f"{spec.effective_batch_size}, {times}",
         "precision": plan.precision,
         "predicted memory": f"{device.predicted_peak_bytes / 2**30:.2f} GiB",
     }
@@ -73,7 +75,7 @@ def _micro_batches(training: Training) -> int:
     """The number of micro-batches in the next window; the plan assumes samples of full length."""
     if training.finished:
         return training.assignment.plan.accumulation_steps
-    return len(cut(training, training.next_window(), training.rule))
+    return max(map(len, divide(training, training.next_window())))
 
 
 def log_line(
@@ -100,7 +102,7 @@ def log_line(
         samples=len(window),
         loss=closed.loss,
         loss_ema=state.losses.average or 0.0,
-        gradient_accumulation_steps=len(trained.groups),
+        gradient_accumulation_steps=max(map(len, trained.groups_by_rank)),
         effective_batch_size=min(batch, len(window)),  # at an epoch's end there may be fewer samples left
         physical_batch_size=max(map(len, trained.groups)),
         learning_rate=rate,

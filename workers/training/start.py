@@ -1,6 +1,7 @@
 """Builds everything that a run needs: model, data, optimizer, window, and the position to resume from."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from app.contract.assignment import Assignment
-from app.contract.plan import MicroBatchRule
+from app.contract.plan import MicroBatchRule, RankPlan
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, guards, loading, memory, ramp
 from workers.training import model as models
@@ -17,6 +18,7 @@ from workers.training.balance import Balance, balance_of
 from workers.training.batches import BatchLayout, Buckets, collate
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, prepare
+from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import gradients_for
 from workers.training.loader import Indices, Loader
@@ -24,7 +26,7 @@ from workers.training.loss import TokenLoss
 from workers.training.loss_checks import head_error, packing_error
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import Replica
-from workers.training.state import Fallbacks, RunState
+from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
 from workers.training.window import Clipping, LossScale, Window
 
@@ -35,10 +37,11 @@ Stop = Callable[[], bool]
 
 @dataclass
 class Training:
-    """A run in progress.
+    """A run in progress, on one rank.
 
-    It holds its inputs (assignment, run directory, reporter, stop signal), the replica that trains, the
-    loader of its data, its state, and the budget of its micro-batches.
+    It holds its inputs (assignment, run directory, reporter, stop signal), the ranks that train together,
+    the replica that trains, the loader of its data, its state, and the budgets of all ranks' micro-batches.
+    State and budgets are the same on all ranks.
     """
 
     assignment: Assignment
@@ -52,7 +55,14 @@ class Training:
     replica: Replica
     loader: Loader
     state: RunState
-    budget: Budget
+    budgets: list[Budget]
+    """One for each rank."""
+    group: Group
+
+    @property
+    def budget(self) -> Budget:
+        """This rank's own."""
+        return self.budgets[self.group.rank]
 
     @property
     def batch(self) -> int:
@@ -61,7 +71,7 @@ class Training:
 
     @property
     def rule(self) -> MicroBatchRule:
-        """How the next window is cut."""
+        """How this rank's part of the next window is cut."""
         return self.budget.rule(self.batch)
 
     @property
@@ -81,6 +91,19 @@ class Training:
         """The samples of the window at the cursor."""
         return self.loader.window(self.state.position.cursor, self.batch)
 
+    def seed_window(self) -> None:
+        """Seeds dropout from the position in the data, so that a resume or a replay draws the same
+        numbers; each rank draws others."""
+        cursor, rank = self.state.position.cursor, self.group.rank
+        place = [self.assignment.spec.seed, cursor.epoch, cursor.consumed, *([rank] if rank else [])]
+        mixed = np.random.SeedSequence(place).generate_state(1, np.uint64)
+        torch.manual_seed(int(mixed[0]) >> 1)
+
+    def any_stop(self) -> bool:
+        """Whether any rank was requested to stop. Every rank calls it at the same point."""
+        (stop,) = self.group.any(self.stop())
+        return stop
+
     def check_stop(self) -> None:
         """Discards the current window and raises, if a stop was requested.
 
@@ -93,21 +116,33 @@ class Training:
 
 
 def start(
-    run: RunDirectory, assignment: Assignment, reporter: Reporter, trackers: Trackers, stop: Stop
+    run: RunDirectory,
+    assignment: Assignment,
+    reporter: Reporter,
+    trackers: Trackers,
+    stop: Stop,
+    group: Group = ALONE,
 ) -> tuple[Training, Prepared]:
     """Loads model and data, and resumes from the newest undamaged checkpoint.
+
+    Rank 0 prepares the files first; the others then find them ready.
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
     """
     spec, plan = assignment.spec, assignment.plan
-    device = models.device_of(plan)
-    base = loading.stage_base_model(assignment, run)
+    rank = plan.ranks[group.rank]
+    device = models.device_of(plan, rank)
+    base = run.base
+    with leader_first(group):
+        if group.leads:
+            base = loading.stage_base_model(assignment, run)
     model, tokenizer, notes = loading.load(assignment, base)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
     try:
-        prepared, samples, validation = _data(run, assignment, tokenizer, stop)
+        with leader_first(group):
+            prepared, samples, validation = _data(run, assignment, tokenizer, stop)
     except (CannotTrain, Interrupted, OSError, MemoryError):
         raise
     except (
@@ -122,17 +157,18 @@ def start(
         model.to(device)
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
     optimizer = make_optimizer(spec.optimizer, model.parameters(), host)
-    state = _resume(run, model, optimizer, reporter)
-    if state.step == 0 and run.digest_of_base() is None:
+    state = _resume(run, model, optimizer, reporter, group)
+    state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
+    if group.leads and state.step == 0 and run.digest_of_base() is None:
         run.write_digest_of_base(guards.digest_of_weights(model))
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
-    replica = _replica(assignment, device, model, optimizer, state)
-    form = _layout(assignment, tokenizer, replica.balance)
+    replica = _replica(assignment, device, model, optimizer, state, group)
+    form = _layout(assignment, rank, tokenizer, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
-    loader.shrink_buckets(state.budget.tokens)
-    _check_loss(replica, loader, state.fallbacks, reporter)
-    _check_packing(replica, loader, state.fallbacks, reporter)
+    loader.shrink_buckets(state.budgets[group.rank].tokens)
+    _check_loss(replica, loader, state.fallbacks, reporter, group)
+    _check_packing(replica, loader, state.fallbacks, reporter, group)
     training = Training(
         assignment=assignment,
         run=run,
@@ -144,14 +180,18 @@ def start(
         replica=replica,
         loader=loader,
         state=state,
-        budget=Budget(
-            assignment.rank,
-            state.budget,
-            spec.effective_batch_size,
-            most_tokens=plan.most_tokens,
-            by_length=spec.clip_mode != "each_micro_batch",
-            packed=loader.form.packed,
-        ),
+        budgets=[
+            Budget(
+                each,
+                learned,
+                spec.effective_batch_size,
+                most_tokens=plan.most_tokens,
+                by_length=spec.clip_mode != "each_micro_batch",
+                packed=loader.form.packed,
+            )
+            for each, learned in zip(plan.ranks, state.budgets, strict=False)
+        ],
+        group=group,
     )
     return training, prepared
 
@@ -162,6 +202,7 @@ def _replica(
     model: Any,
     optimizer: torch.optim.Optimizer,
     state: RunState,
+    group: Group,
 ) -> Replica:
     spec, precision = assignment.spec, assignment.plan.precision
     scale = _loss_scale(state) if precision == "fp16" else None
@@ -171,11 +212,11 @@ def _replica(
         precision=precision,
         model=model,
         optimizer=optimizer,
-        window=_window(assignment, model, optimizer, scale),
+        window=_window(assignment, model, optimizer, scale, group),
         token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
         balance=balance,
         loss_scale=scale,
-        memory=memory.MemoryWatch(device, assignment.rank.memory_limit_bytes),
+        memory=memory.MemoryWatch(device, assignment.plan.ranks[group.rank].memory_limit_bytes),
     )
 
 
@@ -204,7 +245,11 @@ def _data(
 
 
 def _window(
-    assignment: Assignment, model: Any, optimizer: torch.optim.Optimizer, scale: LossScale | None
+    assignment: Assignment,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale | None,
+    group: Group,
 ) -> Window:
     spec = assignment.spec
     parameters = list(model.parameters())
@@ -217,15 +262,17 @@ def _window(
             parameters,
             in_fp32=spec.accumulate_in_fp32,
             host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
+            group=group,
         ),
         layers=models.layers_of(model) if spec.log_gradients else None,
         keep_micro_losses=spec.log_micro_losses,
+        group=group,
     )
 
 
-def _layout(assignment: Assignment, tokenizer: Any, balance: Balance | None) -> BatchLayout:
+def _layout(assignment: Assignment, rank: RankPlan, tokenizer: Any, balance: Balance | None) -> BatchLayout:
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    budget = assignment.rank.micro_batch_size * assignment.spec.data.max_length
+    budget = rank.micro_batch_size * assignment.spec.data.max_length
     return BatchLayout(
         pad_id=pad_id,
         packed=assignment.spec.data.packing,
@@ -239,7 +286,9 @@ def _loss_scale(state: RunState) -> LossScale:
     return LossScale(saved.value or FIRST_FP16_SCALE, good_windows=saved.good_windows)
 
 
-def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
+def _check_loss(
+    replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
+) -> None:
     """Falls back to the model's own logits if its head alone does not give the same loss."""
     if replica.token_loss.head is None or fallbacks.own_logits is False:
         return
@@ -248,7 +297,7 @@ def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter
         return
     with replica.autocast(), models.without_randomness(replica.model):
         error = head_error(replica.model, replica.token_loss, loader.fetch(_typical_samples(loader)[:1]))
-    fallbacks.own_logits = not error <= models.TOLERANCE[replica.precision]
+    fallbacks.own_logits = group.from_first(not error <= models.TOLERANCE[replica.precision])
     if fallbacks.own_logits:
         replica.token_loss.head = None
         reporter.event(
@@ -260,7 +309,9 @@ def _check_loss(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter
         )
 
 
-def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter) -> None:
+def _check_packing(
+    replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
+) -> None:
     """Falls back to padding if the model's attention does not keep packed samples apart."""
     packed, padded = loader.form, BatchLayout(loader.form.pad_id, routed=loader.form.routed)
     if fallbacks.padded and packed.packed:
@@ -274,7 +325,7 @@ def _check_packing(replica: Replica, loader: Loader, fallbacks: Fallbacks, repor
             collate(rows, packed).to(replica.device),
             collate(rows, padded).to(replica.device),
         )
-    fallbacks.padded = not error <= models.TOLERANCE[replica.precision]
+    fallbacks.padded = group.from_first(not error <= models.TOLERANCE[replica.precision])
     if fallbacks.padded:
         loader.form = padded
         reporter.event(
@@ -293,9 +344,22 @@ def _typical_samples(loader: Loader) -> list[int]:
     return middle
 
 
-def _resume(run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter) -> RunState:
+@contextlib.contextmanager
+def leader_first(group: Group) -> Iterator[None]:
+    """Lets rank 0 run the block first, and the other ranks after it."""
+    if not group.leads:
+        group.wait()
+    yield
+    if group.leads:
+        group.wait()
+
+
+def _resume(
+    run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter, group: Group
+) -> RunState:
     try:
-        state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
+        with leader_first(group):  # which moves damaged checkpoints out of the way
+            state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
     except checkpoint.AllDamaged as error:
         message = f"every checkpoint is damaged ({error}): check the disk, and submit the job again"
         raise CannotTrain("checkpoints_damaged", message) from None

@@ -1,6 +1,7 @@
 """The state of a run besides its tensors: what a checkpoint keeps, grouped by what it belongs to.
 
-Version 1, up to the first release, had all of it in one flat list of names; `from_json` still reads it.
+`from_json` still reads the earlier versions: version 1, up to the first release, had all of it in one flat
+list of names; version 2 had the budget of one rank.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from workers.training.batches import Cursor, after
 from workers.training.exceptions import CannotTrain
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass
@@ -134,7 +135,8 @@ class RunState:
     progress: Progress = field(default_factory=Progress)
     position: Position = field(default_factory=Position)
     losses: Losses = field(default_factory=Losses)
-    budget: LearnedBudget = field(default_factory=LearnedBudget)
+    budgets: list[LearnedBudget] = field(default_factory=lambda: [LearnedBudget()])
+    """One for each rank."""
     ramp: Ramp = field(default_factory=Ramp)
     loss_scale: SavedLossScale = field(default_factory=SavedLossScale)
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
@@ -151,6 +153,11 @@ class RunState:
         return asdict(self)
 
 
+_GROUPS: dict[str, Any] = {
+    each.name: each.default_factory for each in fields(RunState) if each.name not in ("budgets", "noise")
+}
+
+
 def from_json(content: Mapping[str, Any], version: int) -> RunState:
     """The state that a checkpoint of that version holds.
 
@@ -164,9 +171,9 @@ def from_json(content: Mapping[str, Any], version: int) -> RunState:
         )
         raise CannotTrain("checkpoint_too_new", message)
     grouped = _grouped(content) if version == 1 else content
-    groups = {each.name: each.default_factory for each in fields(RunState) if each.name != "noise"}
-    made = {name: make(**grouped.get(name, {})) for name, make in groups.items()}  # type: ignore[operator]
-    return RunState(**made, noise=list(grouped.get("noise", [])))
+    made = {name: make(**grouped.get(name, {})) for name, make in _GROUPS.items()}
+    budgets = [LearnedBudget(**own) for own in grouped.get("budgets", [grouped.get("budget", {})])]
+    return RunState(**made, budgets=budgets, noise=list(grouped.get("noise", [])))
 
 
 _SINCE_VERSION_1 = {
@@ -183,10 +190,9 @@ _SINCE_VERSION_1 = {
 def _grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A state of version 1, by group."""
     own_group = {
-        inner.name: f"{group.name}.{inner.name}"
-        for group in fields(RunState)
-        if group.name != "noise"
-        for inner in fields(group.default_factory)  # type: ignore[arg-type]
+        inner.name: f"{group}.{inner.name}"
+        for group, made in {**_GROUPS, "budget": LearnedBudget}.items()
+        for inner in fields(made)
     }
     found: dict[str, Any] = {"noise": flat.get("noise", [])}
     for name, value in flat.items():

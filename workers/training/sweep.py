@@ -6,6 +6,7 @@ nothing had been measured. The sweep runs after the first steps, when the optimi
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from app.contract.reports import MeasuredSize, Tuning, smallest_of_the_fastest
 from workers.training import guards, memory
 from workers.training.accumulate import accumulate, cut
 from workers.training.batches import Groups, tokens_of
+from workers.training.distributed.group import ALONE
+from workers.training.exceptions import StopRequested
 from workers.training.loader import Indices
 from workers.training.start import Training
 
@@ -31,11 +34,24 @@ _LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 
 
 def sweep(training: Training) -> Tuning:
-    """Measures, and returns the smallest of the fastest micro-batches.
+    """Measures, and returns the smallest of the fastest micro-batches. Every rank measures its own device.
 
     Raises:
-        StopRequested: a stop was requested; nothing was changed.
+        StopRequested: a stop was requested on any rank; nothing was changed.
     """
+    group, tuning = training.group, None
+    try:
+        tuning = _sweep(replace(training, group=ALONE, budgets=[training.budget]))
+    except StopRequested:
+        if group.size == 1:
+            raise
+    (stopped,) = group.any(tuning is None)
+    if stopped or tuning is None:
+        raise StopRequested
+    return tuning
+
+
+def _sweep(training: Training) -> Tuning:
     loader, budget = training.loader, training.budget
     most, whole = budget.most_worth_measuring, training.next_window()
     planned = budget.tokens(int(loader.lengths(whole).max()))
@@ -69,8 +85,10 @@ def sweep(training: Training) -> Tuning:
 
 def apply(training: Training, tuning: Tuning) -> None:
     """Uses the chosen token budget for the rest of the run, and reports it as an event."""
-    before = training.budget.tokens(0)
-    training.budget.set_measured(tuning.token_budget)
+    before, group = training.budget.tokens(0), training.group
+    own = [float(tuning.token_budget) if rank == group.rank else 0.0 for rank in range(group.size)]
+    for budget, tokens in zip(training.budgets, group.sum(own), strict=True):
+        budget.set_measured(round(tokens))
     chosen = next((each for each in tuning.tried if each.token_budget == tuning.token_budget), None)
     speed = f" ({chosen.samples_per_second:.3g} samples/s)" if chosen is not None else ""
     training.reporter.event(
@@ -120,7 +138,7 @@ def _pass(training: Training, window: Indices, groups: Groups) -> float | None:
     began = time.perf_counter()
     fits = False
     try:
-        accumulate(training, window, groups, training.loader.samples.denominator(window) or 1.0)
+        accumulate(training, window, [groups], training.loader.samples.denominator(window) or 1.0)
         training.replica.window.finite()  # waits for the device
         fits = True
     except RuntimeError as error:

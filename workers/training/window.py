@@ -17,7 +17,7 @@ tests/training/test_own_loop.py is such a loop.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,7 +26,8 @@ from torch.profiler import record_function
 
 from workers.training import memory
 from workers.training.decision import Observed, Totals, Verdict, decide
-from workers.training.gradients import InPlace, SeparateAccumulator
+from workers.training.distributed.group import ALONE, Group
+from workers.training.gradients import Gradients, InPlace
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Window:
         gradients: where gradients are summed; None sums them in place.
         layers: parameters by layer, for `Closed.layer_norms`.
         keep_micro_losses: for `Closed.micro_losses`.
+        group: the ranks that accumulate the window together; `gradients` must exchange over the same group.
     """
 
     def __init__(
@@ -126,11 +128,15 @@ class Window:
         clipping: Clipping = Clipping(),
         loss_scale: LossScale | None = None,
         *,
-        gradients: InPlace | SeparateAccumulator | None = None,
+        gradients: Gradients | None = None,
         layers: Mapping[str, Sequence[Tensor]] | None = None,
         keep_micro_losses: bool = False,
+        group: Group = ALONE,
     ) -> None:
-        self._gradients = gradients or InPlace(parameters)
+        parameters = list(parameters)
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._gradients: Gradients = gradients or InPlace(parameters)
+        self._group = group
         self._optimizer = optimizer
         self._clipping = clipping
         self._scale = loss_scale
@@ -138,6 +144,8 @@ class Window:
         self._keep_micro_losses = keep_micro_losses
         self._count = 0
         self._expected: int | None = None
+        self._micro_batches_before, self._micro_batches_of_all = 0, 0
+        self._exchanges_early = False
         self._denominator = 1.0
         self._opened = 0.0
         self._loss: Tensor | None = None
@@ -156,12 +164,22 @@ class Window:
         """Whether all micro-batches that `open()` announced have been added."""
         return self._count == self._expected
 
-    def open(self, denominator: float, micro_batches: int | None = None) -> None:
+    def open(
+        self,
+        denominator: float,
+        micro_batches: int | None = None,
+        *,
+        by_rank: Sequence[int] | None = None,
+        exchange_early: bool = False,
+    ) -> None:
         """Starts a window; the sum of its losses is divided once by `denominator`.
 
         Args:
-            denominator: target tokens of the window, or the sum of their weights.
-            micro_batches: how many will be added, for `should_update`.
+            denominator: target tokens of the window over all ranks, or the sum of their weights.
+            micro_batches: how many this rank will add, for `should_update`.
+            by_rank: how many each rank will add.
+            exchange_early: whether ranks may exchange gradients during the last backward pass, after which
+                this rank's own gradient is not known any more.
 
         Raises:
             ValueError: there is nothing to divide by.
@@ -169,6 +187,10 @@ class Window:
         if not denominator > 0:
             raise ValueError(f"a window needs at least one target token, not {denominator:g}")
         self.abandon()
+        self._gradients.open()
+        self._micro_batches_before = sum((by_rank or ())[: self._group.rank])
+        self._micro_batches_of_all = sum(by_rank or ())
+        self._exchanges_early = exchange_early and self._clipping.mode != "each_micro_batch"
         self._count = 0
         self._denominator = float(denominator)
         self._expected = micro_batches
@@ -182,6 +204,8 @@ class Window:
             share: a further term of the window's loss that is not divided by the denominator, such as this
                 micro-batch's share of a balance loss; a scalar.
         """
+        if self._exchanges_early and self._count + 1 == self._expected:
+            self._gradients.begin_last()
         loss = loss_sum / self._denominator
         whole = loss if share is None else loss + share
         (whole * self._scale.value if self._scale else whole).backward()
@@ -209,9 +233,42 @@ class Window:
         Args:
             accept: called with the loss if loss and gradient are finite; returns False to skip the window.
         """
-        totals = self.totals()
-        verdict = decide(Observed(totals), scale_can_fall=self.scale_can_fall, accept=accept)
-        return self.finish(totals, verdict)
+        observed = self.observe()
+        assert observed.totals is not None, "every rank closes a window that it has accumulated"
+        verdict = decide(observed, scale_can_fall=self.scale_can_fall, accept=accept)
+        return self.finish(observed.totals, verdict)
+
+    def observe(self, *, out_of_memory: bool = False, stop_requested: bool = False) -> Observed:
+        """Sums the window over all ranks. Every rank calls it once per window, even if it failed.
+
+        Args:
+            out_of_memory: whether this rank ran out of memory.
+            stop_requested: whether this rank was requested to stop.
+
+        Returns:
+            What happened on any rank; the totals are None if any of them failed.
+        """
+        failed = self.exchange(out_of_memory=out_of_memory, stop_requested=stop_requested)
+        return failed or Observed(self.totals())
+
+    def exchange(self, *, out_of_memory: bool = False, stop_requested: bool = False) -> Observed | None:
+        """Makes the gradient that of all ranks, as the first part of `observe()`.
+
+        Returns:
+            What happened if any rank failed, and the window was abandoned; None if all did their part.
+        """
+        group = self._group
+        failed = [out_of_memory and rank == group.rank for rank in range(group.size)]
+        present = self._gradients.present() if group.size > 1 else []
+        stop, *flags = group.any(stop_requested, *failed, *present)
+        out_of_memory_on = tuple(rank for rank in range(group.size) if flags[rank])
+        discard = stop or bool(out_of_memory_on)
+        if group.size > 1:
+            self._gradients.exchange(flags[group.size :], discard=discard)
+        if discard:
+            self.abandon()
+            return Observed(out_of_memory_on=out_of_memory_on, stop_requested=stop)
+        return None
 
     @property
     def scale_can_fall(self) -> bool:
@@ -221,7 +278,7 @@ class Window:
     def totals(self) -> Totals:
         """Returns the window's sums, with one read from the device. It removes the loss scale from the
         gradient, so that no more can be added: call `finish()` next."""
-        assert self._loss is not None, "totals() before the first add()"
+        assert self._loss is not None or self._group.size > 1, "totals() before the first add()"
         sums = self._gradients.sums()
         gradients = list(sums.values())
         if self._scale:
@@ -232,8 +289,8 @@ class Window:
 
     def finish(self, totals: Totals, verdict: Verdict) -> Closed:
         """Applies the window, or discards it and leaves weights and optimizer unchanged."""
-        assert self._loss is not None, "finish() before totals()"
-        device, seconds = self._loss.device, 0.0
+        assert self._grad_norm is not None, "finish() before totals()"
+        device, seconds = self._device, 0.0
         if verdict is Verdict.APPLY:
             seconds = self._step()
         if self._scale:
@@ -287,25 +344,26 @@ class Window:
         return {p: g / scale if self._scale else g for p, g in self._gradients.sums().items()}
 
     def _read(self, norm: Tensor, norms: dict[Tensor, Tensor]) -> Totals:
-        """Reads all numbers from the device at once."""
-        assert self._loss is not None
+        """Reads all numbers from the device at once, and sums those of this rank over all ranks."""
         layers = {
-            name: own
+            name: found
             for name, parameters in self._layers.items()
-            if (own := [norms[p] for p in parameters if p in norms])
+            if (found := [norms[p] for p in parameters if p in norms])
         }
-        values = [self._loss, norm, *([] if self._share is None else [self._share])]
+        zero = torch.zeros((), device=self._device)
+        values = [zero if self._loss is None else self._loss, norm]
+        values += [] if self._share is None else [self._share]
         values += [] if self._first_norm is None else [self._first_norm]
-        values += [*self._micro_losses, *(_norm(own) for own in layers.values())]
-        wider = torch.promote_types(norm.dtype, self._loss.dtype)
+        values += [*self._micro_losses, *(_norm(found) for found in layers.values())]
+        wider = torch.promote_types(norm.dtype, values[0].dtype)
         with record_function("accrue.synchronise"):
-            together = torch.stack([value.to(self._loss.device, wider) for value in values])
+            together = torch.stack([value.to(self._device, wider) for value in values])
             if together.is_cuda:
                 torch.cuda.current_stream(together.device).synchronize()  # the wait for forward and backward
             began = time.perf_counter()
             numbers = iter(together.tolist())
             seconds = time.perf_counter() - began
-        return Totals(
+        own = Totals(
             loss=next(numbers),
             grad_norm=next(numbers),
             micro_batches=self._count,
@@ -314,6 +372,41 @@ class Window:
             micro_losses=tuple(next(numbers) for _ in self._micro_losses),
             layer_norms={name: next(numbers) for name in layers},
             synchronise_seconds=seconds,
+        )
+        return own if self._group.size == 1 else self._sum(own)
+
+    def _sum(self, own: Totals) -> Totals:
+        """The totals over all ranks. The norms, which all ranks compute from the same gradient, are rank 0's:
+        on unequal devices they might differ in the last bit, and with them the decision."""
+        leads = self._group.leads
+        before, of_all = self._micro_batches_before, self._micro_batches_of_all
+        losses = [0.0] * of_all if self._keep_micro_losses else []
+        losses[before : before + len(own.micro_losses)] = own.micro_losses
+        norms = [own.grad_norm, *own.layer_norms.values()]
+        first = own.first_norm if leads else None
+        summed = iter(
+            self._group.sum(
+                [
+                    own.loss,
+                    own.share,
+                    float(own.micro_batches),
+                    0.0 if first is None else 1.0,
+                    first or 0.0,
+                    *(norms if leads else [0.0] * len(norms)),
+                    *losses,
+                ]
+            )
+        )
+        loss, share, micro_batches, has_first, first_norm, norm = (next(summed) for _ in range(6))
+        return replace(
+            own,
+            loss=loss,
+            share=share,
+            micro_batches=round(micro_batches),
+            first_norm=first_norm if has_first else None,
+            grad_norm=norm,
+            layer_norms={name: next(summed) for name in own.layer_norms},
+            micro_losses=tuple(summed),
         )
 
 

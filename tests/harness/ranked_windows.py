@@ -1,0 +1,183 @@
+"""Windows that several ranks accumulate together (tests/harness/ranks.py): what each of them sees."""
+
+import warnings
+from dataclasses import dataclass
+from math import nan
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.contract.plan import MicroBatchRule, TokenBudget
+from app.contract.spec import LoraSpec
+from tests.harness.small_models import make_model, make_window64
+from workers.training.balance import Balance, balance_of
+from workers.training.batches import Groups, cut_window
+from workers.training.decision import Verdict, decide
+from workers.training.distributed.group import Group
+from workers.training.distributed.partition import partition
+from workers.training.gradients import gradients_for
+from workers.training.loss import TokenLoss
+from workers.training.model import with_adapters
+from workers.training.window import Clipping, LossScale, Window
+
+_BY_TOKENS = TokenBudget(tokens=300)
+
+Trouble = Literal["none", "out_of_memory", "stop", "nan"]
+
+
+@dataclass(frozen=True)
+class RankedWindow:
+    """A window, and how the ranks divide it."""
+
+    family: str
+    dtype: torch.dtype = torch.float64
+    samples: int = 64
+    lora: bool = False
+    smoothing: float = 0.0
+    weighted: bool = False
+    autocast: bool = False
+    on_cpu: bool = False
+    rule: MicroBatchRule = _BY_TOKENS
+    shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank knows of a window at its end."""
+
+    gradient: np.ndarray
+    """Over all ranks."""
+    weights: np.ndarray
+    """After the step, if it was made."""
+    verdict: Verdict
+    loss: float
+    grad_norm: float
+    micro_losses: tuple[float, ...]
+    own_micro_batches: int
+    exchanges: int
+    """How often this rank exchanged gradients."""
+    out_of_memory_on: tuple[int, ...]
+
+
+class Counted(Group):
+    """A group that counts the exchanges of gradients."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.sum, self.any, self.from_first = group.sum, group.any, group.from_first  # type: ignore[method-assign]
+        self._begin = group.begin_sum
+        self.exchanges = 0
+
+    def begin_sum(self, tensor: Tensor) -> Any:
+        self.exchanges += 1
+        return self._begin(tensor)
+
+
+def accumulate(
+    group: Group, given: RankedWindow, troubles: dict[int, Trouble], scale: float | None = None
+) -> list[Seen]:
+    """Accumulates a window twice on every rank: first with trouble on some of them, then without.
+
+    Args:
+        troubles: by rank, what goes wrong in its part of the first window.
+        scale: the loss scale, as for fp16.
+    """
+    counted = Counted(group)
+    model = _model(given)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    balance = balance_of(model, "window")
+    token_loss = TokenLoss(model, smoothing=given.smoothing, routed=balance is not None)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    host = torch.device("cpu") if given.on_cpu else None
+    window = Window(
+        parameters,
+        optimizer,
+        Clipping(1.0),
+        None if scale is None else LossScale(scale),
+        gradients=gradients_for(parameters, in_fp32=True, host=host, group=counted),
+        keep_micro_losses=True,
+        group=counted,
+    )
+    return [
+        _seen(counted, given, trouble, model, window, token_loss, balance)
+        for trouble in (troubles.get(group.rank, "none"), "none")
+    ]
+
+
+def _seen(
+    group: Counted,
+    given: RankedWindow,
+    trouble: Trouble,
+    model: Any,
+    window: Window,
+    token_loss: TokenLoss,
+    balance: Balance | None,
+) -> Seen:
+    data = make_window64()
+    lengths = np.asarray(data.lengths[: given.samples])
+    taken = partition(lengths, given.shares[: group.size])
+    groups: list[Groups] = [
+        [[part[i] for i in own] for own in cut_window(lengths[part], given.rule)] for part in taken
+    ]
+    batches = [
+        data.batch(own, weighted=given.weighted, packed=False, routed=balance is not None)
+        for own in groups[group.rank]
+    ]
+    chosen = list(range(given.samples))
+    whole = data.batch(chosen, weighted=given.weighted, packed=False, routed=False)
+    denominator = float(whole.weights.double().sum()) if whole.weights is not None else len(whole.targets)
+    group.exchanges = 0
+    if balance is not None:
+        balance.begin(given.samples)
+        for batch in batches:
+            balance.observe(token_loss.router_logits(batch), batch)
+        balance.sum_over(group, torch.device("cpu"))
+    window.open(denominator, len(batches), by_rank=[len(own) for own in groups], exchange_early=True)
+    fails_at = len(batches) // 2
+    for number, batch in enumerate(batches):
+        if trouble in ("out_of_memory", "stop") and number == fails_at:
+            window.abandon()
+            break
+        with torch.autocast("cpu", torch.bfloat16, enabled=given.autocast):
+            forward = token_loss(batch)
+            share = balance.share(forward.router_logits, batch) if balance else None
+        loss = forward.loss_sum * (nan if trouble == "nan" and number == fails_at else 1.0)
+        window.add(loss, share)
+    observed = window.observe(out_of_memory=trouble == "out_of_memory", stop_requested=trouble == "stop")
+    gradient = _flat(model, window.gradient()) if observed.totals else np.zeros(0)
+    verdict = decide(observed)
+    loss, norm, micro_losses = nan, nan, ()
+    if observed.totals is not None:
+        closed = window.finish(observed.totals, verdict)
+        loss, norm, micro_losses = closed.loss, closed.grad_norm, closed.micro_losses
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double().numpy().copy()
+    return Seen(
+        gradient, weights, verdict, loss, norm, micro_losses, len(batches), group.exchanges,
+        observed.out_of_memory_on,
+    )  # fmt: skip
+
+
+def _flat(model: Any, gradient: dict[Tensor, Tensor]) -> np.ndarray:
+    parts = [
+        gradient[p].detach().double().flatten() if p in gradient else torch.zeros(p.numel()).double()
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    return torch.cat(parts).numpy().copy()
+
+
+def _model(given: RankedWindow) -> Any:
+    model = make_model(given.family, given.dtype)
+    if given.lora:
+        with warnings.catch_warnings(action="ignore"):  # peft on what is no linear layer
+            spec = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
+            model = with_adapters(model, spec, seed=1).to(given.dtype)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():  # B begins at zero, where A would have no gradient
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    random = torch.randn(parameter.shape, generator=generator, dtype=given.dtype)
+                    parameter.copy_(random * 0.1)
+    return model.train()

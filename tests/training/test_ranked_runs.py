@@ -1,0 +1,149 @@
+"""Whole runs on several ranks: the same result as on one, and the same end whatever happens to a rank."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.contract.spec import ValidationSpec
+from tests.harness.runs import create_run, events_of, log_of, small_data, start_trainer, until, with_ranks
+from tests.harness.specs import make_spec
+from tests.harness.training import events_of_kind, weights
+from workers.children import children_of
+from workers.run_directory import INTERRUPTED, RunDirectory
+
+pytestmark = pytest.mark.thorough
+
+SECONDS = 240
+ENDS_WITHIN = 15.0
+
+
+def finished(run: RunDirectory) -> RunDirectory:
+    assert start_trainer(run).wait(SECONDS) == 0, run.log.read_text()[-3000:]
+    return run
+
+
+def ended_at(run: RunDirectory, step: int) -> None:
+    """Runs the trainer, and stops it after a step."""
+    trainer = start_trainer(run)
+    until(lambda: steps_of(run) >= step or trainer.poll() is not None, SECONDS)
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait(SECONDS) == INTERRUPTED, run.log.read_text()[-3000:]
+
+
+def steps_of(run: RunDirectory) -> int:
+    return len(run.metrics.read_bytes().splitlines()) if run.metrics.exists() else 0
+
+
+def ranks_of(trainer: subprocess.Popen[bytes]) -> list[int]:
+    """The process ids of a trainer's ranks: the descendants that got a rank in their environment."""
+    found, waiting = [], [trainer.pid]
+    while waiting:
+        pid = waiting.pop()
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        for child in map(int, children.read_text().split() if children.exists() else []):
+            waiting.append(child)
+            if b"RANK=" in Path(f"/proc/{child}/environ").read_bytes():
+                found.append(child)
+    return sorted(found)
+
+
+def difference(one: RunDirectory, other: RunDirectory) -> float:
+    first, second = weights(one), weights(other)
+    apart = sum(float((first[name] - second[name]).double().square().sum()) for name in second)
+    return float(torch.tensor(apart / sum(float(w.double().square().sum()) for w in second.values())).sqrt())
+
+
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.7, 0.2, 0.1]], ids=["two ranks", "three unequal ranks"])
+def test_a_run_on_several_ranks_trains_as_on_one(tmp_path: Path, shares: list[float]) -> None:
+    validation = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(
+        data=small_data(validation=validation), certificate=True, eval_every=4, noise_scale_every=1
+    )
+    alone = finished(create_run(tmp_path / "alone", spec))
+    together = finished(with_ranks(create_run(tmp_path / "together", spec), shares))
+    assert difference(together, alone) <= 1e-5
+    for one, other in zip(log_of(together), log_of(alone), strict=True):
+        assert (one["step"], one["samples"], one["tokens"]) == (
+            other["step"],
+            other["samples"],
+            other["tokens"],
+        )
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    [certificate] = events_of_kind(together, "certificate")
+    assert certificate["data"]["gradient_error"] <= 1e-5
+    evaluated = [
+        [event["data"]["loss"] for event in events_of_kind(run, "evaluation")] for run in (together, alone)
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=24, save_every=2)
+    alone = finished(create_run(tmp_path / "alone", spec))
+    run = create_run(tmp_path / "moved", spec)
+    for attempt, ranks in enumerate((1, 2, 3), 1):
+        create_run(tmp_path / "moved", spec, attempt=attempt)
+        ended_at(with_ranks(run, [1 / ranks] * ranks), 4 * attempt)
+    create_run(tmp_path / "moved", spec, attempt=4)
+    finished(run)
+    for one, other in zip(log_of(run), log_of(alone), strict=True):
+        assert (one["step"], one["samples"]) == (other["step"], other["samples"])
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert difference(run, alone) <= 1e-4
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "crash"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_all_ranks(tmp_path: Path, fault: str, rank: int) -> None:
+    run = with_ranks(create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=10**6)), [0.5, 0.5])
+    trainer = start_trainer(run)
+    until(lambda: steps_of(run) >= 3, SECONDS)
+    pids = ranks_of(trainer)
+    assert len(pids) == 2
+    ends = [os.pidfd_open(pid) for pid in pids]
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}[fault]
+    os.kill(pids[rank], number)
+    assert trainer.wait(ENDS_WITHIN) not in (0, INTERRUPTED)
+    for end in ends:
+        assert is_over(end), "no rank is left"
+    failure = run.failure()
+    assert failure is not None
+    assert not failure.permanent
+    assert f"rank {rank}" in failure.message
+    create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=steps_of(run) + 2), attempt=2)
+    finished(run)
+    assert "resumed" in [event["type"] for event in events_of(run)] or steps_of(run)
+
+
+def is_over(descriptor: int) -> bool:
+    import select
+
+    ready, _, _ = select.select([descriptor], [], [], ENDS_WITHIN)
+    os.close(descriptor)
+    return bool(ready)
+
+
+def test_the_ranks_of_a_killed_trainer_end(tmp_path: Path) -> None:
+    run = with_ranks(create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=10**6)), [0.5, 0.5])
+    trainer = start_trainer(run)
+    until(lambda: steps_of(run) >= 1, SECONDS)
+    ends = [os.pidfd_open(pid) for pid in ranks_of(trainer)] + children_of(trainer.pid)
+    trainer.kill()
+    trainer.wait()
+    for end in ends:
+        assert is_over(end)
+
+
+def test_an_error_of_one_rank_is_the_run_s(tmp_path: Path) -> None:
+    run = with_ranks(
+        create_run(tmp_path / "run", make_spec(data=small_data(), freeze=("nothing",))), [0.5, 0.5]
+    )
+    assert start_trainer(run).wait(SECONDS) == 1
+    failure = run.failure()
+    assert failure is not None
+    assert (failure.code, failure.permanent) == ("freeze", True)

@@ -1,0 +1,135 @@
+"""Several ranks train as one: the same gradient and the same decisions, whatever each takes of a window.
+
+The ranks are processes on the CPU, connected by gloo (tests/harness/ranks.py).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.contract.plan import FixedCount, FixedSize
+from tests.harness.ranked_windows import RankedWindow, accumulate
+from tests.harness.ranks import Ranks
+from workers.training.decision import Verdict
+from workers.training.distributed.partition import partition
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+WINDOWS = {
+    "llama": RankedWindow("llama"),
+    "llama_fp32": RankedWindow("llama", torch.float32),
+    "gpt2_smoothed": RankedWindow("gpt2", smoothing=0.1),
+    "weighted": RankedWindow("gpt2", weighted=True, rule=FixedCount(micro_batches=3)),
+    "lora": RankedWindow("llama", lora=True, rule=FixedSize(samples=5)),
+    "mixture_of_experts": RankedWindow("mixtral"),
+    "mixture_of_experts_weighted": RankedWindow("mixtral", weighted=True, smoothing=0.1),
+    "tied_and_capped": RankedWindow("nanochat"),
+    "unequal": RankedWindow("llama", shares=(1.0, 0.5, 3.0, 0.1)),
+    "three_samples": RankedWindow("llama", samples=3),
+    "one_sample": RankedWindow("mixtral", samples=1),
+    "sums_on_the_host": RankedWindow("llama", on_cpu=True),
+    "bf16_weights": RankedWindow("llama", torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as connected:
+        yield connected
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_any_number_of_ranks_has_the_gradient_of_one(ranks: Ranks, name: str) -> None:
+    window = WINDOWS[name]
+    ((_, alone),) = ranks.run(1, accumulate, window, {})
+    for size in (2, 3, 4):
+        seen = [last for _, last in ranks.run(size, accumulate, window, {})]
+        for each in seen:
+            assert difference(each.gradient, alone.gradient) <= TOLERANCE.get(window.dtype, 1e-2)
+            assert each.loss == pytest.approx(alone.loss, rel=TOLERANCE.get(window.dtype, 1e-2))
+            assert each.verdict is Verdict.APPLY
+            assert np.array_equal(each.weights, seen[0].weights), "the ranks' weights are the same bits"
+            assert len(each.micro_losses) == sum(one.own_micro_batches for one in seen)
+            assert sum(each.micro_losses) == pytest.approx(each.loss, rel=1e-5)
+
+
+def test_gradients_are_exchanged_once_per_window(ranks: Ranks) -> None:
+    (_, coarse), _ = ranks.run(2, accumulate, RankedWindow("llama", rule=FixedCount(micro_batches=1)), {})
+    (_, fine), _ = ranks.run(2, accumulate, RankedWindow("llama", rule=FixedCount(micro_batches=16)), {})
+    assert fine.own_micro_batches == 16 * coarse.own_micro_batches
+    assert fine.exchanges == coarse.exchanges == 1  # the model is smaller than one bucket
+
+
+def test_a_rank_without_memory_makes_all_ranks_replay(ranks: Ranks) -> None:
+    window = RankedWindow("llama")
+    ((alone, _),) = ranks.run(1, accumulate, window, {})
+    for failed in range(3):
+        for first, second in ranks.run(3, accumulate, window, {failed: "out_of_memory"}):
+            assert first.verdict is Verdict.REPLAY_IN_LESS_MEMORY
+            assert first.out_of_memory_on == (failed,)
+            assert difference(second.gradient, alone.gradient) <= 1e-12
+
+
+def test_two_ranks_without_memory_are_both_named(ranks: Ranks) -> None:
+    troubles = {0: "out_of_memory", 2: "out_of_memory"}
+    found = ranks.run(3, accumulate, RankedWindow("mixtral"), troubles)
+    assert [first.out_of_memory_on for first, _ in found] == [(0, 2)] * 3
+
+
+def test_a_stop_of_one_rank_stops_all(ranks: Ranks) -> None:
+    found = ranks.run(3, accumulate, RankedWindow("llama"), {2: "stop"})
+    assert [first.verdict for first, _ in found] == [Verdict.STOP] * 3
+
+
+def test_one_rank_s_nan_skips_the_window_on_all(ranks: Ranks) -> None:
+    for first, second in ranks.run(3, accumulate, RankedWindow("llama"), {1: "nan"}):
+        assert first.verdict is Verdict.SKIP_NOT_FINITE
+        assert second.verdict is Verdict.APPLY
+        assert np.isfinite(second.weights).all()
+
+
+def test_a_skipped_window_changes_no_weight(ranks: Ranks) -> None:
+    window = RankedWindow("llama")
+    ((alone, _),) = ranks.run(1, accumulate, window, {})
+    for _, second in ranks.run(2, accumulate, window, {0: "nan"}):
+        assert difference(second.weights, alone.weights) <= 1e-12
+
+
+def test_a_loss_scale_is_the_same_on_all_ranks(ranks: Ranks) -> None:
+    window = RankedWindow("llama")
+    ((alone, _),) = ranks.run(1, accumulate, window, {})
+    for first, _ in ranks.run(2, accumulate, window, {}, 1024.0):
+        assert difference(first.weights, alone.weights) <= 1e-12
+        assert first.grad_norm == pytest.approx(alone.grad_norm, rel=1e-12)
+
+
+lengths = st.lists(st.integers(1, 4096), max_size=200)
+shares = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=8)
+
+
+@given(lengths, shares, st.booleans())
+def test_every_sample_goes_to_exactly_one_rank(given_: list[int], speeds: list[float], sorted_: bool) -> None:
+    taken = partition(np.array(given_, dtype=np.int64), speeds, by_length=sorted_)
+    assert len(taken) == len(speeds)
+    assert sorted(position for part in taken for position in part) == list(range(len(given_)))
+
+
+@given(lengths.filter(bool), shares)
+def test_no_rank_works_longer_than_the_best_plus_one_sample(given_: list[int], speeds: list[float]) -> None:
+    taken = partition(np.array(given_, dtype=np.int64), speeds)
+    seconds = [sum(given_[i] for i in part) / speed for part, speed in zip(taken, speeds, strict=True)]
+    ideal = sum(given_) / sum(speeds)
+    assert max(seconds) <= ideal + max(given_) / min(speeds)
+
+
+def test_the_faster_rank_takes_more() -> None:
+    taken = partition(np.full(400, 100, dtype=np.int64), [3.0, 1.0])
+    assert [len(part) for part in taken] == [300, 100]

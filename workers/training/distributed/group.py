@@ -1,0 +1,185 @@
+"""The group of ranks that train a run together. Each rank is a process with a device of its own.
+
+Ranks exchange gradients on their devices, once per window, and a few numbers on the host. Every decision is
+made from these numbers, which are the same on all ranks, so that all ranks make the same decision.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.contract.plan import Plan
+from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE
+from workers.training.exceptions import LostRank
+
+TIMEOUT = timedelta(days=7)
+"""Ranks wait this long for each other. Rank 0 may tokenise for hours while the others wait; the launcher
+notices ranks that ended or hang (launcher.py)."""
+
+
+class Pending(Protocol):
+    """An exchange in progress."""
+
+    def wait(self) -> object: ...
+
+
+class Group:
+    """A group of one rank: there is nothing to exchange."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes what a run writes once."""
+        return self.rank == 0
+
+    def begin_sum(self, tensor: Tensor) -> Pending | None:
+        """Starts to replace a tensor on the group's device by its sum over all ranks.
+
+        Returns:
+            What to wait for before the tensor is used; None if it is the sum already.
+        """
+        return None
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """The sum of each number over all ranks, in fp64; the same bits on every rank."""
+        return list(numbers)
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Whether each flag is set on any rank."""
+        return flags
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value of this call on every rank; anything that JSON can hold."""
+        return value
+
+    def wait(self) -> None:
+        """Returns once all ranks have called it."""
+
+    def close(self) -> None:
+        """Ends the exchange."""
+
+
+ALONE = Group()
+
+
+class ProcessGroup(Group):
+    """Ranks in processes of their own, connected by torch.distributed.
+
+    Args:
+        gradients: exchanges gradients.
+        host: exchanges numbers on the host, by gloo. It has connections of its own, since ranks begin to
+            exchange gradients at different times.
+    """
+
+    def __init__(self, rank: int, size: int, gradients: Any, host: Any) -> None:
+        self.rank, self.size = rank, size
+        self._gradients, self._host = gradients, host
+
+    @classmethod
+    def connected(cls, rank: int, size: int, backend: Literal["gloo", "nccl"]) -> Self:
+        """Connects this process with the other ranks.
+
+        Args:
+            backend: what exchanges gradients: NCCL between GPUs, of which each rank needs one of its own;
+                gloo otherwise.
+
+        Raises:
+            LostRank: another rank ended first.
+        """
+        file = os.environ.get(RENDEZVOUS_VARIABLE)
+        with _connected():
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{file}" if file else "env://",
+                rank=rank,
+                world_size=size,
+                timeout=TIMEOUT,
+            )
+            host = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return cls(rank, size, dist.group.WORLD, host)
+
+    def begin_sum(self, tensor: Tensor) -> Pending | None:
+        with _connected():
+            return _Pending(dist.all_reduce(tensor, group=self._gradients, async_op=True))
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        together = torch.tensor(numbers, dtype=torch.float64)
+        with _connected():
+            dist.all_reduce(together, group=self._host)
+        summed: list[float] = together.tolist()
+        return summed
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        together = torch.tensor(flags, dtype=torch.int32)
+        with _connected():
+            dist.all_reduce(together, group=self._host)
+        return tuple(count > 0 for count in together.tolist())
+
+    def from_first(self, value: Any) -> Any:
+        content = json.dumps(value).encode() if self.leads else b""
+        (length,) = self.sum([len(content)])
+        together = torch.zeros(int(length), dtype=torch.uint8)
+        if self.leads:
+            together.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        with _connected():
+            dist.broadcast(together, 0, group=self._host)
+        return json.loads(bytes(together.tolist()))
+
+    def wait(self) -> None:
+        self.any(False)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    work: Any
+
+    def wait(self) -> None:
+        with _connected():
+            self.work.wait()
+
+
+@contextlib.contextmanager
+def connect(plan: Plan, rank: int, size: int) -> Iterator[Group]:
+    """Connects a rank to the others, until the end of the block.
+
+    Raises:
+        LostRank: another rank ended before it could be connected.
+        ValueError: the plan is for another number of ranks.
+    """
+    if size == 1:
+        yield ALONE
+        return
+    if size != len(plan.ranks):
+        raise ValueError(f"{size} ranks were started, but the plan has {len(plan.ranks)}")
+    shared = len({each.gpu_id for each in plan.ranks}) < size
+    group = ProcessGroup.connected(rank, size, "nccl" if plan.device == "cuda" and not shared else "gloo")
+    yield group
+    group.close()
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Recognises errors of the connection to other ranks.
+
+    Raises:
+        LostRank: another rank has ended or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise LostRank(str(error).splitlines()[0]) from error

@@ -1,0 +1,152 @@
+"""Starts a process for each rank of a run, and ends all of them as soon as one fails.
+
+This does what PyTorch's elastic agent does for one machine, without its restarts and its server: a failed
+attempt is claimed again by a worker, and ranks find each other by a file that only their user can read. Needs
+only the standard library, so that it takes no memory beside the ranks.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app.contract.plan import RankPlan
+from app.contract.reports import Failure
+from workers.run_directory import LOST_RANK, RunDirectory
+
+log = logging.getLogger("accrue.trainer")
+
+RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
+"""The file through which ranks find each other. Without it, ranks find each other by torchrun's variables
+(MASTER_ADDR and others)."""
+
+_LOOK_EVERY_SECONDS = 0.05
+
+_CAUSE_SECONDS = 2.0
+"""After the first rank has failed, the others get this long to fail by themselves: the one that failed first
+may have ended last."""
+
+_FROZEN_SECONDS = 5.0
+"""A rank that was stopped by a signal for this long is lost, since all other ranks wait for it."""
+
+
+def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Callable[[], bool]) -> int:
+    """Runs `python -m workers.training` for each rank, until all have ended.
+
+    Args:
+        kind: the kind of the devices: "cpu" or "cuda".
+        stop: whether a stop was requested, which is passed on to the ranks.
+
+    Returns:
+        The exit status: that of the rank that failed first; 0 if all succeeded.
+    """
+    for rank in ranks:
+        _failure_file(run, rank.rank).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="accrue-ranks-") as private:
+        shared = {RENDEZVOUS_VARIABLE: f"{private}/rendezvous", "WORLD_SIZE": str(len(ranks))}
+        started = [_start(run, rank, kind, shared) for rank in ranks]
+        try:
+            return _watch(run, started, stop)
+        finally:
+            _kill(started)
+
+
+def _start(
+    run: RunDirectory, rank: RankPlan, kind: str, shared: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    visible = str(rank.gpu_id) if kind == "cuda" else ""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)],
+        env={
+            **os.environ,
+            **shared,
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": "0",
+            "CUDA_VISIBLE_DEVICES": visible,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+        },
+        stdin=subprocess.DEVNULL,
+        cwd=PACKAGES_FOLDER,
+    )
+
+
+def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], stop: Callable[[], bool]) -> int:
+    """Waits for the ranks; after the first failure, ends the others and returns its status."""
+    frozen_since: dict[int, float] = {}
+    stopped = False
+    while True:
+        statuses = [rank.poll() for rank in ranks]
+        if all(status == 0 for status in statuses):
+            return 0
+        if any(statuses):
+            return _end_after_failure(run, ranks)
+        if stop() and not stopped:
+            stopped = True
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+        for number, rank in enumerate(ranks):
+            since = frozen_since.setdefault(number, time.monotonic())
+            if not _is_frozen(rank.pid):
+                del frozen_since[number]
+            elif time.monotonic() - since > _FROZEN_SECONDS:
+                message = f"rank {number} was stopped by a signal, so that the others waited for it"
+                run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
+                return 1
+        time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Finds the rank that failed by itself, ends the others, and stores its failure as that of the run."""
+    until = time.monotonic() + _CAUSE_SECONDS
+    cause: int | None = None
+    while cause is None and time.monotonic() < until and any(rank.poll() is None for rank in ranks):
+        cause = _cause(ranks)
+        time.sleep(_LOOK_EVERY_SECONDS)
+    cause = _cause(ranks) if cause is None else cause
+    _kill(ranks)
+    if cause is None:
+        message = "the ranks lost their connection to each other"
+        run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
+        return 1
+    status = ranks[cause].returncode
+    if _failure_file(run, cause).exists():
+        _failure_file(run, cause).replace(run.path / "failure.json")
+    elif status < 0:
+        name = signal.Signals(-status).name
+        hint = " (often the machine running out of memory)" if name == "SIGKILL" else ""
+        message = f"rank {cause} was ended by {name}{hint}"
+        run.write_failure(Failure(code="trainer_killed", message=message, permanent=False))
+    return status if status > 0 else 1
+
+
+def _cause(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """A rank that failed, and not because it lost another one; None if there is none yet."""
+    statuses = [rank.poll() for rank in ranks]
+    return next((n for n, status in enumerate(statuses) if status not in (None, 0, LOST_RANK)), None)
+
+
+def _failure_file(run: RunDirectory, rank: int) -> Path:
+    return run.path / ("failure.json" if rank == 0 else f"failure-{rank}.json")
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether a process was stopped by a signal (Linux only)."""
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in ("T", "t")
+    return False
+
+
+def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait()
