@@ -20,7 +20,9 @@ log = structlog.get_logger("accrue.worker")
 
 
 def store_run(session: Session, running: Running) -> None:
-    """Stores the memory and speed of an attempt that has ended."""
+    """Stores the memory and speed of an attempt that has ended, unless it ran on several devices."""
+    if len(running.devices) > 1:
+        return
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
         if job.attempt == running.fence.attempt:
@@ -29,7 +31,9 @@ def store_run(session: Session, running: Running) -> None:
 
 
 def store_sweep(session: Session, running: Running, tuning: dict[str, Any]) -> None:
-    """Stores what a trainer measured when it tried several micro-batch sizes."""
+    """Stores what a trainer measured when it tried several micro-batch sizes, unless on several devices."""
+    if len(running.devices) > 1:
+        return
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.devices[0])

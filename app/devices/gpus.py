@@ -101,6 +101,16 @@ def cpu_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def ids_of(device: str | None) -> list[int]:
+    """The GPUs of a job, from the name of its devices.
+
+    >>> ids_of("cuda:0,2")
+    [0, 2]
+    """
+    kind, _, ids = (device or "").partition(":")
+    return [int(gpu_id) for gpu_id in ids.split(",")] if kind == "cuda" else []
+
+
 def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Device]:
     """The devices that plans are made for.
 

@@ -29,10 +29,14 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
         .where(Job.status == "running", Job.device.is_not(None), Worker.hostname == socket.gethostname()),
         execution_options=OF_EVERYONE,
     )
-    held = {row.device: row.id if session.shows(row.owner) else ANOTHER_KEYS_JOB for row in rows}
+    held = {
+        gpu_id: row.id if session.shows(row.owner) else ANOTHER_KEYS_JOB
+        for row in rows
+        for gpu_id in gpus.ids_of(row.device)
+    }
     seen = gpus.detected()
     return GpusAnswer(
-        available_gpus=[gpu.id for gpu in seen if f"cuda:{gpu.id}" not in held],
+        available_gpus=[gpu.id for gpu in seen if gpu.id not in held],
         gpu_info=[
             GpuInfo(
                 gpu_id=gpu.id,
@@ -43,7 +47,7 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
                 memory_used_gb=round(gpu.memory_used_bytes / GIB, 2),
                 load=gpu.load,
                 temperature_celsius=gpu.temperature_celsius,
-                held_by=held.get(f"cuda:{gpu.id}"),
+                held_by=held.get(gpu.id),
             )
             for gpu in seen
         ],
@@ -67,7 +71,7 @@ def list_workers(session: Reading) -> Page[WorkerAnswer]:
             last_heartbeat_at=int(row.heartbeat_at),
             alive=row.heartbeat_at > now - SILENT_SECONDS,
             devices=row.devices,
-            running=[job_id if job_id in own else ANOTHER_KEYS_JOB for job_id in row.running],
+            running=[job_id if job_id in own else ANOTHER_KEYS_JOB for job_id in dict.fromkeys(row.running)],
         )
         for row in rows
     ]

@@ -42,7 +42,6 @@ def advice_for(session: Session, job: Job) -> list[str]:
 
 
 def _load(job: Job) -> float | None:
-    """The utilisation of the GPU that a job runs on; None if that GPU is not in this machine."""
-    if job.status != "running":
-        return None
-    return next((gpu.load for gpu in gpus.detected() if job.device == f"cuda:{gpu.id}"), None)
+    """The utilisation of the first GPU that a job runs on; None if that GPU is not in this machine."""
+    own = gpus.ids_of(job.device) if job.status == "running" else []
+    return next((gpu.load for gpu in gpus.detected() if gpu.id in own), None)

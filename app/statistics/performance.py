@@ -73,6 +73,7 @@ def _is_comparable(
     return (
         all(other[name] == value for name, value in wanted.items())
         and all(other["data"][name] == getattr(spec.data, name) for name in data)
+        and len(plan["devices"]) == 1
         and plan["devices"][0].get("name") in (None, device.name)
     )
 

@@ -92,3 +92,11 @@ def test_a_hanging_nvidia_smi_does_not_block_callers(
     nvidia_smi.write_text(answering)
     until(lambda: gpus._gauge._asking is not None and not gpus._gauge._asking.is_alive(), 5)
     assert len(gpus.detected()) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "ids"),
+    [(None, []), ("cpu", []), ("cpu:0,cpu:1", []), ("cuda:0", [0]), ("cuda:1,12", [1, 12])],
+)
+def test_the_gpus_of_a_job_are_read_from_its_device(device: str | None, ids: list[int]) -> None:
+    assert gpus.ids_of(device) == ids

@@ -19,7 +19,7 @@ from pathlib import Path
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract.plan import RankPlan
 from app.contract.reports import Failure
-from workers.run_directory import LOST_RANK, RunDirectory
+from workers.run_directory import INTERRUPTED, LOST_RANK, RunDirectory
 
 log = logging.getLogger("accrue.trainer")
 
@@ -32,6 +32,9 @@ _LOOK_EVERY_SECONDS = 0.05
 _CAUSE_SECONDS = 2.0
 """After the first rank has failed, the others get this long to fail by themselves: the one that failed first
 may have ended last."""
+
+_STOP_SECONDS = 10.0
+"""After a requested stop, the first rank ends once the checkpoint is written; the others have this long."""
 
 _FROZEN_SECONDS = 5.0
 """A rank that was stopped by a signal for this long is lost, since all other ranks wait for it."""
@@ -111,6 +114,8 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
         cause = _cause(ranks)
         time.sleep(_LOOK_EVERY_SECONDS)
     cause = _cause(ranks) if cause is None else cause
+    if cause is not None and ranks[cause].returncode == INTERRUPTED:
+        _wait_for_all(ranks)  # a requested stop ends all of them
     _kill(ranks)
     if cause is None:
         message = "the ranks lost their connection to each other"
@@ -125,6 +130,12 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
         message = f"rank {cause} was ended by {name}{hint}"
         run.write_failure(Failure(code="trainer_killed", message=message, permanent=False))
     return status if status > 0 else 1
+
+
+def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
+    until = time.monotonic() + _STOP_SECONDS
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_SECONDS)
 
 
 def _cause(ranks: list[subprocess.Popen[bytes]]) -> int | None:
