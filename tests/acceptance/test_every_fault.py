@@ -413,7 +413,7 @@ def test_postgresql_restarted_under_a_running_job(
 def test_connections_lost_around_commits(
     tmp_path: Path, server: Server, database_url: str, undisturbed: dict[str, Any], cut: Cut
 ) -> None:
-    """If the answer to a commit is lost, nobody knows whether it was done: neither service nor worker may
+    """If the answer to a commit is lost, it may have been done or not: neither service nor worker may
     lose or repeat anything."""
     proxy = Proxy(server.folder)
     name = database_url.split("?")[0].rsplit("/", 1)[1]

@@ -100,7 +100,7 @@ def look(run: RunDirectory, hidden: Path | None, *words: str) -> dict[str, Any]:
     """What a process with a trainer's isolation can do.
 
     Args:
-        hidden: the folder that it is told to hide; None for no folder.
+        hidden: the folder to hide; None hides nothing.
         words: put before the command.
     """
     shared = Path(tempfile.gettempdir()) / f"accrue-test-{os.getpid()}"

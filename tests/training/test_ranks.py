@@ -3,7 +3,11 @@
 The ranks are processes on the CPU, connected by gloo (tests/harness/ranks.py).
 """
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.contract.plan import FixedCount, FixedSize
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
 from tests.harness.ranked_windows import RankedWindow, accumulate
 from tests.harness.ranks import Ranks
+from tests.harness.specs import cpu_plan, make_spec
+from workers.run_directory import INTERRUPTED, RunDirectory
+from workers.training.accumulate import divide, reduce_memory
+from workers.training.budget import Budget
 from workers.training.decision import Verdict
+from workers.training.distributed import launcher
 from workers.training.distributed.partition import partition
+from workers.training.exceptions import CannotTrain
+from workers.training.state import LearnedBudget, RunState
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -133,3 +144,62 @@ def test_no_rank_works_longer_than_the_best_plus_one_sample(given_: list[int], s
 def test_the_faster_rank_takes_more() -> None:
     taken = partition(np.full(400, 100, dtype=np.int64), [3.0, 1.0])
     assert [len(part) for part in taken] == [300, 100]
+
+
+def training_of(rules: list[MicroBatchRule], lengths: list[int]) -> Any:
+    """As much of a run on several ranks as dividing a window needs."""
+    plan = cpu_plan(make_spec())
+    share = 1 / len(rules)
+    ranks = [
+        plan.ranks[0].model_copy(update={"micro_batch_rule": rule, "share_of_tokens": share})
+        for rule in rules
+    ]
+    events: list[str] = []
+    return SimpleNamespace(
+        assignment=SimpleNamespace(spec=make_spec(), plan=plan),
+        batch=len(lengths),
+        budgets=[Budget(rank, LearnedBudget(), len(lengths)) for rank in ranks],
+        group=SimpleNamespace(rank=0, size=len(rules)),
+        loader=SimpleNamespace(lengths=lambda window: np.array(lengths), shrink_buckets=lambda tokens: None),
+        replica=SimpleNamespace(free_memory=lambda: None, model=None),
+        reporter=SimpleNamespace(event=lambda kind, message, *_, **__: events.append(message)),
+        state=RunState(),
+        events=events,
+    )
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_fixed_number_of_micro_batches_is_each_rank_s(measured: bool) -> None:
+    """The first micro-batch, which is drawn at random from the whole window, is no larger than the others."""
+    training = training_of([FixedCount(micro_batches=2)] * 2, [10] * 16)
+    groups = divide(training, np.arange(16), measured=measured)
+    assert [[len(group) for group in own] for own in groups] == [[4, 4], [4, 4]]
+    assert sorted(sample for own in groups for group in own for sample in group) == list(range(16))
+
+
+def test_two_ranks_without_memory_for_one_sample_recompute_activations_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = training_of([FixedSize(samples=1)] * 2, [10, 10])
+    recomputed: list[object] = []
+    monkeypatch.setattr("workers.training.model.recompute_activations", recomputed.append)
+    groups = divide(training, np.arange(2))
+    reduce_memory(training, groups, (0, 1), np.array([10, 10]))
+    assert len(recomputed) == 1
+    assert training.state.fallbacks.checkpointing
+    with pytest.raises(CannotTrain, match="out of memory"):
+        reduce_memory(training, groups, (1,), np.array([10, 10]))
+
+
+def test_a_rank_without_memory_and_without_work_fails_the_job() -> None:
+    training = training_of([FixedSize(samples=4)] * 2, [10])
+    with pytest.raises(CannotTrain, match="out of memory"):
+        reduce_memory(training, divide(training, np.arange(1)), (1,), np.array([10]))
+
+
+def test_a_stop_before_the_ranks_have_started_is_a_stop(tmp_path: Path) -> None:
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    try:
+        assert launcher._watch(RunDirectory(tmp_path), ranks, lambda: True) == INTERRUPTED
+    finally:
+        launcher._kill(ranks)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.profiler import record_function
 
-from app.contract.plan import MicroBatchRule
+from app.contract.plan import FixedCount, MicroBatchRule
 from workers.training import guards
 from workers.training import model as models
 from workers.training.batches import Groups, tokens_of, without_first
@@ -177,7 +177,7 @@ def divide(training: Training, window: Indices, *, measured: bool = False) -> li
     head: Groups = []
     rest = np.arange(len(window))
     if first is not None:
-        head = [budgets[0].draw_first(lengths, rules[0], first)]
+        head = [budgets[0].draw_first(lengths, _of_all_ranks(rules), first)]
         rest = np.setdiff1d(rest, head[0])
         rules[0] = without_first(rules[0])
     taken = partition(
@@ -186,11 +186,18 @@ def divide(training: Training, window: Indices, *, measured: bool = False) -> li
         by_length=budgets[0].by_length,
         head_start=[float(lengths[head[0]].sum()) if head else 0.0, *(0.0 for _ in budgets[1:])],
     )
-    groups = []
-    for budget, rule, part in zip(budgets, rules, taken, strict=True):
+    groups = [head, *([] for _ in budgets[1:])]
+    for own, budget, rule, part in zip(groups, budgets, rules, taken, strict=True):
         positions = rest[part]
-        groups.append([positions[own].tolist() for own in budget.cut(lengths[positions], rule)])
-    return [head + groups[0], *groups[1:]]
+        cut_part = budget.cut(lengths[positions], rule, taken=len(own))
+        own.extend(positions[group].tolist() for group in cut_part)
+    return groups
+
+
+def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
+    """Rank 0's rule for a window that all ranks divide: numbers of micro-batches add up."""
+    counts = [rule.micro_batches for rule in rules if isinstance(rule, FixedCount)]
+    return FixedCount(micro_batches=sum(counts)) if isinstance(rules[0], FixedCount) else rules[0]
 
 
 def cut(training: Training, window: Indices, rule: MicroBatchRule) -> Groups:
@@ -234,8 +241,10 @@ def observe_routing(training: Training, window: Indices, groups: list[Groups], g
 
 def _measures(training: Training) -> bool:
     """Whether the noise scale is measured in the current window."""
-    spec = training.assignment.spec
+    spec, rule = training.assignment.spec, training.budgets[0].rule(training.batch)
     every = spec.noise_scale_every
+    if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:
+        return False  # rank 0 has no second micro-batch that could make up for what a random one leaves
     return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"
 
 
@@ -270,8 +279,11 @@ def reduce_memory(
     """
     training.replica.free_memory()
     spec, fallbacks = training.assignment.spec, training.state.fallbacks
+    already_recomputes = spec.gradient_checkpointing or fallbacks.checkpointing
     for rank in failed_on:
         budget = training.budgets[rank]
+        if not groups[rank]:
+            raise guards.out_of_memory_error(training.assignment.plan, 0, 0)
         widest = max(groups[rank], key=lambda group: tokens_of(lengths[group], budget.packed))
         tokens = tokens_of(lengths[widest], budget.packed)
         on = f" on rank {rank}" if len(groups) > 1 else ""
@@ -285,9 +297,10 @@ def reduce_memory(
             )
             if rank == training.group.rank:
                 training.loader.shrink_buckets(smaller)
-        elif not (spec.gradient_checkpointing or fallbacks.checkpointing):
+        elif not already_recomputes:
+            if not fallbacks.checkpointing:  # otherwise another rank's failure has just turned it on
+                models.recompute_activations(training.replica.model)
             fallbacks.checkpointing = True
-            models.recompute_activations(training.replica.model)
             message = (
                 f"Out of memory{on} at {len(widest)} samples and {tokens} tokens: the window is replayed "
                 "with gradient checkpointing, which gives the same gradient for more computation."

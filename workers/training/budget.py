@@ -60,7 +60,12 @@ class Budget:
         return planned
 
     def cut(
-        self, lengths: Lengths, rule: MicroBatchRule, *, first: np.random.Generator | None = None
+        self,
+        lengths: Lengths,
+        rule: MicroBatchRule,
+        *,
+        first: np.random.Generator | None = None,
+        taken: int = 0,
     ) -> Groups:
         """A window's micro-batches, as groups of positions in it.
 
@@ -68,6 +73,7 @@ class Budget:
             lengths: tokens of the window's samples.
             rule: usually `rule()`.
             first: draws the first micro-batch at random; None draws nothing.
+            taken: micro-batches of other samples that the device has already.
         """
         planned = self._rank.micro_batch_rule
 
@@ -77,8 +83,9 @@ class Budget:
             )
 
         groups = by(rule)
-        if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches, len(lengths)):
-            return by(planned)  # the learned budget gives fewer micro-batches than requested
+        if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches - taken, len(lengths)):
+            # The learned budget gives fewer micro-batches than requested.
+            return by(FixedCount(micro_batches=planned.micro_batches - taken))
         return groups
 
     def draw_first(self, lengths: Lengths, rule: MicroBatchRule, random: np.random.Generator) -> list[int]:

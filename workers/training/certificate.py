@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.contract.plan import FixedCount
 from workers.training import guards
 from workers.training import model as models
 from workers.training.accumulate import cut, divide, observe_routing, reduce_memory
@@ -112,8 +113,7 @@ def certify(training: Training) -> None:
 
     while True:
         plan = divide(training, window)
-        whole = plan[0] if training.group.size == 1 else cut(training, window, training.rule)
-        reference = [smaller_split(whole), *([] for _ in plan[1:])]
+        reference = [smaller_split(_all_on_one(training, window, plan)), *([] for _ in plan[1:])]
         failed, error = None, 0.0
         chosen.clear()
         try:
@@ -137,6 +137,13 @@ def certify(training: Training) -> None:
         scale.overflowed()
     certified = Certificate(error, sum(map(len, plan)), sum(map(len, reference)))
     _report(training, window, certified, changed_choices(chosen) if chosen else 0)
+
+
+def _all_on_one(training: Training, window: Indices, plan: list[Groups]) -> Groups:
+    """The window's micro-batches if rank 0 takes all of it. A fixed number of them per rank adds up."""
+    if isinstance(training.rule, FixedCount):
+        return [group for groups in plan for group in groups]
+    return plan[0] if len(plan) == 1 else cut(training, window, training.rule)
 
 
 def _accumulate(
