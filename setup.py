@@ -30,7 +30,7 @@ def create_app(*arguments: Any, **options: Any) -> Any:
 
 
 class AsOnePackage(bdist_wheel):
-    """Packs a wheel; an editable one comes here only for its metadata."""
+    """Packs a wheel. For an editable installation, setuptools uses this class only to write the metadata."""
 
     packs = False
 
@@ -45,7 +45,7 @@ class AsOnePackage(bdist_wheel):
 
 
 def move(built: Path, metadata: Path) -> None:
-    """Puts what was built below one package, and tells the metadata."""
+    """Moves the built packages into the package `accrue`, and adapts the wheel's metadata."""
     package = built / "accrue"
     package.mkdir()
     (package / "__init__.py").write_text(INIT)

@@ -242,6 +242,7 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
         "tokens_per_second": last.tokens_per_second,
         "memory_peak_bytes": int(last.peak_gb * _GIB) if last.peak_gb is not None else None,
         "eta_seconds": round(left * sums.seconds / max(1, sums.steps), 1),
+        "ranks": last.ranks,
     }
 
 
@@ -316,7 +317,8 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
 
 def _row(job_id: str, line: LogLine) -> dict[str, Any]:
     row = {**vars(line), "job_id": job_id}
-    for name in ("micro_losses", "gradient_norms"):
+    row["ranks"] = line.ranks and [vars(rank) for rank in line.ranks]
+    for name in ("micro_losses", "gradient_norms", "ranks"):
         row[name] = None if row[name] is None else json.dumps(row[name])
     return row
 

@@ -7,6 +7,7 @@ The trainer writes all others:
 
     metrics.jsonl    a line per optimizer step, over all attempts
     events.jsonl     a line per event, over all attempts
+    shares.jsonl     a line per change of the ranks' shares of the work, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
     base_weights     a digest of the weights before the first step
@@ -33,12 +34,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
 from app.contract.plain_files import MAX_BYTES, NotPlain, append_plain, create_plain, open_plain, read_plain
-from app.contract.reports import Completions, EventLine, Failure, Level, LogLine, Outcome, WindowProgress
+from app.contract.reports import (
+    Completions,
+    EventLine,
+    Failure,
+    Level,
+    LogLine,
+    Outcome,
+    RankShares,
+    WindowProgress,
+)
 
 INTERRUPTED = 75
 """Exit status of a trainer that was stopped and has written a checkpoint (EX_TEMPFAIL)."""
@@ -80,12 +90,14 @@ Content = TypeVar("Content", bound=BaseModel)
 
 _MAX_BYTES = {
     "base_weights": 2**10,
+    "log line": 2**20,
+    "shares.jsonl": 2**24,
     "progress.json": 2**16,
     "failure.json": 2**16,
     "outcome.json": 2**20,
     "completions.json": 2**22,
 }
-"""The maximum size in bytes of a trainer's files, by name."""
+"""The maximum size in bytes of a trainer's files and lines, by name."""
 
 
 class RunDirectoryInUse(Exception):
@@ -168,6 +180,33 @@ class RunDirectory:
 
     def failure(self) -> Failure | None:
         return self._read("failure.json", Failure)
+
+    def append_shares(self, shares: RankShares) -> None:
+        """Records that ranks take these shares of a window from now on."""
+        with append_plain(self.path / "shares.jsonl") as file:
+            file.write(shares.model_dump_json().encode() + b"\n")
+
+    def shares(self) -> list[RankShares]:
+        """What `append_shares` has recorded."""
+        found = []
+        with contextlib.suppress(NotPlain):
+            content = read_plain(self.path, "shares.jsonl", max_bytes=_MAX_BYTES["shares.jsonl"]) or b""
+            for line in content.splitlines():
+                with contextlib.suppress(ValidationError):  # torn by a kill
+                    found.append(RankShares.model_validate_json(line))
+        return found
+
+    def last_step(self) -> int:
+        """The step of the newest complete log line; 0 if there is none."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotPlain),
+            open_plain(self.path, self.metrics.name) as file,
+        ):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_BYTES["log line"]))
+            for line in reversed(file.read().splitlines()):
+                with contextlib.suppress(ValidationError):
+                    return LogLine.model_validate_json(line).step
+        return 0
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
         """The content of a file, or None if it does not exist or is not a plain file."""

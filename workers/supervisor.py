@@ -8,8 +8,9 @@ jobs. Leases have their own threads (leases.py).
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import structlog
@@ -19,7 +20,7 @@ from app.contract.fail_points import fail_point
 from app.contract.reports import Failure
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
-from app.jobs import queue, transitions
+from app.jobs import placement, queue, transitions
 from app.jobs.queue import Offer
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import MAX_DEVICES, Device
@@ -43,6 +44,10 @@ log = structlog.get_logger("accrue.worker")
 
 _TURN_SECONDS = 0.25
 """The maximum time that one turn spends on storing one trainer's reports."""
+
+
+Offered = tuple[list[Device], Offer]
+"""An offer, and the devices that are offered."""
 
 
 @dataclass
@@ -156,7 +161,7 @@ class Supervisor:
             running.trainer.kill()
 
     def _first(self, running: Running, is_so: Callable[[Device], bool]) -> Device | None:
-        """The first of a trainer's devices of which something is so."""
+        """The first of a trainer's devices for which `is_so` returns true."""
         return next((device for device in running.devices if is_so(device)), None)
 
     def _is_too_hot(self, device: Device) -> bool:
@@ -198,15 +203,14 @@ class Supervisor:
             free: maps devices to the descriptors of their locks.
         """
         with self.database.reading() as session:
-            offer = self._offer(session, free)
+            offers = self._offers(session, list(free))
         claimed_at = time.monotonic()
-        with self.database.writing() as session:
-            fence = queue.claim(session, self.id, self.settings.lease_seconds, offer)
+        fence, offered = self._claim_first(offers)
         if fence is None:
             return False
         with self.database.reading() as session:
             job = transitions.get(session, fence.job_id)
-        chosen = _chosen(job, list(free))[: None if self.settings.trainer_network else 1]
+        chosen = _chosen(job, offered)[: None if self.settings.trainer_network else 1]
         locks = {device: free.pop(device) for device in chosen}
         try:
             self.running.append(
@@ -226,14 +230,45 @@ class Supervisor:
                 os.close(lock)  # the trainer has inherited it, if one was started
         return True
 
-    def _offer(self, session: Session, free: Iterable[Device]) -> Offer:
-        """What the worker offers to the queue. If all of its devices are free, and no other worker has more,
-        it also offers them to jobs that need more devices than there are."""
-        devices, total = list(free), len(self.slots.available())
-        most = max([total, *map(len, live_workers.devices_by_worker(session))])
-        count = MAX_DEVICES if len(devices) == total == most else len(devices)
-        place = queue.reserved_place(session, len(devices), total, self.settings.reserve_after_seconds)
-        return Offer(count, tuple(device.id for device in devices if isinstance(device.id, int)), place)
+    def _claim_first(self, offers: Iterable[Offered]) -> tuple[Fence | None, list[Device]]:
+        """Claims a job for the first offer that some job can use. Returns it with the devices offered."""
+        for devices, offer in offers:
+            with self.database.writing() as session:
+                fence = queue.claim(session, self.id, self.settings.lease_seconds, offer)
+            if fence is not None:
+                return fence, devices
+        return None, []
+
+    def _offers(self, session: Session, free: list[Device]) -> list[Offered]:
+        """What the worker offers to the queue, in this order. If all of its devices are free, and no worker
+        has more of them, it also offers them to jobs that need more devices than any worker has."""
+        own = {device.id: each for each in (*self.running, *self.leaving) for device in each.devices}
+        busy = [device.id for device in self.slots.usable() if device.id in own]
+        most = self._most_devices(session)
+        if not self.settings.trainer_network:  # each job trains on one device
+            return [(free, _offer(free, beyond=1))]
+        wanted = placement.needs(
+            session, self.settings.reserve_after_seconds, [*(device.id for device in free), *busy], most
+        )
+        left = placement.seconds_left(session, [each.fence.job_id for each in own.values()]) if wanted else {}
+        found = placement.tiers(
+            wanted,
+            [device.id for device in free],
+            {device: max(0.001, left.get(own[device].fence.job_id, 0.0)) for device in busy},
+            most,
+        )
+        beyond = MAX_DEVICES if busy else most
+        return [
+            (offered, _offer(offered, tier.before_place, beyond if offered == free else MAX_DEVICES))
+            for tier in found
+            if (offered := [device for device in free if device.id in tier.devices])
+        ]
+
+    def _most_devices(self, session: Session) -> int:
+        """The number of devices of the largest worker if this is one; otherwise, more than any worker has."""
+        own = len(self.slots.available())
+        most = max([own, *map(len, live_workers.devices_by_worker(session))])
+        return own if own == most else MAX_DEVICES
 
     def _store_progress(self, running: Running) -> None:
         """Stores what the trainer has reported, and the job's end if the trainer has ended. After
@@ -341,6 +376,11 @@ class Supervisor:
                 message = f"{type(error).__name__} in the worker: see the worker's log"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()
+
+
+def _offer(devices: Sequence[Device], before_place: float = inf, beyond: int = MAX_DEVICES) -> Offer:
+    gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
+    return Offer(len(devices), gpu_ids, before_place, beyond)
 
 
 def _chosen(job: Job, free: list[Device]) -> list[Device]:

@@ -55,6 +55,9 @@ def submit(
         float | None,
         typer.Option("--validation-split", help="Share of the samples to evaluate on, such as 0.1"),
     ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Devices to train on, all of one worker; default 1")
+    ] = None,
     settings: Settings = None,
     tune: Annotated[
         bool,
@@ -79,7 +82,10 @@ def submit(
         "epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate, "method": method,
         "gradient_checkpointing": checkpointing,
     }  # fmt: skip
-    more = {"accumulation_steps": steps, "dry_run": dry_run, "tune": "first" if tune else None}
+    more = {
+        "accumulation_steps": steps, "num_gpus": num_gpus, "dry_run": dry_run,
+        "tune": "first" if tune else None,
+    }  # fmt: skip
     with Client(url) as client:
         job = _submit(client, file, model, batch, dataset, training, more, settings)
         if as_json:

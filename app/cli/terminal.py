@@ -252,10 +252,21 @@ def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> in
             + (f", {tokens_per_second:,.0f} input tokens/s on average" if tokens_per_second else ""),
             highlight=False,
         )
+        for rank in job["progress"]["ranks"] or ():
+            console.print(_rank(rank), highlight=False)
         return 0
     reason = job["error"]["message"] if job["error"] else "it was cancelled"
     console.print(f"{job['status']}: {reason}", style="red", markup=False, highlight=False)
     return 1
+
+
+def _rank(rank: dict[str, Any]) -> str:
+    """What one of several devices did."""
+    memory = f", at most {rank['peak_gb']:.2f} GiB" if rank["peak_gb"] is not None else ""
+    return (
+        f"rank {rank['rank']}: {rank['micro_batches']:,} micro-batches, {rank['tokens']:,} tokens, "
+        f"{_speed(rank['tokens_per_second'])} tokens/s, idle for {rank['idle_share'] or 0:.0%}{memory}"
+    )
 
 
 def _sizes(sizes: list[int]) -> str:

@@ -48,7 +48,8 @@ class Alternative(Frozen):
     """The predicted peak with one full-length sample per micro-batch: the least that this change needs."""
     source: Source
     predicted_samples_per_second: float | None = Field(
-        None, description="Full-length samples, forward and backward; null: not measured on such a device"
+        None,
+        description="Full-length samples, forward and backward; null: not measured on this kind of device",
     )
 
 

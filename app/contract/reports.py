@@ -30,6 +30,7 @@ _MOST_ITEMS = 1000
 _DEEPEST = 6
 _MOST_DATA_BYTES = 2**17
 _LARGEST_INTEGER = 2**53
+_MOST_RANKS = 64
 
 Text = Annotated[str, AfterValidator(lambda text: text[:_LONGEST_TEXT])]
 """At most 10,000 characters; the rest is cut off."""
@@ -68,6 +69,33 @@ class NoiseScale(Frozen):
     high: Number | None
     """The upper end; None: unbounded, since the gradient's own norm cannot be distinguished from zero yet."""
     measurements: Count
+
+
+class RankLine(Frozen):
+    """What one of several ranks did in a window; the totals run over the whole job."""
+
+    rank: Count
+    micro_batches: Count
+    samples: Count
+    tokens: TokenCount
+    """Tokens of its samples, without padding."""
+    seconds: Seconds
+    """Seconds in which its device worked on them."""
+    idle_seconds: Seconds
+    """Seconds in which it waited for the slowest rank."""
+    peak_gb: Number | None
+    """Its maximum memory so far in GiB: resident on a CPU, allocated on a GPU."""
+    total_micro_batches: Count
+    total_tokens: TokenTotal
+    total_seconds: Seconds
+    total_idle_seconds: Seconds
+
+
+class RankShares(Frozen):
+    """Shares of a window's tokens by rank, used after a step: a line of shares.jsonl."""
+
+    step: Count
+    shares: tuple[Number, ...]
 
 
 class LogLine(Frozen):
@@ -122,6 +150,8 @@ class LogLine(Frozen):
     """Tokens of the largest micro-batch, padding included."""
     gradient_norms: dict[Name, Number] | None = None
     """The gradient's norm by layer, before clipping, on request."""
+    ranks: Annotated[tuple[RankLine, ...], Field(max_length=_MOST_RANKS)] | None = None
+    """What each rank did; null with one device."""
 
 
 class WindowProgress(Frozen):

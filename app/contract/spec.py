@@ -115,8 +115,8 @@ class RampSpec(Frozen):
 
 
 class EarlyStopping(Frozen):
-    """Ends a run after `patience` evaluations in a row without a loss at least `min_delta` nats below the
-    last loss that counted as a gain."""
+    """Ends a run after `patience` evaluations in a row without a gain: a loss that is at least `min_delta`
+    nats lower than at the previous gain."""
 
     patience: int = Field(ge=1, le=1000)
     min_delta: float = Field(0.0, ge=0)

@@ -14,7 +14,7 @@ from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
 from app.errors import Conflict
 from app.jobs.events import record_event
-from app.jobs.queue import gpu_mask, gpus_of, reclaim_expired
+from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, reclaim_expired
 from app.jobs.transitions import change, get
 from app.statistics import counters
 from app.storage.compiled import Prepared
@@ -22,9 +22,6 @@ from app.storage.database import database_now, optional_part
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job, job_of
-
-AGEING_SECONDS = 600.0
-"""Waiting for this long counts like one more point of priority, so that no job waits forever."""
 
 TIMEOUT = "timeout"
 """The error code of a job that exceeded its `timeout_seconds`."""

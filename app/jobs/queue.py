@@ -31,7 +31,7 @@ from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
 from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
-from app.planning.devices import MAX_GPU_ID
+from app.planning.devices import MAX_DEVICES, MAX_GPU_ID
 from app.statistics import totals
 from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
@@ -43,6 +43,9 @@ MAX_FAILURES = 3
 
 RETRY_AFTER_SECONDS = (2.0, 10.0)
 """The wait in seconds before a crashed job is claimed again, by the number of failures so far."""
+
+AGEING_SECONDS = 600.0
+"""Waiting for this long counts like one more point of priority, so that no job waits forever."""
 
 LONGEST_LEASE_SECONDS = 600.0
 """A lease that ends further ahead was granted before the clock was set back, and counts as expired."""
@@ -60,14 +63,16 @@ def gpus_of(mask: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a worker offers to the queue: its free devices."""
+    """What a worker offers to the queue: free devices."""
 
     devices: int
     gpu_ids: tuple[int, ...] = ()
     """The GPUs among them."""
     before_place: float = inf
-    """Only jobs ahead of this place in the queue may start: the devices are kept for the job there, which
-    needs more of them."""
+    """Only jobs ahead of this place in the queue may start."""
+    beyond: int = MAX_DEVICES
+    """Jobs that need more devices than this may start, too: no worker has as many, so they take what is
+    offered."""
 
 
 ONE_DEVICE = Offer(1)
@@ -77,7 +82,10 @@ def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
     free_gpus: BindParameter[int] = bindparam("free_gpus", type_=BigInteger)
     fits = and_(
-        jobs.c.device_count <= bindparam("free_devices", type_=Integer),
+        or_(
+            jobs.c.device_count <= bindparam("free_devices", type_=Integer),
+            jobs.c.device_count > bindparam("beyond", type_=Integer),
+        ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
     )
@@ -128,6 +136,7 @@ def claim(
         "free_devices": free.devices,
         "free_gpus": gpu_mask(free.gpu_ids),
         "before_place": free.before_place,
+        "beyond": free.beyond,
     }
     claimed = _CLAIM.run(session, values)
     if not claimed:
@@ -140,26 +149,6 @@ def claim(
         session, fence.job_id, fence.attempt, "started", message, data={"attempt": fence.attempt}
     )
     return fence
-
-
-def reserved_place(session: Session, free: int, total: int, after_seconds: float) -> float:
-    """The place of the first job that needs more than the free devices, and waits for them too long already;
-    infinity if there is none. Until enough devices are free, no job behind it may start.
-
-    Args:
-        free: the worker's free devices.
-        total: all of its devices.
-        after_seconds: how long a job waits before devices are kept for it.
-    """
-    waits = select(func.min(Job.place)).where(
-        Job.status == "queued",
-        Job.not_before <= database_now(),
-        Job.device_count > free,
-        Job.device_count <= total,
-        Job.created_at < database_now() - after_seconds,
-    )
-    place = session.scalar(waits)
-    return inf if place is None else float(place)
 
 
 def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:

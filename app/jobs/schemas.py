@@ -32,6 +32,7 @@ from app.contract.spec import (
 from app.contract.states import JobStatus, RequestedAction
 from app.planning.devices import MAX_GPU_ID
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
+from app.statistics.schemas import RankFigures
 
 WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
 FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
@@ -351,6 +352,8 @@ class Progress(Answer):
     tokens_per_second: float | None = None
     memory_peak_bytes: int | None = None
     eta_seconds: float | None = None
+    ranks: list[RankFigures] | None = None
+    """What each of several devices has done; null with one device."""
 
 
 class ResultAnswer(Answer):

@@ -172,7 +172,6 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
     return (
         f"{solution.effective_batch} samples per step on {devices} device{'s' * (devices > 1)}: "
         f"{solution.steps} micro-batch{'es' * (solution.steps > 1)} of at most {solution.micro_batch} "
-        "on each. "
-        f"{_BY[source]} that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used, at "
-        f"{question.sequence} tokens each."
+        f"sample{'s' * (solution.micro_batch > 1)} on each. {_BY[source]} with samples of "
+        f"{question.sequence} tokens, that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used."
     )

@@ -56,7 +56,9 @@ def recommendations(
         int | None, Query(ge=1, le=1024, description="GPUs per job; null: 1, or all of `gpus`")
     ] = None,
     clip_mode: Annotated[ClipMode | None, Query(description="null: the job's or after_accumulation")] = None,
-    kind: Annotated[ModelKind, Query(description="For clipping and the optimizer")] = "transformer",
+    kind: Annotated[
+        ModelKind, Query(description="Kind of model: decides about clipping and the optimizer")
+    ] = "transformer",
 ) -> Recommendations:
     """Recommends values for a model, for a model size, or for a job from its own measurements."""
     if target_batch_size is not None and target_effective_batch_size is not None:

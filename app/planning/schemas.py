@@ -66,14 +66,17 @@ class BatchSizeRequest(Request):
                 "available_memory_gb"
             )
         if self.model_name is not None and any(figure is not None for figure in raw):
-            raise ValueError("give model_name or raw figures, not both")
+            raise ValueError(
+                "give either model_name, or model_size_gb, activation_memory_per_sample_mb and "
+                "available_memory_gb"
+            )
         if self.gpu_ids is not None and self.gpus is not None:
             raise ValueError("give gpu_ids or gpus, not both")
         named = self.gpu_ids or self.gpus
         if named is not None and self.num_gpus not in (None, len(named)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but {len(named)} are named")
         if self.model_name is None and self.micro_batch_size is not None:
-            raise ValueError("micro_batch_size needs model_name: from raw figures it is calculated")
+            raise ValueError("micro_batch_size needs model_name: without a model, it is calculated")
         return self
 
     @property
@@ -117,7 +120,8 @@ class BatchSizeAnswer(Answer):
         description="Mean absolute relative error of this source so far; null: not measured"
     )
     predicted_samples_per_second: float | None = Field(
-        None, description="Full-length samples, forward and backward; null: not measured on such a device"
+        None,
+        description="Full-length samples, forward and backward; null: not measured on this kind of device",
     )
     alternatives: list[Alternative]
     explanation: str

@@ -14,7 +14,8 @@ from app.storage.database import Database
 VALIDATION = "valid_loss"
 
 
-_COLUMNS = tuple(name for name in LogLine.model_fields if name not in ("micro_losses", "gradient_norms"))
+_NESTED = ("micro_losses", "gradient_norms", "ranks")
+_COLUMNS = tuple(name for name in LogLine.model_fields if name not in _NESTED)
 _HEADER = (*_COLUMNS, VALIDATION)
 
 

@@ -15,6 +15,7 @@ from app.statistics.schemas import (
     CostByAccumulationSteps,
     JobPerformance,
     JobStatistics,
+    RankFigures,
     Statistics,
 )
 from app.storage.session import Session
@@ -93,9 +94,14 @@ def of_job(session: Session, job: Job) -> JobStatistics:
         training_id=job.id,
         status=job.status,
         stats=_statistics(session, [job], job.spec, job.plan).model_copy(
-            update={"prediction_error": _prediction_error(session, job)}
+            update={"prediction_error": _prediction_error(session, job), "ranks": _ranks(job)}
         ),
     )
+
+
+def _ranks(job: Job) -> list[RankFigures] | None:
+    ranks = job.progress.get("ranks")
+    return ranks and [RankFigures.model_validate(rank) for rank in ranks]
 
 
 def of_configuration(session: Session, configuration: Configuration) -> ConfigurationStatistics:

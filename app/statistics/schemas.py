@@ -2,8 +2,37 @@
 
 from typing import Any, Literal
 
+from pydantic import Field, computed_field
+
 from app.contract.base import Answer
 from app.contract.states import JobStatus
+
+
+class RankFigures(Answer):
+    """What one of several ranks has done since the start of a job."""
+
+    rank: int
+    micro_batches: int = Field(validation_alias="total_micro_batches")
+    tokens: int = Field(validation_alias="total_tokens")
+    """Tokens of its samples, without padding."""
+    seconds: float = Field(validation_alias="total_seconds")
+    """Seconds in which its device worked on them."""
+    idle_seconds: float = Field(validation_alias="total_idle_seconds")
+    """Seconds in which it waited for slower ranks."""
+    peak_gb: float | None
+    """Its maximum memory in GiB since the attempt began."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def idle_share(self) -> float | None:
+        """The share of its time for which it waited."""
+        together = self.seconds + self.idle_seconds
+        return self.idle_seconds / together if together else None
 
 
 class Statistics(Answer):
@@ -34,6 +63,8 @@ class Statistics(Answer):
     noise_scale: float | None
     oom_recoveries: int
     prediction_error: float | None
+    ranks: list[RankFigures] | None = None
+    """One job's figures by rank; null with one device."""
 
 
 class JobStatistics(Answer):

@@ -218,6 +218,7 @@ class StepMetric(Base):
     largest_tokens: Mapped[int | None]
     micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)
     gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
+    ranks: Mapped[Any] = mapped_column(Json, nullable=True)
 
 
 class JobEvent(Base):

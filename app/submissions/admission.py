@@ -248,7 +248,9 @@ def _check_steps_not_given(config: AccumulationConfig) -> None:
     for field in ("accumulation_steps", "micro_batch_size"):
         if getattr(config, field) is not None:
             raise Unprocessable(
-                f"large-batch plans {field} itself: leave it out, or use with-accumulation.", field=field
+                f"POST …/training/large-batch chooses {field} by itself: leave {field} out, or use "
+                "POST …/training/with-accumulation.",
+                field=field,
             )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -84,6 +85,27 @@ def start_trainer(run: RunDirectory) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "workers.training", str(run.path)], stdout=log, stderr=log
         )
+
+
+def start_ranks(run: RunDirectory, seconds: Sequence[float]) -> list[subprocess.Popen[bytes]]:
+    """Starts a rank for each number of seconds, for which it waits in each micro-batch."""
+    number = sum(1 for _ in run.path.glob("rendezvous-*"))
+    shared = {
+        "WORLD_SIZE": str(len(seconds)),
+        "ACCRUE_RENDEZVOUS_FILE": str(run.path / f"rendezvous-{number}"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    (run.path / f"rendezvous-{number}").touch()
+    with run.log.open("ab") as log:
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.harness.slow_rank", str(run.path), str(waits)],
+                env={**os.environ, **shared, "RANK": str(rank)},
+                stdout=log,
+                stderr=log,
+            )
+            for rank, waits in enumerate(seconds)
+        ]
 
 
 def log_of(run: RunDirectory) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from math import inf
 from typing import get_args
 
 import pytest
@@ -372,22 +371,6 @@ def test_a_job_starts_where_enough_devices_are_free(database: Database) -> None:
         assert queue.claim(session, "worker-1", 15.0, Offer(3, (0, 1, 2))) is None
         assert queue.claim(session, "worker-1", 15.0, Offer(2, (1, 3))) == Fence(pair, 1, "worker-1")
         assert queue.claim(session, "worker-1", 15.0, Offer(4)) == Fence(wide, 1, "worker-1")
-
-
-def test_devices_are_kept_for_a_job_that_waits_for_several(database: Database) -> None:
-    wide = submitted(database, device_count=2)
-    with database.writing() as session:
-        session.execute(update(Job).where(Job.id == wide).values(created_at=Job.created_at - 100))
-    small = submitted(database)
-    with database.reading() as session:
-        waits = queue.reserved_place(session, free=1, total=2, after_seconds=60)
-        assert waits == transitions.get(session, wide).place
-        assert queue.reserved_place(session, free=1, total=2, after_seconds=600) == inf
-        assert queue.reserved_place(session, free=1, total=1, after_seconds=60) == inf, "it never fits"
-        assert queue.reserved_place(session, free=2, total=2, after_seconds=60) == inf
-    with database.writing() as session:
-        assert queue.claim(session, "worker-1", 15.0, Offer(1, before_place=waits)) is None
-        assert queue.claim(session, "worker-1", 15.0, Offer(1)) == Fence(small, 1, "worker-1")
 
 
 @pytest.mark.parametrize("gpu_ids", [(), (0,), (62, 3, 0)])

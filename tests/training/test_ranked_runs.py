@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from app.contract.spec import ValidationSpec
-from tests.harness.runs import create_run, events_of, log_of, small_data, start_trainer, until, with_ranks
+from tests.harness.runs import (
+    create_run,
+    events_of,
+    log_of,
+    small_data,
+    start_ranks,
+    start_trainer,
+    until,
+    with_ranks,
+)
 from tests.harness.specs import make_spec
-from tests.harness.training import events_of_kind, weights
+from tests.harness.training import events_of_kind, raw_log, weights
 from workers.children import children_of
 from workers.run_directory import INTERRUPTED, RunDirectory
 
@@ -137,6 +146,42 @@ def test_the_ranks_of_a_killed_trainer_end(tmp_path: Path) -> None:
     trainer.wait()
     for end in ends:
         assert is_over(end)
+
+
+def test_a_slow_rank_gets_a_smaller_part_of_each_window(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), effective_batch_size=16, max_steps=16, noise_scale_every=None)
+    alone = finished(create_run(tmp_path / "alone", spec))
+    run = with_ranks(create_run(tmp_path / "slow", spec), [0.5, 0.5])
+    ended(start_ranks(run, [0.0, 0.2]))
+    first, *_, last = raw_log(run)
+    shares = [[rank["tokens"] for rank in line["ranks"]] for line in (first, last)]
+    assert shares[0][0] < 1.3 * shares[0][1], "the plan takes both for equally fast"
+    assert shares[1][0] > 2 * shares[1][1]
+    assert difference(run, alone) <= 1e-5
+    [changed, *_] = events_of_kind(run, "rank_shares")
+    assert changed["data"]["shares"] == list(run.shares()[0].shares)
+
+
+def test_a_resume_divides_the_windows_that_it_repeats_as_before(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), effective_batch_size=16, max_steps=24, save_every=20)
+    run = with_ranks(create_run(tmp_path / "run", spec), [0.5, 0.5])
+    ranks = start_ranks(run, [0.0, 0.1])
+    until(lambda: steps_of(run) >= 12, SECONDS)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    assert run.shares()
+    before = {line["step"]: line for line in raw_log(run)}
+    with_ranks(create_run(tmp_path / "run", spec, attempt=2), [0.5, 0.5])
+    ended(start_ranks(run, [0.1, 0.0]))  # the other rank is slow now, which must not matter yet
+    again = {line["step"]: line for line in raw_log(run) if line["attempt"] == 2}
+    for step, line in before.items():
+        assert [rank["tokens"] for rank in line["ranks"]] == [rank["tokens"] for rank in again[step]["ranks"]]
+        assert (line["loss"], line["grad_norm"]) == (again[step]["loss"], again[step]["grad_norm"])
+
+
+def ended(ranks: list[subprocess.Popen[bytes]]) -> None:
+    assert [rank.wait(SECONDS) for rank in ranks] == [0] * len(ranks)
 
 
 def test_an_error_of_one_rank_is_the_run_s(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from app.contract.reports import WindowProgress
+from app.contract.reports import RankLine, WindowProgress
 from app.jobs import queue, transitions
+from app.jobs.answers import job_answer
 from app.jobs.transitions import Fence, LostJob
+from app.jobs.waiting import WaitingReasons
+from app.results.series import series
 from app.statistics import totals
+from app.statistics.performance import of_job
 from app.storage.database import Database
 from app.storage.tables import Job, JobEvent, StepMetric
 from tests.harness.claims import claim, expire, in_transaction
@@ -180,6 +184,33 @@ def test_repeated_steps_count_once(database: Database, run: RunDirectory, fence:
     read(database, run, fence)
     with database.reading() as session:
         assert transitions.get(session, fence.job_id).progress["samples_seen"] == 12 * 8
+
+
+def test_what_each_rank_did_is_stored_and_answered(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    ranks = tuple(
+        RankLine(
+            rank=rank, micro_batches=2, samples=4, tokens=50 + rank, seconds=2.0 - rank, idle_seconds=rank,
+            peak_gb=1.5, total_micro_batches=20, total_tokens=600, total_seconds=30.0,
+            total_idle_seconds=10.0 * rank,
+        )
+        for rank in (0, 1)
+    )  # fmt: skip
+    with Reporter(run, 1) as reporter:
+        reporter.step(line(1).model_copy(update={"ranks": ranks}))
+    read(database, run, fence)
+    with database.reading() as session:
+        assert series(session, fence.job_id, 0, None)[0]["ranks"] == [vars(rank) for rank in ranks]
+        job = session.get_one(Job, fence.job_id)
+        figures = of_job(session, job).stats.ranks
+        progress = job_answer(WaitingReasons(session), job).progress
+    assert figures is not None
+    assert progress.ranks == figures
+    assert [(each.tokens, each.tokens_per_second, each.idle_share) for each in figures] == [
+        (600, 20.0, 0.0),
+        (600, 20.0, 0.25),
+    ]
 
 
 def test_progress_within_a_window_is_reported(database: Database, run: RunDirectory, fence: Fence) -> None:

@@ -4,19 +4,20 @@ This module and `window.py` together implement gradient accumulation.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch.profiler import record_function
 
 from app.contract.plan import FixedCount, MicroBatchRule
-from workers.training import guards
+from workers.training import guards, memory
 from workers.training import model as models
 from workers.training.batches import Groups, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition
+from workers.training.distributed.shares import Work
 from workers.training.exceptions import OtherRankFailed, StopRequested
 from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
@@ -26,11 +27,13 @@ from workers.training.window import Closed
 
 @dataclass(frozen=True)
 class WindowCost:
-    """Waiting time and tokens of this rank's part of a window."""
+    """Time and tokens of this rank's part of a window."""
 
     data_seconds: float
     """Wall time spent waiting for micro-batches."""
     padded_tokens: int
+    seconds: Callable[[], float]
+    """Time of the device, from the first micro-batch to the end of the last one; waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Trained:
 
     closed: Closed
     groups_by_rank: list[Groups]
-    padded_tokens: int
+    work: tuple[Work, ...]
+    """What each rank did."""
     data_seconds: float
     seconds: float
     measurement: Measurement | None
@@ -48,6 +52,11 @@ class Trained:
     def groups(self) -> Groups:
         """The micro-batches of all ranks."""
         return [group for groups in self.groups_by_rank for group in groups]
+
+    @property
+    def padded_tokens(self) -> int:
+        """Padded tokens of all ranks."""
+        return sum(each.padded_tokens for each in self.work)
 
 
 def train_window(training: Training, window: Indices, denominator: float) -> Trained:
@@ -79,7 +88,8 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
             measurement = _measurement(training, window, groups, closed, denominator)
-            return Trained(closed, groups, added.padded_tokens, added.data_seconds, seconds, measurement)
+            work = _work(training, window, groups, added)
+            return Trained(closed, groups, work, added.data_seconds, seconds, measurement)
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
@@ -144,6 +154,7 @@ def accumulate(
     training.seed_window()
     reporter.begin_window()
     batches = training.loader.micro_batches(window, own)
+    replica.stopwatch.begin()
     for number in range(len(own)):
         training.check_stop()
         requested = time.perf_counter()
@@ -156,7 +167,8 @@ def accumulate(
             reporter.progress(progress.step, progress.micro_step, number + 1)
         if record_first_norm and number == 0:
             replica.window.record_first_norm()
-    return WindowCost(data_seconds, padded_tokens)
+    replica.stopwatch.end()
+    return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds)
 
 
 def divide(training: Training, window: Indices, *, measured: bool = False) -> list[Groups]:
@@ -182,7 +194,7 @@ def divide(training: Training, window: Indices, *, measured: bool = False) -> li
         rules[0] = without_first(rules[0])
     taken = partition(
         lengths[rest],
-        [budget.share for budget in budgets],
+        training.shares.now,
         by_length=budgets[0].by_length,
         head_start=[float(lengths[head[0]].sum()) if head else 0.0, *(0.0 for _ in budgets[1:])],
     )
@@ -195,7 +207,7 @@ def divide(training: Training, window: Indices, *, measured: bool = False) -> li
 
 
 def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
-    """Rank 0's rule for a window that all ranks divide: numbers of micro-batches add up."""
+    """Rank 0's rule if it took a whole window: fixed numbers of micro-batches are added up."""
     counts = [rule.micro_batches for rule in rules if isinstance(rule, FixedCount)]
     return FixedCount(micro_batches=sum(counts)) if isinstance(rules[0], FixedCount) else rules[0]
 
@@ -203,6 +215,25 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
 def cut(training: Training, window: Indices, rule: MicroBatchRule) -> Groups:
     """A window's micro-batches if this rank takes all of it, as groups of positions in it."""
     return training.budget.cut(training.loader.lengths(window), rule)
+
+
+def _work(training: Training, window: Indices, groups: list[Groups], own: WindowCost) -> tuple[Work, ...]:
+    """What each rank did in a window."""
+    lengths, group = training.loader.samples.lengths, training.group
+    peak = memory.peak(training.replica.device)
+    measured = group.gather([own.padded_tokens, own.seconds(), own.data_seconds, peak])
+    return tuple(
+        Work(
+            micro_batches=len(taken),
+            samples=sum(map(len, taken)),
+            tokens=sum(int(lengths[window[each]].sum()) for each in taken),
+            padded_tokens=round(padded),
+            seconds=seconds,
+            data_seconds=waited,
+            peak_bytes=round(most),
+        )
+        for taken, (padded, seconds, waited, most) in zip(groups, measured, strict=True)
+    )
 
 
 def observe_routing(training: Training, window: Indices, groups: list[Groups], group: Group) -> None:

@@ -49,7 +49,8 @@ class Balance:
             self._rows += len(probabilities)
 
     def sum_over(self, group: Group, device: torch.device) -> None:
-        """Makes the counts those of all ranks, of which each observed its own part of the window."""
+        """Replaces the counts by their sums over all ranks, of which each has observed its own part of the
+        window."""
         if group.size == 1:
             return
         empty = torch.zeros(self.experts, dtype=torch.float32)

@@ -93,9 +93,9 @@ class Budget:
         return draw_first(lengths, rule, self.packed, self._rows, random)
 
     @property
-    def share(self) -> float:
-        """The share of a window's tokens that the device takes."""
-        return self._rank.share_of_tokens
+    def fixes_count(self) -> bool:
+        """Whether the plan fixes the number of micro-batches, whose size then depends on the share."""
+        return isinstance(self._rank.micro_batch_rule, FixedCount)
 
     @property
     def _rows(self) -> int | None:

@@ -140,7 +140,8 @@ def certify(training: Training) -> None:
 
 
 def _all_on_one(training: Training, window: Indices, plan: list[Groups]) -> Groups:
-    """The window's micro-batches if rank 0 takes all of it. A fixed number of them per rank adds up."""
+    """The window's micro-batches if rank 0 takes all of it. If the plan fixes a number of
+    micro-batches for each rank, it is their sum."""
     if isinstance(training.rule, FixedCount):
         return [group for groups in plan for group in groups]
     return plan[0] if len(plan) == 1 else cut(training, window, training.rule)

@@ -7,7 +7,7 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.reports import NoiseScale, Outcome, Tuning
+from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import (
     certificate,
@@ -33,7 +33,7 @@ from workers.training.optimizer import set_rate
 from workers.training.report import log_line, report_start
 from workers.training.schedule import rate_factor
 from workers.training.start import Stop, Training, start
-from workers.training.state import Losses
+from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
 
 EMA = 0.1
@@ -323,6 +323,7 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     _note_loss(state.losses, loss)
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
+    _record_work(training, trained)
     lengths = loader.lengths(window)
     for rank, (budget, groups) in enumerate(zip(training.budgets, trained.groups_by_rank, strict=True)):
         if not groups:
@@ -340,6 +341,28 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
         )
         if rank == training.group.rank:
             loader.shrink_buckets(larger)
+
+
+def _record_work(training: Training, trained: Trained) -> None:
+    """Adds up what each rank did, and changes their shares if their speeds are others than expected."""
+    state, group, work = training.state, training.group, trained.work
+    if group.size == 1:
+        return
+    state.ranks += [RankTotals() for _ in work[len(state.ranks) :]]
+    slowest = max(each.seconds for each in work)
+    for totals, own in zip(state.ranks, work, strict=False):
+        totals.micro_batches += own.micro_batches
+        totals.tokens += own.tokens
+        totals.seconds += own.seconds
+        totals.idle_seconds += slowest - own.seconds
+    shares = training.shares.measure(state.step, work)
+    if shares is None:
+        return
+    if group.leads:
+        training.run.append_shares(RankShares(step=state.step, shares=tuple(shares)))
+    percents = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
+    message = f"The ranks' shares of each window now follow their measured speeds: {percents}."
+    training.reporter.event("rank_shares", message, step=state.step, shares=shares)
 
 
 def _note_loss(losses: Losses, loss: float) -> None:

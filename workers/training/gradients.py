@@ -1,6 +1,6 @@
 """Where a window's gradients are summed: in place, or held in fp32, or on the host.
 
-With several ranks, each sums its own micro-batches; `exchange()` then makes the sums those of all ranks.
+With several ranks, each sums its own micro-batches; `exchange()` then adds up the sums of all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class Gradients(Protocol):
         """Whether this rank has a sum of each parameter, in their order."""
 
     def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
-        """Makes each sum that of all ranks. Every rank calls it once per window.
+        """Replaces each sum by that over all ranks. Every rank calls it once per window.
 
         Args:
             present: whether any rank has a sum of each parameter; the others keep none.

@@ -181,15 +181,16 @@ def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
         CannotTrain: weights are missing, or of another shape; the message lists some of them.
     """
     mismatched = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys") or ()]
-    for what, names in (("are missing from", found.get("missing_keys") or ()), ("do not fit", mismatched)):
+    missing = "are missing from", "provide the complete model", found.get("missing_keys") or ()
+    other = "have another shape than config.json says in", "provide files that belong together", mismatched
+    for problem, remedy, names in (missing, other):
         if names:
             some = ", ".join(sorted(map(str, names))[:_SHOWN_WEIGHTS])
             more = f" and {len(names) - _SHOWN_WEIGHTS} more" if len(names) > _SHOWN_WEIGHTS else ""
             raise CannotTrain(
                 "model_not_loaded",
-                f"{len(names)} weights {what} the files of {assignment.spec.model.name}: {some}{more}. "
-                "They would "
-                "be initialised at random: provide the complete model",
+                f"{len(names)} weights {problem} the files of {assignment.spec.model.name}: {some}{more}. "
+                f"They would be initialised at random: {remedy}",
             )
     if found.get("error_msgs"):
         raise CannotTrain(

@@ -12,6 +12,7 @@ from workers.training import model as models
 from workers.training.balance import Balance
 from workers.training.batches import MicroBatch
 from workers.training.loss import Forward, TokenLoss
+from workers.training.stopwatch import Stopwatch
 from workers.training.window import LossScale, Window
 
 
@@ -30,6 +31,7 @@ class Replica:
     loss_scale: LossScale | None
     """None unless the precision is fp16."""
     memory: memory.MemoryWatch
+    stopwatch: Stopwatch
 
     def autocast(self) -> Any:
         """The context of a forward pass in the plan's precision."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from app.contract.plan import TokenBudget
-from app.contract.reports import LogLine, NoiseScale
+from app.contract.reports import LogLine, NoiseScale, RankLine
 from workers.training import memory
 from workers.training.accumulate import Trained, divide
 from workers.training.batches import Cursor, tokens_of
@@ -127,6 +127,28 @@ def log_line(
         aux_loss=closed.share if training.replica.balance else None,
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
         gradient_norms=dict(closed.layer_norms) if spec.log_gradients else None,
+        ranks=_ranks(training, trained) if training.group.size > 1 else None,
+    )
+
+
+def _ranks(training: Training, trained: Trained) -> tuple[RankLine, ...]:
+    """What each rank did in a window, and since the start of the job."""
+    slowest = max(each.seconds for each in trained.work)
+    return tuple(
+        RankLine(
+            rank=rank,
+            micro_batches=work.micro_batches,
+            samples=work.samples,
+            tokens=work.tokens,
+            seconds=work.seconds,
+            idle_seconds=slowest - work.seconds,
+            peak_gb=memory.gib(work.peak_bytes) if training.assignment.spec.log_memory_usage else None,
+            total_micro_batches=totals.micro_batches,
+            total_tokens=totals.tokens,
+            total_seconds=totals.seconds,
+            total_idle_seconds=totals.idle_seconds,
+        )
+        for rank, (work, totals) in enumerate(zip(trained.work, training.state.ranks, strict=False))
     )
 
 

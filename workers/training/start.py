@@ -1,7 +1,7 @@
 """Builds everything that a run needs: model, data, optimizer, window, and the position to resume from."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from workers.training.batches import BatchLayout, Buckets, collate
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, prepare
 from workers.training.distributed.group import ALONE, Group
+from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import gradients_for
 from workers.training.loader import Indices, Loader
@@ -27,6 +28,7 @@ from workers.training.loss_checks import head_error, packing_error
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
+from workers.training.stopwatch import Stopwatch
 from workers.training.trackers import Trackers
 from workers.training.window import Clipping, LossScale, Window
 
@@ -40,8 +42,8 @@ class Training:
     """A run in progress, on one rank.
 
     It holds its inputs (assignment, run directory, reporter, stop signal), the ranks that train together,
-    the replica that trains, the loader of its data, its state, and the budgets of all ranks' micro-batches.
-    State and budgets are the same on all ranks.
+    the replica that trains, the loader of its data, its state, and what decides how windows are divided.
+    State, budgets and shares are the same on all ranks.
     """
 
     assignment: Assignment
@@ -57,6 +59,7 @@ class Training:
     state: RunState
     budgets: list[Budget]
     """One for each rank."""
+    shares: Shares
     group: Group
 
     @property
@@ -169,6 +172,17 @@ def start(
     loader.shrink_buckets(state.budgets[group.rank].tokens)
     _check_loss(replica, loader, state.fallbacks, reporter, group)
     _check_packing(replica, loader, state.fallbacks, reporter, group)
+    budgets = [
+        Budget(
+            each,
+            learned,
+            spec.effective_batch_size,
+            most_tokens=plan.most_tokens,
+            by_length=spec.clip_mode != "each_micro_batch",
+            packed=loader.form.packed,
+        )
+        for each, learned in zip(plan.ranks, state.budgets, strict=False)
+    ]
     training = Training(
         assignment=assignment,
         run=run,
@@ -180,20 +194,28 @@ def start(
         replica=replica,
         loader=loader,
         state=state,
-        budgets=[
-            Budget(
-                each,
-                learned,
-                spec.effective_batch_size,
-                most_tokens=plan.most_tokens,
-                by_length=spec.clip_mode != "each_micro_batch",
-                packed=loader.form.packed,
-            )
-            for each, learned in zip(plan.ranks, state.budgets, strict=False)
-        ],
+        budgets=budgets,
+        shares=_shares(run, assignment, state, budgets, group),
         group=group,
     )
     return training, prepared
+
+
+def _shares(
+    run: RunDirectory, assignment: Assignment, state: RunState, budgets: Sequence[Budget], group: Group
+) -> Shares:
+    """Each rank's share of the work. What earlier attempts have learned is repeated."""
+    recorded: list[Any] = group.from_first(
+        [[each.step, each.shares] for each in run.shares()] if group.size > 1 and group.leads else []
+    )
+    until: int = group.from_first(run.last_step() if group.size > 1 and group.leads else 0)
+    return Shares(
+        [rank.share_of_tokens for rank in assignment.plan.ranks],
+        state.shares,
+        adapts=not any(budget.fixes_count for budget in budgets),
+        recorded={step: shares for step, shares in recorded if step > state.step},
+        until=until,
+    )
 
 
 def _replica(
@@ -217,6 +239,7 @@ def _replica(
         balance=balance,
         loss_scale=scale,
         memory=memory.MemoryWatch(device, assignment.plan.ranks[group.rank].memory_limit_bytes),
+        stopwatch=Stopwatch(device),
     )
 
 

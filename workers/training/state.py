@@ -4,7 +4,7 @@
 list of names; version 2 had the budget of one rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -82,6 +82,57 @@ class LearnedBudget:
     """Whether a sweep has chosen the token budget."""
 
 
+FIRST_PERIOD = 2
+"""Windows that are measured before the ranks' shares are changed for the first time."""
+
+
+@dataclass
+class LearnedShares:
+    """What the run has learned about the speeds of its ranks (distributed/shares.py)."""
+
+    shares: list[float] = field(default_factory=list)
+    """Each rank's share of a window's tokens; empty: the plan's."""
+    period: int = FIRST_PERIOD
+    """The number of windows after which shares are calculated again."""
+    windows: int = 0
+    """Windows measured since."""
+    tokens: list[float] = field(default_factory=list)
+    """Tokens that each rank processed in them."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds that it took for them."""
+
+    def use(self, shares: Sequence[float]) -> None:
+        """Replaces the shares, and begins to measure anew."""
+        self.shares = list(shares)
+        self.start_period(FIRST_PERIOD)
+
+    def start_period(self, windows: int) -> None:
+        self.period, self.windows, self.tokens, self.seconds = windows, 0, [], []
+
+    def add(self, tokens: Sequence[float], seconds: Sequence[float]) -> None:
+        """Adds a window's measurement by rank."""
+        self.windows += 1
+        self.tokens = _added(self.tokens, tokens)
+        self.seconds = _added(self.seconds, seconds)
+
+
+def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
+    return [one + other for one, other in zip(sums or [0.0] * len(more), more, strict=True)]
+
+
+@dataclass
+class RankTotals:
+    """What a rank has done over the whole job, in windows that made a step."""
+
+    micro_batches: int = 0
+    tokens: int = 0
+    """Tokens of its samples, without padding."""
+    seconds: float = 0.0
+    """Seconds in which its device worked on them."""
+    idle_seconds: float = 0.0
+    """Seconds in which it waited for slower ranks."""
+
+
 @dataclass
 class Ramp:
     """How far the effective batch has grown (ramp.py)."""
@@ -137,6 +188,9 @@ class RunState:
     losses: Losses = field(default_factory=Losses)
     budgets: list[LearnedBudget] = field(default_factory=lambda: [LearnedBudget()])
     """One for each rank."""
+    ranks: list[RankTotals] = field(default_factory=list)
+    """What each rank has done; empty until the job trains on several ranks."""
+    shares: LearnedShares = field(default_factory=LearnedShares)
     ramp: Ramp = field(default_factory=Ramp)
     loss_scale: SavedLossScale = field(default_factory=SavedLossScale)
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
@@ -154,7 +208,9 @@ class RunState:
 
 
 _GROUPS: dict[str, Any] = {
-    each.name: each.default_factory for each in fields(RunState) if each.name not in ("budgets", "noise")
+    each.name: each.default_factory
+    for each in fields(RunState)
+    if each.name not in ("budgets", "ranks", "noise")
 }
 
 
@@ -173,7 +229,8 @@ def from_json(content: Mapping[str, Any], version: int) -> RunState:
     grouped = _grouped(content) if version == 1 else content
     made = {name: make(**grouped.get(name, {})) for name, make in _GROUPS.items()}
     budgets = [LearnedBudget(**own) for own in grouped.get("budgets", [grouped.get("budget", {})])]
-    return RunState(**made, budgets=budgets, noise=list(grouped.get("noise", [])))
+    ranks = [RankTotals(**own) for own in grouped.get("ranks", [])]
+    return RunState(**made, budgets=budgets, ranks=ranks, noise=list(grouped.get("noise", [])))
 
 
 _SINCE_VERSION_1 = {

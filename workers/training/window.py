@@ -252,7 +252,7 @@ class Window:
         return failed or Observed(self.totals())
 
     def exchange(self, *, out_of_memory: bool = False, stop_requested: bool = False) -> Observed | None:
-        """Makes the gradient that of all ranks, as the first part of `observe()`.
+        """Replaces the gradient by its sum over all ranks: the first part of `observe()`.
 
         Returns:
             What happened if any rank failed, and the window was abandoned; None if all did their part.

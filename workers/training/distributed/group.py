@@ -58,6 +58,12 @@ class Group:
         """Whether each flag is set on any rank."""
         return flags
 
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of each rank, in fp64; every rank gives equally many."""
+        before, after = self.rank * len(numbers), (self.size - self.rank - 1) * len(numbers)
+        together = self.sum([0.0] * before + list(numbers) + [0.0] * after)
+        return [together[at : at + len(numbers)] for at in range(0, len(together), len(numbers))]
+
     def from_first(self, value: Any) -> Any:
         """Rank 0's value of this call on every rank; anything that JSON can hold."""
         return value

@@ -219,6 +219,8 @@ function makeState() {
     Object.entries(facts).map(([name, [title, term]]) => h("div", {}, h("dt", {}, title, term && help(term)), values[name])),
   );
 
+  const devices = h("div", { hidden: true });
+
   function show(job) {
     const { progress, plan } = job;
     const total = progress.steps_total;
@@ -242,15 +244,47 @@ function makeState() {
       batch: split(job),
       loss: fixed(progress.loss_ema),
       speed: number(progress.tokens_per_second),
-      memory: `${bytes(progress.memory_peak_bytes)} (predicted: at most ${bytes(plan.devices[0].predicted_peak_bytes)})`,
+      memory: `${bytes(progress.memory_peak_bytes)} (predicted: at most ${bytes(plan.ranks[0].predicted_peak_bytes)})`,
       samples: number(progress.samples_seen),
       device: `${job.device ?? plan.device}${plan.predicted ? " (predicted)" : `, ${plan.precision}`}`,
       begun: dateTime(job.started_at),
       attempt: number(job.attempt),
     };
     for (const [name, text] of Object.entries(shown)) values[name].textContent = text;
+    devices.hidden = plan.ranks.length === 1;
+    if (plan.ranks.length > 1) fill(devices, ranks(job));
   }
-  return { element: h("div", {}, verdict, error, bar, list), show };
+  return { element: h("div", {}, verdict, error, bar, list, devices), show };
+}
+
+/** What each of several devices has done; before the first step, what is planned for it. */
+function ranks({ plan, progress }) {
+  const done = progress.ranks ?? [];
+  return table(
+    "Devices of this job",
+    [
+      { title: "Device" },
+      { title: "Micro-batches", number: true },
+      { title: "Share of the tokens", number: true },
+      { title: "Tokens a second", number: true },
+      { title: "Idle", number: true },
+      { title: "Peak memory", number: true },
+      { title: "Predicted", number: true },
+    ],
+    plan.ranks.map((rank, place) => {
+      const own = done[place];
+      const all = done.reduce((sum, each) => sum + each.tokens, 0);
+      return [
+        `${rank.gpu_id}${rank.name ? ` (${rank.name})` : ""}`,
+        own ? number(own.micro_batches) : "–",
+        percent(own ? own.tokens / all : rank.share_of_tokens),
+        own ? number(own.tokens_per_second) : "–",
+        own ? percent(own.idle_share) : "–",
+        own?.peak_gb ? bytes(own.peak_gb * GIB) : "–",
+        bytes(rank.predicted_peak_bytes),
+      ];
+    }),
+  );
 }
 
 /** Before the first step, the plan's split for full-length samples; then the measured mean, which is lower for short samples. */

@@ -63,7 +63,7 @@ export async function show(main, { chosen, signal }) {
   const starting = h("div", { role: "status" });
   const data = h("section", { class: "panel", "aria-label": "Data", "aria-live": "polite", hidden: true });
   const form = h("form", { onsubmit: (event) => event.preventDefault() });
-  const speed = chart("Memory against speed", { x: "samples a second, measured on such a device", y: "peak memory, GiB" });
+  const speed = chart("Memory against speed", { x: "samples a second, measured on this kind of device", y: "peak memory, GiB" });
 
   let pendingPrediction = new AbortController();
   async function predict(wait) {

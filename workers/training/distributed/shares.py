@@ -1,0 +1,128 @@
+"""How much of each window each rank takes: by the plan first, then by measured speed.
+
+A window takes as long as its slowest rank. So the time that each rank needs for its part is measured, and
+ranks that finish early get a larger part from then on. All ranks calculate the same shares from the same
+measurements. Each change is recorded, so that an attempt that repeats windows divides them as before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.training.state import LearnedShares
+
+LONGEST_PERIOD = 32
+"""Each period is twice as long as the one before, up to this number of windows."""
+
+WORTH_CHANGING = 0.03
+"""Shares change only if some rank is expected to wait for longer than this share of the window."""
+
+_GROWTH_WITHOUT_WORK = 1.5
+"""A rank that got no sample in a whole period cannot be measured: its share grows by this factor, so that it
+gets one again at some time."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank did in a window."""
+
+    micro_batches: int
+    samples: int
+    tokens: int
+    """Tokens of its samples, without padding."""
+    padded_tokens: int
+    seconds: float
+    """Seconds of its device from the first micro-batch to the end of the last one."""
+    data_seconds: float
+    """Seconds of these in which it waited for its data."""
+    peak_bytes: int
+    """The most memory that its device has held since the start of the process; 0 if not known."""
+
+
+class Shares:
+    """Each rank's share of a window's tokens.
+
+    Args:
+        planned: the plan's shares, by rank.
+        learned: what was learned from measurements, which checkpoints keep; changed in place.
+        adapts: whether measurements change the shares.
+        recorded: changes that earlier attempts made, by the step after which they made them.
+        until: the last step that an earlier attempt has made; up to it, only recorded changes are made.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[float],
+        learned: LearnedShares,
+        *,
+        adapts: bool,
+        recorded: Mapping[int, Sequence[float]],
+        until: int,
+    ) -> None:
+        self._planned, self._learned, self._adapts = list(planned), learned, adapts
+        self._recorded, self._until = recorded, until
+        self._is_warm = False
+        if len(learned.shares) not in (0, len(planned)):  # of another number of ranks
+            learned.use([])
+
+    @property
+    def now(self) -> list[float]:
+        """The shares of the next window."""
+        return self._learned.shares or self._planned
+
+    def measure(self, step: int, work: Sequence[Work]) -> list[float] | None:
+        """Takes a window into account.
+
+        Args:
+            step: optimizer steps made, including this window's.
+            work: what each rank did.
+
+        Returns:
+            The new shares if they have changed, and the change is to be recorded; None otherwise.
+        """
+        learned = self._learned
+        if not self._adapts or len(work) == 1:
+            return None
+        if step <= self._until:
+            recorded = self._recorded.get(step)
+            if recorded is not None and len(recorded) == len(work):
+                learned.use(recorded)
+            return None
+        if not self._is_warm:  # the first window also loads libraries and chooses kernels
+            self._is_warm = True
+            return None
+        learned.add([each.tokens for each in work], [each.seconds for each in work])
+        if learned.windows < learned.period:
+            return None
+        shares = by_speed(self.now, learned.tokens, learned.seconds)
+        learned.start_period(min(2 * learned.period, LONGEST_PERIOD))
+        if waiting(self.now, shares) <= WORTH_CHANGING:
+            return None
+        learned.shares = shares
+        return shares
+
+
+def by_speed(shares: Sequence[float], tokens: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Shares in proportion to measured speeds; they add up to 1.
+
+    Args:
+        shares: the shares with which was measured.
+        tokens: how many tokens each rank processed.
+        seconds: how long it took for them. A rank without tokens keeps its share, relative to the others,
+            and a bit more.
+    """
+    speeds = [done / took if done and took else None for done, took in zip(tokens, seconds, strict=True)]
+    measured = [(speed, share) for speed, share in zip(speeds, shares, strict=True) if speed is not None]
+    if not measured:
+        return list(shares)
+    per_share = sum(speed for speed, _ in measured) / sum(share for _, share in measured)
+    found = [
+        share * per_share * _GROWTH_WITHOUT_WORK if speed is None else speed
+        for speed, share in zip(speeds, shares, strict=True)
+    ]
+    return [each / sum(found) for each in found]
+
+
+def waiting(shares: Sequence[float], speeds: Sequence[float]) -> float:
+    """The share of a window for which the fastest rank waits for the slowest, if they take these shares."""
+    seconds = [share / speed for share, speed in zip(shares, speeds, strict=True)]
+    return 1 - min(seconds) / max(seconds)
