@@ -67,6 +67,9 @@ def protocol() -> Any:
         """The request that is being answered; newer ones may follow it already."""
         _head: int | None = 0
         """Bytes received of the current head, or None if it is complete."""
+        _receives_body = False
+        _is_stalled = False
+        """Whether the client keeps a response waiting. It may send the next request meanwhile."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -91,18 +94,18 @@ def protocol() -> Any:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._head = 0
             self._wait_for_head()
 
         def on_headers_complete(self) -> None:
-            self._head = None
+            self._head, self._receives_body = None, True
             self._end(self._deadline)
             self._wait()
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
-            waiting.pop(self, None)
+            self._receives_body = False
+            self._end_wait()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -111,6 +114,7 @@ def protocol() -> Any:
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            self._is_stalled = True
             self._wait()
             self._unread = self._bytes_unread()
             self._end(self._stall)
@@ -118,7 +122,8 @@ def protocol() -> Any:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            waiting.pop(self, None)
+            self._is_stalled = False
+            self._end_wait()
             self._end(self._stall)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -139,7 +144,13 @@ def protocol() -> Any:
             waiting.pop(self, None)
             waiting[self] = None
 
+        def _end_wait(self) -> None:
+            """Notes that the client is not waited for any more, unless it is for another reason."""
+            if self._head is None and not self._receives_body and not self._is_stalled:
+                waiting.pop(self, None)
+
         def _wait_for_head(self) -> None:
+            self._head = 0
             self._wait()
             self._end(self._deadline)
             self._deadline = self.loop.call_later(HEADER_SECONDS, self._give_up)
