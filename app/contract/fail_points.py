@@ -7,6 +7,7 @@ points, and raises at the second when it is reached for the third time. Uses onl
 import os
 import signal
 import sys
+import time
 from collections import Counter
 
 VARIABLE = "ACCRUE_FAIL_POINTS"
@@ -21,8 +22,8 @@ class Injected(OSError):
 def fail_point(name: str) -> None:
     """Does nothing, unless a test has requested a fault here.
 
-    `kill` ends the process as a power cut would; `stop` halts it until SIGCONT; `full` raises as a full disk
-    does; `error` raises.
+    `kill` ends the process as a power cut would; `stop` halts it until SIGCONT; `hang` sleeps for ever;
+    `full` raises as a full disk does, `memory` as PyTorch without memory; `error` raises.
     """
     requested_faults = os.environ.get(VARIABLE)
     if requested_faults is None:
@@ -43,6 +44,10 @@ def _fail(name: str, what: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "hang":
+        time.sleep(10**9)
+    elif what == "memory":
+        raise RuntimeError("DefaultCPUAllocator: out of memory (injected)")
     elif what == "full":
         raise Injected(28, "No space left on device")
     else:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.reports import Outcome
-from tests.harness.runs import events_of
+from tests.harness.runs import events_of, log_of
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
 from workers.training.exceptions import Interrupted
@@ -55,6 +56,18 @@ def scale_losses(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Any], float]
 
 def raw_log(run: RunDirectory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def log_of_run(run: RunDirectory) -> list[dict[str, Any]]:
+    """The log's steps so far; none if nothing was logged yet."""
+    return log_of(run) if run.metrics.exists() else []
+
+
+def weight_difference(one: RunDirectory, other: RunDirectory) -> float:
+    """The difference of two trained models' weights, relative to their norm."""
+    first, second = weights(one), weights(other)
+    apart = sum(float((first[name] - second[name]).double().square().sum()) for name in second)
+    return sqrt(apart / sum(float(weight.double().square().sum()) for weight in second.values()))
 
 
 def events_of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from app.contract.spec import ValidationSpec
 from tests.harness.runs import (
@@ -20,7 +19,7 @@ from tests.harness.runs import (
     with_ranks,
 )
 from tests.harness.specs import make_spec
-from tests.harness.training import events_of_kind, raw_log, weights
+from tests.harness.training import events_of_kind, raw_log, weight_difference
 from workers.children import children_of
 from workers.run_directory import INTERRUPTED, RunDirectory
 
@@ -60,12 +59,6 @@ def ranks_of(trainer: subprocess.Popen[bytes]) -> list[int]:
     return sorted(found)
 
 
-def difference(one: RunDirectory, other: RunDirectory) -> float:
-    first, second = weights(one), weights(other)
-    apart = sum(float((first[name] - second[name]).double().square().sum()) for name in second)
-    return float(torch.tensor(apart / sum(float(w.double().square().sum()) for w in second.values())).sqrt())
-
-
 @pytest.mark.parametrize("shares", [[0.5, 0.5], [0.7, 0.2, 0.1]], ids=["two ranks", "three unequal ranks"])
 def test_a_run_on_several_ranks_trains_as_on_one(tmp_path: Path, shares: list[float]) -> None:
     validation = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
@@ -74,7 +67,7 @@ def test_a_run_on_several_ranks_trains_as_on_one(tmp_path: Path, shares: list[fl
     )
     alone = finished(create_run(tmp_path / "alone", spec))
     together = finished(with_ranks(create_run(tmp_path / "together", spec), shares))
-    assert difference(together, alone) <= 1e-5
+    assert weight_difference(together, alone) <= 1e-5
     for one, other in zip(log_of(together), log_of(alone), strict=True):
         assert (one["step"], one["samples"], one["tokens"]) == (
             other["step"],
@@ -103,7 +96,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     for one, other in zip(log_of(run), log_of(alone), strict=True):
         assert (one["step"], one["samples"]) == (other["step"], other["samples"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    assert difference(run, alone) <= 1e-4
+    assert weight_difference(run, alone) <= 1e-4
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "crash"])
@@ -157,7 +150,7 @@ def test_a_slow_rank_gets_a_smaller_part_of_each_window(tmp_path: Path) -> None:
     shares = [[rank["tokens"] for rank in line["ranks"]] for line in (first, last)]
     assert shares[0][0] < 1.3 * shares[0][1], "the plan takes both for equally fast"
     assert shares[1][0] > 2 * shares[1][1]
-    assert difference(run, alone) <= 1e-5
+    assert weight_difference(run, alone) <= 1e-5
     [changed, *_] = events_of_kind(run, "rank_shares")
     assert changed["data"]["shares"] == list(run.shares()[0].shares)
 

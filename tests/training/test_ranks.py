@@ -162,6 +162,7 @@ def training_of(rules: list[MicroBatchRule], lengths: list[int]) -> Any:
         group=SimpleNamespace(rank=0, size=len(rules)),
         loader=SimpleNamespace(lengths=lambda window: np.array(lengths), shrink_buckets=lambda tokens: None),
         replica=SimpleNamespace(free_memory=lambda: None, model=None),
+        shares=SimpleNamespace(now=[1.0] * len(rules)),
         reporter=SimpleNamespace(event=lambda kind, message, *_, **__: events.append(message)),
         state=RunState(),
         events=events,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.profiler import record_function
 
+from app.contract.fail_points import fail_point
 from app.contract.plan import FixedCount, MicroBatchRule
 from workers.training import guards, memory
 from workers.training import model as models
@@ -75,7 +76,8 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     while True:
         measures = _measures(training)
         groups = divide(training, window, measured=measures)
-        observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
+        with training.group.training():
+            observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.STOP:
             raise StopRequested
@@ -87,6 +89,7 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         closed = guards.finish(own, observed.totals, verdict)
         if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
+            training.group.note_window(seconds)
             measurement = _measurement(training, window, groups, closed, denominator)
             work = _work(training, window, groups, added)
             return Trained(closed, groups, work, added.data_seconds, seconds, measurement)
@@ -157,6 +160,7 @@ def accumulate(
     replica.stopwatch.begin()
     for number in range(len(own)):
         training.check_stop()
+        fail_point(f"rank-{training.group.rank}.micro_batch")
         requested = time.perf_counter()
         with record_function("accrue.data"):
             batch = next(batches)

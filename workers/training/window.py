@@ -356,7 +356,7 @@ class Window:
         values += [] if self._first_norm is None else [self._first_norm]
         values += [*self._micro_losses, *(_norm(found) for found in layers.values())]
         wider = torch.promote_types(norm.dtype, values[0].dtype)
-        with record_function("accrue.synchronise"):
+        with record_function("accrue.synchronise"), self._group.waiting():
             together = torch.stack([value.to(self._device, wider) for value in values])
             if together.is_cuda:
                 torch.cuda.current_stream(together.device).synchronize()  # the wait for forward and backward

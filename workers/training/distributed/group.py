@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, Self
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from app.contract.plan import Plan
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE
+from workers.training.distributed.patience import Patience
 from workers.training.exceptions import LostRank
 
 TIMEOUT = timedelta(days=7)
@@ -71,6 +73,17 @@ class Group:
     def wait(self) -> None:
         """Returns once all ranks have called it."""
 
+    def training(self) -> AbstractContextManager[None]:
+        """Within the block, a rank does not wait for much longer for another one than a window takes."""
+        return contextlib.nullcontext()
+
+    def note_window(self, seconds: float) -> None:
+        """Notes how long a window took."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Surrounds what may wait for other ranks."""
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         """Ends the exchange."""
 
@@ -90,6 +103,7 @@ class ProcessGroup(Group):
     def __init__(self, rank: int, size: int, gradients: Any, host: Any) -> None:
         self.rank, self.size = rank, size
         self._gradients, self._host = gradients, host
+        self._patience = Patience()
 
     @classmethod
     def connected(cls, rank: int, size: int, backend: Literal["gloo", "nccl"]) -> Self:
@@ -115,19 +129,19 @@ class ProcessGroup(Group):
         return cls(rank, size, dist.group.WORLD, host)
 
     def begin_sum(self, tensor: Tensor) -> Pending | None:
-        with _connected():
-            return _Pending(dist.all_reduce(tensor, group=self._gradients, async_op=True))
+        with self.waiting():
+            return _Pending(self, dist.all_reduce(tensor, group=self._gradients, async_op=True))
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64)
-        with _connected():
+        with self.waiting():
             dist.all_reduce(together, group=self._host)
         summed: list[float] = together.tolist()
         return summed
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         together = torch.tensor(flags, dtype=torch.int32)
-        with _connected():
+        with self.waiting():
             dist.all_reduce(together, group=self._host)
         return tuple(count > 0 for count in together.tolist())
 
@@ -137,12 +151,23 @@ class ProcessGroup(Group):
         together = torch.zeros(int(length), dtype=torch.uint8)
         if self.leads:
             together.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        with _connected():
+        with self.waiting():
             dist.broadcast(together, 0, group=self._host)
         return json.loads(bytes(together.tolist()))
 
     def wait(self) -> None:
         self.any(False)
+
+    def training(self) -> AbstractContextManager[None]:
+        return self._patience.training()
+
+    def note_window(self, seconds: float) -> None:
+        self._patience.note_window(seconds)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        with self._patience.waiting(), _connected():
+            yield
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -150,10 +175,11 @@ class ProcessGroup(Group):
 
 @dataclass(frozen=True)
 class _Pending:
+    group: Group
     work: Any
 
     def wait(self) -> None:
-        with _connected():
+        with self.group.waiting():
             self.work.wait()
 
 

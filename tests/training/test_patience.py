@@ -1,0 +1,50 @@
+"""A rank does not wait for ever for one that hangs."""
+
+import threading
+import time
+
+import pytest
+
+from workers.training.distributed import patience
+from workers.training.distributed.patience import Patience
+
+
+@pytest.fixture
+def given_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    monkeypatch.setattr(patience, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(patience, "_LOOK_EVERY_SECONDS", 0.01)
+    return threading.Event()
+
+
+def test_it_gives_up_after_many_windows_of_waiting(given_up: threading.Event) -> None:
+    limited = Patience(lambda _: given_up.set())
+    limited.note_window(0.001)
+    with limited.training(), limited.waiting():
+        assert given_up.wait(10)
+
+
+def test_it_waits_for_ever_while_no_window_s_length_is_known(given_up: threading.Event) -> None:
+    limited = Patience(lambda _: given_up.set())
+    with limited.training(), limited.waiting():
+        time.sleep(0.3)
+    assert not given_up.is_set()
+
+
+def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
+    limited = Patience(lambda _: given_up.set())
+    limited.note_window(0.001)
+    with limited.training():
+        pass
+    with limited.waiting():
+        time.sleep(0.3)
+    assert not given_up.is_set()
+
+
+def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
+    limited = Patience(lambda _: given_up.set())
+    limited.note_window(0.02)
+    with limited.training():
+        for _ in range(20):
+            with limited.waiting():
+                time.sleep(0.05)
+    assert not given_up.is_set()
