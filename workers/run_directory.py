@@ -7,6 +7,7 @@ The trainer writes all others:
 
     metrics.jsonl    a line per optimizer step, over all attempts
     events.jsonl     a line per event, over all attempts
+    learned-0.json   what a rank has learned by running out of memory in this attempt
     shares.jsonl     a line per change of the ranks' shares of the work, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
@@ -46,6 +47,7 @@ from app.contract.reports import (
     Level,
     LogLine,
     Outcome,
+    RankMemory,
     RankShares,
     WindowProgress,
 )
@@ -55,6 +57,9 @@ INTERRUPTED = 75
 
 DISK_FULL = 74
 """Exit status of a trainer that could not write, perhaps not even failure.json (EX_IOERR)."""
+
+OUT_OF_STEP = 77
+"""Exit status of a rank after which all ranks start again from the last checkpoint."""
 
 LOST_RANK = 76
 """Exit status of a rank that ends because it lost its connection to another rank."""
@@ -120,8 +125,10 @@ class RunDirectory:
     def write_assignment(self, assignment: Assignment) -> None:
         """Prepares the directory for an attempt, and removes the result of an earlier one."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for end in ("failure.json", "outcome.json", _FINISH):
-            (self.path / end).unlink(missing_ok=True)
+        for earlier in ("failure.json", "outcome.json", _FINISH):
+            (self.path / earlier).unlink(missing_ok=True)
+        for learned in self.path.glob("learned-*.json"):
+            learned.unlink()
         write_atomically(self.path / "spec.json", assignment.model_dump_json(indent=1))
 
     def assignment(self) -> Assignment:
@@ -180,6 +187,14 @@ class RunDirectory:
 
     def failure(self) -> Failure | None:
         return self._read("failure.json", Failure)
+
+    def write_learned(self, rank: int, learned: RankMemory) -> None:
+        write_atomically(self.path / f"learned-{rank}.json", learned.model_dump_json())
+
+    def learned(self, ranks: int) -> dict[int, RankMemory]:
+        """What ranks have learned in this attempt, by rank."""
+        found = {rank: self._read(f"learned-{rank}.json", RankMemory) for rank in range(ranks)}
+        return {rank: own for rank, own in found.items() if own is not None}
 
     def append_shares(self, shares: RankShares) -> None:
         """Records that ranks take these shares of a window from now on."""

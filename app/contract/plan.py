@@ -7,6 +7,8 @@ from pydantic import Field, computed_field, model_validator
 from app.contract.base import Frozen
 from app.contract.spec import RunPrecision
 
+Strategy = Literal["ddp", "fsdp"]
+
 Source = Literal["measured", "simulated", "formula"]
 """Where a prediction is from, best first."""
 
@@ -101,6 +103,8 @@ class Plan(Frozen):
     warnings: tuple[str, ...]
     precision: RunPrecision
     device: Literal["cpu", "cuda"]
+    strategy: Strategy = "ddp"
+    """How several ranks share the work: each has a copy of the model (ddp), or a part of it (fsdp)."""
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
     most_tokens: int | None = None

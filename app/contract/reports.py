@@ -91,6 +91,17 @@ class RankLine(Frozen):
     total_idle_seconds: Seconds
 
 
+class RankMemory(Frozen):
+    """What a rank has learned by running out of memory: the content of learned-0.json and others."""
+
+    tokens: Count | None
+    """The token budget from now on."""
+    failed_tokens: Count | None
+    """The smallest micro-batch that did not fit, in tokens."""
+    checkpointing: bool
+    """Whether activations must be recomputed."""
+
+
 class RankShares(Frozen):
     """Shares of a window's tokens by rank, used after a step: a line of shares.jsonl."""
 

@@ -11,6 +11,7 @@ from torch import nn
 from workers.training import checkpoint
 from workers.training.checkpoint import AllDamaged
 from workers.training.exceptions import CannotTrain
+from workers.training.parameters import Parameters
 from workers.training.state import (
     Evaluations,
     Fallbacks,
@@ -22,6 +23,16 @@ from workers.training.state import (
     RunState,
     SavedLossScale,
 )
+
+
+def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path | None:
+    return checkpoint.save(folder, state, checkpoint.collect(Parameters(model), optimizer))
+
+
+def restore(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[RunState | None, list[str]]:
+    return checkpoint.restore(folder, Parameters(model), optimizer)
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -48,14 +59,14 @@ def saved_at(tmp_path: Path, *steps: int) -> tuple[nn.Module, torch.optim.Optimi
     for number in range(1, max(steps) + 1):
         step(model, optimizer)
         if number in steps:
-            checkpoint.save(tmp_path, stand(number), model, optimizer)
+            save(tmp_path, stand(number), model, optimizer)
     return model, optimizer
 
 
 def test_a_checkpoint_restores_weights_moments_and_state(tmp_path: Path) -> None:
     model, optimizer = saved_at(tmp_path, 3)
     other, its_optimizer = trained(seed=1)
-    state, damaged = checkpoint.restore(tmp_path, other, its_optimizer)
+    state, damaged = restore(tmp_path, other, its_optimizer)
     assert state == stand(3)
     assert damaged == []
     assert torch.equal(model.weight, other.weight)
@@ -65,7 +76,7 @@ def test_a_checkpoint_restores_weights_moments_and_state(tmp_path: Path) -> None
 
 
 def test_restore_returns_none_without_a_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.restore(tmp_path / "none", *trained()) == (None, [])
+    assert restore(tmp_path / "none", *trained()) == (None, [])
 
 
 def test_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -90,7 +101,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, file: str, damage: str)
         path.write_bytes(content[:-5])
     else:
         path.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
-    state, damaged = checkpoint.restore(tmp_path, *trained())
+    state, damaged = restore(tmp_path, *trained())
     assert state is not None
     assert state.step == 1
     assert [name[:13] for name in damaged] == ["step-00000002"]
@@ -100,8 +111,8 @@ def test_a_damaged_checkpoint_does_not_block_a_new_one_of_the_same_step(tmp_path
     model, optimizer = saved_at(tmp_path, 1, 2)
     (checkpoint.newest_first(tmp_path)[0] / "model.safetensors").write_bytes(b"")
     state = stand(2)
-    checkpoint.save(tmp_path, state, model, optimizer)
-    assert checkpoint.restore(tmp_path, *trained()) == (state, [])
+    save(tmp_path, state, model, optimizer)
+    assert restore(tmp_path, *trained()) == (state, [])
 
 
 def test_restore_raises_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
@@ -109,13 +120,13 @@ def test_restore_raises_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     for path in checkpoint.newest_first(tmp_path):
         (path / "state.json").write_text("{}")
     with pytest.raises(AllDamaged):
-        checkpoint.restore(tmp_path, *trained())
+        restore(tmp_path, *trained())
 
 
 def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
     saved_at(tmp_path, 1)
     (tmp_path / ".step-00000002-0000-00000002.77").mkdir()
-    state, damaged = checkpoint.restore(tmp_path, *trained())
+    state, damaged = restore(tmp_path, *trained())
     assert state is not None
     assert (state.step, damaged) == (1, [])
 
@@ -124,9 +135,9 @@ def test_a_changed_state_at_the_same_position_is_a_new_checkpoint(tmp_path: Path
     model, optimizer = saved_at(tmp_path, 1)
     learned = stand(1)
     learned.budgets[0].tokens = 77
-    assert checkpoint.save(tmp_path, learned, model, optimizer) is not None
-    assert checkpoint.save(tmp_path, learned, model, optimizer) is None
-    assert checkpoint.restore(tmp_path, *trained())[0] == learned
+    assert save(tmp_path, learned, model, optimizer) is not None
+    assert save(tmp_path, learned, model, optimizer) is None
+    assert restore(tmp_path, *trained())[0] == learned
 
 
 def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
@@ -136,7 +147,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
         if step == 2:
             checkpoint.mark_as_best(tmp_path, state)
             assert checkpoint.best(tmp_path) is None  # marked, not written yet
-        checkpoint.save(tmp_path, state, model, optimizer)
+        save(tmp_path, state, model, optimizer)
     assert [path.name[:13] for path in checkpoint.newest_first(tmp_path)] == [
         "step-00000005", "step-00000004", "step-00000002",
     ]  # fmt: skip
@@ -149,10 +160,10 @@ def test_a_checkpoint_does_not_depend_on_the_order_of_parameters(tmp_path: Path)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
-    checkpoint.save(tmp_path, stand(1), model, optimizer)
+    save(tmp_path, stand(1), model, optimizer)
     other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     reordered = torch.optim.AdamW([*reversed(list(other.parameters()))], lr=0.1)
-    checkpoint.restore(tmp_path, other, reordered)
+    restore(tmp_path, other, reordered)
     step(model, optimizer)
     step(other, reordered)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
@@ -180,7 +191,7 @@ def test_a_checkpoint_of_version_1_is_read(tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps({"state": state, "optimizer": {}, "updates": [None]}))
     seal(path)
     other, its_optimizer = trained(seed=1)
-    found, _ = checkpoint.restore(tmp_path, other, its_optimizer)
+    found, _ = restore(tmp_path, other, its_optimizer)
     assert found == RunState(
         Progress(step=3, micro_step=7, skipped=1, trained_tokens=99),
         Position(epoch=1, consumed=24, windows_in_epoch=2),
@@ -204,7 +215,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_not_called_damaged(tmp_p
     (path / "state.json").write_text(json.dumps({**content, "version": 99}))
     seal(path)
     with pytest.raises(CannotTrain, match="version 99"):
-        checkpoint.restore(tmp_path, *trained())
+        restore(tmp_path, *trained())
 
 
 def seal(path: Path) -> None:
@@ -227,8 +238,8 @@ def test_nested_optimizer_states_are_restored(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = Wrapping(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"step": 3, "inner": {"state1": torch.ones(3, dtype=torch.uint8)}}
-    checkpoint.save(tmp_path, RunState(Progress(step=1)), model, optimizer)
-    checkpoint.restore(tmp_path, model, optimizer)
+    save(tmp_path, RunState(Progress(step=1)), model, optimizer)
+    restore(tmp_path, model, optimizer)
     assert optimizer.loaded[0]["step"] == 3
     assert optimizer.loaded[0]["inner"]["state1"].tolist() == [1, 1, 1]
 
@@ -249,7 +260,7 @@ def test_a_checkpoint_of_version_2_is_read(tmp_path: Path) -> None:
     content["state"]["budget"] = {"tokens": 128, "failed_tokens": 256, "largest_done": 100}
     (path / "state.json").write_text(json.dumps(content))
     seal(path)
-    found, _ = checkpoint.restore(tmp_path, *trained(seed=1))
+    found, _ = restore(tmp_path, *trained(seed=1))
     assert found is not None
     assert found.budgets == [LearnedBudget(128, 256, 100)]
     assert found.step == 3

@@ -167,12 +167,14 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
     torch.manual_seed(0)
     count, width, vocabulary = 8000, 16, 60
     hidden = torch.randn(count, width).abs().requires_grad_()
-    weight = (0.02 * torch.randn(vocabulary, width)).requires_grad_()
+    layer = torch.nn.Linear(width, vocabulary, bias=False)
+    weight = layer.weight
+    torch.nn.init.normal_(weight, std=0.02)
     targets, weights = torch.randint(0, 3, (count,)), torch.rand(count) * heaviest
 
     def gradients(dtype: torch.dtype) -> Tensor:
         hidden.grad = weight.grad = None
-        head = loss.Head(weight, None, 1.0, None)
+        head = loss.Head(layer, 1.0, None)
         arguments = (hidden, weight, None, targets, weights, 0.0, head, dtype, (True, True, False))
         (loss._ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None
@@ -187,8 +189,8 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
 @pytest.mark.parametrize("count", [0, 8])
 def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: int) -> None:
     hidden = torch.randn(count, 16, requires_grad=True)
-    weight = torch.randn(60, 16, requires_grad=True)
-    head = loss.Head(weight, None, 1.0, None)
+    layer = torch.nn.Linear(16, 60, bias=False)
+    head, weight = loss.Head(layer, 1.0, None), layer.weight
     targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     total = loss._ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, None, targets, weights, 0.0, head, torch.float16, (True, True, False)

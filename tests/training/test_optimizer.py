@@ -14,10 +14,21 @@ from app.planning.memory import step_memory
 from tests.harness.specs import make_optimizer as make_optimizer_spec
 from workers.training import checkpoint
 from workers.training.optimizer import OnHost, make_optimizer, set_rate
+from workers.training.parameters import Parameters
 from workers.training.state import Progress, RunState
 
 CPU = torch.device("cpu")
 NAMES = [name for name in get_args(OptimizerName) if name != "adamw_8bit"]
+
+
+def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path | None:
+    return checkpoint.save(folder, state, checkpoint.collect(Parameters(model), optimizer))
+
+
+def restore(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[RunState | None, list[str]]:
+    return checkpoint.restore(folder, Parameters(model), optimizer)
 
 
 def model() -> nn.Sequential:
@@ -49,11 +60,11 @@ def test_the_optimizer_on_the_host_is_bit_exact_and_resumes(name: OptimizerName,
     train(plain, beside, range(6))
     train(moved, on_host, range(3))
     state = RunState(Progress(step=3))
-    checkpoint.save(tmp_path, state, moved, on_host)
+    save(tmp_path, state, moved, on_host)
     train(moved, on_host, range(3, 6))
     assert torch.equal(weights(plain), weights(moved))
     again = make_optimizer(spec, resumed.parameters(), CPU)
-    assert checkpoint.restore(tmp_path, resumed, again)[0] == state
+    assert restore(tmp_path, resumed, again)[0] == state
     train(resumed, again, range(3, 6))
     assert torch.equal(weights(plain), weights(resumed))
 

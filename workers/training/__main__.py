@@ -22,6 +22,7 @@ from workers.run_directory import (
     HIDDEN_VARIABLE,
     INTERRUPTED,
     LOST_RANK,
+    OUT_OF_STEP,
     Reporter,
     RunDirectory,
     RunDirectoryInUse,
@@ -29,7 +30,7 @@ from workers.run_directory import (
 )
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
 from workers.training.enclosure import run_enclosed
-from workers.training.exceptions import CannotTrain, Interrupted, LostRank
+from workers.training.exceptions import CannotTrain, Interrupted, LostRank, OutOfStep
 from workers.training.fetching import fetch, fetch_in_child, first_line
 from workers.training.isolation import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
@@ -140,6 +141,9 @@ def attempt(run: RunDirectory, stop: StopSignal, rank: int = 0, size: int = 1) -
         except CannotTrain as error:
             run.write_failure(Failure(code=error.code, message=str(error), permanent=True), rank)
             return 1
+        except OutOfStep as error:
+            log.warning("%s", error)
+            return OUT_OF_STEP
         except LostRank as error:
             log.error("rank %d lost another rank: %s", rank, error)
             return LOST_RANK

@@ -12,14 +12,15 @@ from torch.profiler import record_function
 
 from app.contract.fail_points import fail_point
 from app.contract.plan import FixedCount, MicroBatchRule
+from app.contract.reports import RankMemory
 from workers.training import guards, memory
 from workers.training import model as models
-from workers.training.batches import Groups, tokens_of, without_first
+from workers.training.batches import Groups, MicroBatch, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition
 from workers.training.distributed.shares import Work
-from workers.training.exceptions import OtherRankFailed, StopRequested
+from workers.training.exceptions import OtherRankFailed, OutOfStep, StopRequested
 from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
 from workers.training.start import Training
@@ -119,6 +120,8 @@ def observe(
     except RuntimeError as error:
         if not guards.is_out_of_memory(error):
             raise
+        if replica.is_sharded:
+            raise leave_step(training, window, groups) from error
         out_of_memory = True
     return replica.window.observe(out_of_memory=out_of_memory, stop_requested=stop_requested), added
 
@@ -143,7 +146,7 @@ def accumulate(
         OtherRankFailed: another rank could not do its part.
     """
     replica, reporter, progress = training.replica, training.reporter, training.state.progress
-    own = groups[training.group.rank]
+    own, together = groups[training.group.rank], in_step(training, groups)
     data_seconds, padded_tokens = 0.0, 0
     record_first_norm = record_first_norm and training.group.leads and sum(map(len, groups)) > 1
     training.seed_window()
@@ -171,8 +174,24 @@ def accumulate(
             reporter.progress(progress.step, progress.micro_step, number + 1)
         if record_first_norm and number == 0:
             replica.window.record_first_norm()
+    for _ in range(together - len(own)):
+        replica.add_nothing(filler(training, window))
     replica.stopwatch.end()
     return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds)
+
+
+def in_step(training: Training, groups: Sequence[Groups]) -> int:
+    """The number of forward and backward passes that this rank makes: as many as any other, if all must run
+    at the same time, or else as many as it has micro-batches."""
+    counts = [len(own) for own in groups]
+    return max(counts) if training.replica.is_sharded else counts[training.group.rank]
+
+
+def filler(training: Training, window: Indices) -> MicroBatch:
+    """A small micro-batch with which a rank takes part in the passes of others."""
+    counted = window[training.loader.samples.targets[window] > 0]
+    shortest = counted[np.argmin(training.loader.samples.lengths[counted])]
+    return training.loader.fetch([int(shortest)])
 
 
 def divide(training: Training, window: Indices, *, measured: bool = False) -> list[Groups]:
@@ -264,7 +283,11 @@ def observe_routing(training: Training, window: Indices, groups: list[Groups], g
             for own in groups[group.rank]:
                 training.check_stop()
                 training.replica.observe_routing(training.loader.fetch(window[own].tolist()))
+            for _ in range(in_step(training, groups) - len(groups[group.rank])):
+                training.replica.route_nothing(filler(training, window))
     except (StopRequested, RuntimeError) as error:
+        if training.replica.is_sharded:
+            raise
         failure = error
     (failed,) = group.any(failure is not None)
     if failure is not None:
@@ -278,6 +301,8 @@ def _measures(training: Training) -> bool:
     """Whether the noise scale is measured in the current window."""
     spec, rule = training.assignment.spec, training.budgets[0].rule(training.batch)
     every = spec.noise_scale_every
+    if training.replica.is_sharded:
+        return False  # the gradient of a single micro-batch is never known
     if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:
         return False  # rank 0 has no second micro-batch that could make up for what a random one leaves
     return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"
@@ -297,6 +322,23 @@ def _measurement(
         samples=len(window),
         targets=denominator,
     )
+
+
+def leave_step(training: Training, window: Indices, groups: list[Groups]) -> OutOfStep:
+    """Records what this rank has learned by running out of memory, where all ranks run at the same time.
+
+    Raises:
+        CannotTrain: there is no memory for a single sample.
+    """
+    rank = training.group.rank
+    reduce_memory(training, groups, [rank], training.loader.lengths(window))
+    learned = RankMemory(
+        tokens=training.budget.learned.tokens,
+        failed_tokens=training.budget.learned.failed_tokens,
+        checkpointing=training.state.fallbacks.checkpointing,
+    )
+    training.run.write_learned(rank, learned)
+    return OutOfStep(f"rank {rank} ran out of memory")
 
 
 def reduce_memory(

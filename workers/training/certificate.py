@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +16,22 @@ from torch import Tensor
 from app.contract.plan import FixedCount
 from workers.training import guards
 from workers.training import model as models
-from workers.training.accumulate import cut, divide, observe_routing, reduce_memory
+from workers.training.accumulate import (
+    cut,
+    divide,
+    filler,
+    in_step,
+    leave_step,
+    observe_routing,
+    reduce_memory,
+)
 from workers.training.batches import Groups
 from workers.training.decision import Observed
 from workers.training.exceptions import CannotTrain, OtherRankFailed, StopRequested
 from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
-from workers.training.start import Training
+from workers.training.parameters import Parameters
+from workers.training.start import Training, whole_model
 from workers.training.window import Window
 
 TOLERANCE_IN_FP64 = 1e-6
@@ -61,6 +70,7 @@ def gradient_error(
         one = held.pop(parameter).double()
         difference += float((gradient.detach().cpu().double() - one).square().sum())
         norm += float(one.square().sum())
+    difference, norm = window.sum_of_parts([difference, norm])
     window.abandon()
     return float("inf") if held or not isfinite(norm) else sqrt(difference / norm) if norm else 0.0
 
@@ -154,11 +164,14 @@ def _accumulate(
     replica = training.replica
     out_of_memory = stop_requested = False
     try:
+        own = groups[training.group.rank]
         replica.window.open(denominator)
         observe_routing(training, window, groups, training.group)
-        for group in groups[training.group.rank]:
+        for group in own:
             training.check_stop()
             replica.add(training.loader.fetch(window[group].tolist()))
+        for _ in range(in_step(training, groups) - len(own)):
+            replica.add_nothing(filler(training, window))
     except StopRequested:
         stop_requested = True
     except OtherRankFailed:
@@ -166,11 +179,13 @@ def _accumulate(
     except RuntimeError as error:
         if not guards.is_out_of_memory(error):
             raise
+        if replica.is_sharded:
+            raise leave_step(training, window, groups) from error
         out_of_memory = True
     return replica.window.exchange(out_of_memory=out_of_memory, stop_requested=stop_requested)
 
 
-def error_in_fp64(training: Training, window: Indices) -> float | None:
+def error_in_fp64(training: Training, window: Indices, model: Any) -> float | None:
     """Compares gradients in fp64, with a copy of the model on the host: those of a few samples in one
     micro-batch and one by one. Returns None if the model cannot be copied or converted, or if memory is
     insufficient.
@@ -182,7 +197,7 @@ def error_in_fp64(training: Training, window: Indices) -> float | None:
     counted = window[samples.targets[window] > 0]
     few = counted[np.argsort(samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
     try:
-        model = copy.deepcopy(replica.model).to("cpu", torch.float64)
+        model = copy.deepcopy(model).to("cpu", torch.float64)
         for module in model.modules():
             module._compiled_call_impl = None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -193,6 +208,7 @@ def error_in_fp64(training: Training, window: Indices) -> float | None:
             device=torch.device("cpu"),
             precision="fp32",  # no autocast
             model=model,
+            parameters=Parameters(model),
             window=Window(parameters, torch.optim.SGD(parameters)),
             token_loss=loss,
             balance=None,
@@ -251,8 +267,9 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
 
 def _leaders_error_in_fp64(training: Training, window: Indices) -> float | None:
     """Rank 0's `error_in_fp64`, for which the other ranks wait."""
+    model = whole_model(training)
     found: float | None = training.group.from_first(
-        error_in_fp64(training, window) if training.group.leads else None
+        error_in_fp64(training, window, model) if training.group.leads else None
     )
     return found
 

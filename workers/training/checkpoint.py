@@ -12,18 +12,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.contract.fail_points import fail_point
 from workers.run_directory import sync, write_atomically
 from workers.training.optimizer import parameter_names
+from workers.training.parameters import Parameters
 from workers.training.state import VERSION, RunState, from_json
 
 KEPT = 2
@@ -37,7 +39,26 @@ class AllDamaged(Exception):
     """Checkpoints exist, but all of them are damaged."""
 
 
-def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path | None:
+@dataclass(frozen=True)
+class Content:
+    """The tensors of a checkpoint, by parameter name."""
+
+    weights: dict[str, Tensor]
+    states: dict[str, Tensor]
+    """The optimizer's, as `parameter:state`."""
+    numbers: dict[str, float | None]
+    """States that are not tensors."""
+    updates: list[int | None]
+
+
+def collect(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Content:
+    """What a checkpoint is to hold. Every rank calls it; on ranks that have only parts, it copies."""
+    states, numbers = _flat(optimizer, parameters)
+    weights = {name: parameters.whole(name, own) for name, own in parameters.trained.items()}
+    return Content(weights, states, numbers, _updates(optimizer))
+
+
+def save(folder: Path, state: RunState, content: Content) -> Path | None:
     """Writes the checkpoint of a step and returns once it is on the disk.
 
     Returns:
@@ -58,7 +79,7 @@ def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim
     shutil.rmtree(target, ignore_errors=True)
     try:
         partial.mkdir()
-        _write(partial, state, model, optimizer)
+        _write(partial, state, content)
     except (OSError, SafetensorError) as error:
         _clear(folder)  # frees the space again if the disk is full
         if isinstance(error, SafetensorError) and "No space left" in str(error):
@@ -73,20 +94,19 @@ def save(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim
     return target
 
 
-def _write(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _write(folder: Path, state: RunState, content: Content) -> None:
     """Writes a checkpoint's files and their manifest, and flushes them to disk."""
-    save_file(dict(_trained(model)), folder / "model.safetensors")
+    save_file(content.weights, folder / "model.safetensors")
     fail_point("checkpoint.weights")
-    tensors, scalars = _flat(optimizer, parameter_names(model, optimizer))
-    save_file(tensors, folder / "optimizer.safetensors")
+    save_file(content.states, folder / "optimizer.safetensors")
     fail_point("checkpoint.optimizer")
-    content = {
+    rest = {
         "version": VERSION,
         "state": state.to_json(),
-        "optimizer": scalars,
-        "updates": _updates(optimizer),
+        "optimizer": content.numbers,
+        "updates": content.updates,
     }
-    (folder / "state.json").write_text(json.dumps(content))
+    (folder / "state.json").write_text(json.dumps(rest))
     fail_point("checkpoint.state")
     manifest = {file.name: _digest(file) for file in sorted(folder.iterdir())}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -102,9 +122,9 @@ def name_of(state: RunState) -> str:
 
 
 def restore(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer
 ) -> tuple[RunState | None, list[str]]:
-    """Loads the newest whole checkpoint into model and optimizer.
+    """Loads the newest whole checkpoint into parameters and optimizer.
 
     Returns:
         The state, or None if there is no checkpoint yet; and the names of damaged checkpoints that were
@@ -121,7 +141,7 @@ def restore(
                 (folder / name).rename(
                     folder / f"damaged-{name}"
                 )  # so that a new checkpoint can have its name
-            return _load(path, model, optimizer), damaged
+            return _load(path, parameters, optimizer), damaged
         damaged.append(path.name)
     if damaged:
         raise AllDamaged(", ".join(damaged))
@@ -133,14 +153,15 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.exists() else []
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
+def _load(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> RunState:
     content = json.loads((path / "state.json").read_text())
     version = content.get("version", 1)
     found = from_json(content["state"], version)
-    load_weights(path, model)
+    load_weights(path, parameters)
     flat = {**load_file(path / "optimizer.safetensors"), **content["optimizer"]}
-    names = parameter_names(model, optimizer)
-    state = _unflat_by_index(flat) if version == 1 else _unflat(flat, names)
+    names = parameter_names(parameters, optimizer)
+    whole = _unflat_by_index(flat) if version == 1 else _unflat(flat, names)
+    state = {place: _parts(parameters, names[place], own) for place, own in whole.items()}
     groups = optimizer.state_dict()["param_groups"]
     for group, updates in zip(groups, content["updates"], strict=True):
         if updates is not None:
@@ -149,12 +170,16 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Run
     return found
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+def _parts(parameters: Parameters, name: str, states: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's parts of a parameter's optimizer states."""
+    return {
+        state: parameters.part(name, value) if isinstance(value, Tensor) else value
+        for state, value in states.items()
+    }
 
 
 def _flat(
-    optimizer: torch.optim.Optimizer, names: Sequence[str]
+    optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> tuple[dict[str, Tensor], dict[str, float | None]]:
     """The optimizer's state as `parameter:state`: tensors, and all values that are not tensors.
 
@@ -163,13 +188,14 @@ def _flat(
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, float | None] = {}
     seen: set[int] = set()
+    names = parameter_names(parameters, optimizer)
     for index, values in optimizer.state_dict()["state"].items():
         for state, value in values.items():
             key = f"{names[index]}:{state}"
             if isinstance(value, dict):
                 tensors |= {f"{key}/{inner}": tensor.contiguous() for inner, tensor in value.items()}
             elif isinstance(value, Tensor):
-                own = value.detach().contiguous()
+                own = parameters.whole(names[index], value).contiguous()
                 shared = own.data_ptr() in seen  # bitsandbytes has one table for all parameters
                 tensors[key] = own.clone() if shared else own
                 seen.add(own.data_ptr())
@@ -235,12 +261,12 @@ def best(folder: Path) -> Path | None:
     return next((path for path in found if _is_whole(path)), None)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, parameters: Parameters) -> None:
     """Loads a checkpoint's weights, and nothing else."""
     weights = load_file(path / "model.safetensors")
     with torch.no_grad():
-        for name, parameter in _trained(model):
-            parameter.copy_(weights[name])
+        for name, own in parameters.trained.items():
+            own.copy_(parameters.part(name, weights[name]))
 
 
 def _retire(folder: Path) -> None:

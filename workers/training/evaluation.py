@@ -36,11 +36,15 @@ def loss_sum(
     try:
         with torch.no_grad():
             groups = cut_window(samples.lengths[counted], TokenBudget(tokens=tokens), packed=form.packed)
-            for own in groups[group.rank :: group.size]:
+            own = groups[group.rank :: group.size]
+            missing = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
+            for number, each in enumerate([*own, *[groups[-1]] * missing]):
                 between()
-                chosen = counted[own].tolist()
+                chosen = counted[each].tolist()
                 batch = collate([samples.read(i) for i in chosen], form, samples.weights[chosen].tolist())
-                total += replica.forward(batch.to(replica.device)).loss_sum
+                loss = replica.forward(batch.to(replica.device)).loss_sum
+                if number < len(own):  # otherwise only other ranks have a micro-batch left
+                    total += loss
     finally:
         replica.model.train(was_training)
     return total.item()

@@ -20,6 +20,11 @@ class LostRank(Exception):
     """Another rank has ended or does not answer, so that this one cannot go on."""
 
 
+class OutOfStep(Exception):
+    """This rank could not do its part of what all ranks do at the same time: all must start again from the
+    last checkpoint."""
+
+
 class OtherRankFailed(Exception):
     """Another rank could not do its part of the current window, which none of them can continue."""
 

@@ -30,9 +30,10 @@ from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import Interrupted, StopRequested
 from workers.training.loader import Indices
 from workers.training.optimizer import set_rate
+from workers.training.parameters import Parameters
 from workers.training.report import log_line, report_start
 from workers.training.schedule import rate_factor
-from workers.training.start import Stop, Training, start
+from workers.training.start import Stop, Training, start, whole_model
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
 
@@ -58,7 +59,7 @@ def fit(
             certificate.certify(training)
             if assignment.spec.tune == "only":
                 return measure(training)
-            if group.leads:
+            if group.leads and not training.replica.is_sharded:
                 completions.before(training)
             train(training)
         except StopRequested:
@@ -204,7 +205,7 @@ def _validation_loss(training: Training, samples: Samples, tokens: int) -> float
         except StopRequested:
             stop_requested = True
         except RuntimeError as error:
-            if not guards.is_out_of_memory(error) or tokens == 1:
+            if not guards.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
                 raise
             failure = "out of memory"
         stop, failed = group.any(stop_requested, failure is not None)
@@ -223,15 +224,16 @@ def finish(training: Training) -> Outcome:
         CannotTrain: no window made a step, so that the model is untrained.
     """
     guards.check_any_step(training.state.step)
+    model = whole_model(training)
     if not training.group.leads:
         training.group.wait()
         return _outcome(training, files=())
     assignment, evaluations = training.assignment, training.state.evaluations
     if not training.state.progress.stopped_early:  # otherwise a user requested the model as it is
-        guards.check_weights_changed(training.replica.model, training.run.digest_of_base())
+        guards.check_weights_changed(model, training.run.digest_of_base())
     best = checkpoint.best(training.run.checkpoints) if assignment.spec.early_stopping else None
     if best is not None and evaluations.best_step != training.state.step:
-        checkpoint.load_weights(best, training.replica.model)
+        checkpoint.load_weights(best, Parameters(model))
         evaluations.loss = evaluations.best_loss
         message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
         training.reporter.event("best", message)
@@ -240,11 +242,12 @@ def finish(training: Training) -> Outcome:
         band = f"{noise.low:.0f} to {noise.high:.0f}" if noise.high is not None else f"above {noise.low:.0f}"
         message = f"Gradient noise scale {noise.value:.0f} samples (90 % confidence interval: {band})."
         training.reporter.event("noise_scale", message, **noise.model_dump())
-    completions.after(training)
+    if not training.replica.is_sharded:
+        completions.after(training)
     fail_point("trainer.saving")
     tokenizer = loading.load_tokenizer(training.base)  # loaded again, since using a tokenizer changes it
     files = models.save(
-        training.replica.model,
+        model,
         tokenizer,
         training.run.model,
         assignment.spec.method,
@@ -287,11 +290,12 @@ def save_checkpoint(training: Training) -> None:
     if replica.loss_scale is not None:
         state.loss_scale.value = replica.loss_scale.value
         state.loss_scale.good_windows = replica.loss_scale.good_windows
+    content = checkpoint.collect(replica.parameters, replica.optimizer)
     if not training.group.leads:
         training.group.wait()
         return
     training.reporter.sync()
-    path = checkpoint.save(training.run.checkpoints, state, replica.model, replica.optimizer)
+    path = checkpoint.save(training.run.checkpoints, state, content)
     if path is not None:
         training.reporter.event(
             "checkpoint", f"Checkpoint at step {state.step}.", step=state.step, name=path.name
@@ -388,12 +392,12 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
         named = []
         if trained.closed.rejected_by_filter:
             reason = f"its loss of {trained.closed.loss:.4g} is a spike. Samples with the highest losses:"
-            if training.group.leads:
+            if training.group.leads and not training.replica.is_sharded:
                 named = _highest_losses(training, counted)
         else:
             reason = "its loss or gradient is not finite. Samples at fault:"
             whole = samples.denominator(window)
-            if training.group.leads:
+            if training.group.leads and not training.replica.is_sharded:
                 named = guards.samples_at_fault(
                     training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
                 )

@@ -16,6 +16,9 @@ from workers.training.distributed.group import ALONE, Group
 class Gradients(Protocol):
     """The gradients of the parameters that require one, summed over a window's micro-batches."""
 
+    is_divided: bool
+    """Whether each rank holds only a part of each sum."""
+
     def open(self) -> None:
         """Prepares for a window."""
 
@@ -49,6 +52,8 @@ class Gradients(Protocol):
 
 class InPlace:
     """Lets autograd sum gradients in each parameter's `grad`, in the parameter's own precision."""
+
+    is_divided = False
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -93,6 +98,8 @@ class SeparateAccumulator:
         parameters.
         group: the ranks over which they are summed, after the last micro-batch.
     """
+
+    is_divided = False
 
     def __init__(
         self, parameters: Iterable[Tensor], *, host: torch.device | None = None, group: Group = ALONE

@@ -30,10 +30,18 @@ _FP16_GRADIENT_SCALE = 256.0
 class Head:
     """How logits come from hidden states: cap × tanh(scale × (hidden · weightᵀ + bias) / cap)."""
 
-    weight: Tensor
-    bias: Tensor | None
+    layer: nn.Linear
     scale: float
     cap: float | None
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's current weight; sharding replaces it during a forward pass."""
+        return self.layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.bias
 
     @property
     def rows(self) -> int:
@@ -78,8 +86,11 @@ class TokenLoss(nn.Module):
         self._arguments = {"output_router_logits": True} if routed else {}
         self.head = head_of(model) if chunked else None
 
-    def forward(self, batch: MicroBatch) -> Forward:
+    def forward(self, batch: MicroBatch, *, only_route: bool = False) -> Forward:
         arguments = self._arguments_for(batch)
+        if only_route:
+            output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
+            return Forward(torch.zeros(()), tuple(output.router_logits))
         if self.head is None:
             output = self.model(input_ids=batch.input_ids, **arguments)
             logits = output.logits.flatten(0, 1).index_select(0, batch.predicted)
@@ -93,8 +104,8 @@ class TokenLoss(nn.Module):
     def router_logits(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """The logits of the routers, computed without loss or gradient."""
         with torch.no_grad():
-            output = backbone_of(self.model)(input_ids=batch.input_ids, **self._arguments_for(batch))
-        return tuple(output.router_logits)
+            found: Forward = self(batch, only_route=True)  # by this module's hooks
+        return found.router_logits
 
     def _arguments_for(self, batch: MicroBatch) -> dict[str, Any]:
         packed = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
@@ -253,4 +264,4 @@ def head_of(model: Any) -> Head | None:
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
-    return Head(output.weight, output.bias, float(scale) / float(divisor), float(cap) if cap else None)
+    return Head(output, float(scale) / float(divisor), float(cap) if cap else None)

@@ -1,6 +1,7 @@
 """Checks with one or two samples that a faster way to compute the loss gives the model's own loss."""
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -9,22 +10,30 @@ from workers.training.batches import MicroBatch
 from workers.training.loss import TokenLoss
 
 
-def head_error(model: Any, chunked: TokenLoss, batch: MicroBatch) -> float:
+def head_error(loss: TokenLoss, batch: MicroBatch) -> float:
     """The relative difference between the loss of the chunked head and that of the model's own logits."""
-    own = TokenLoss(model, chunked=False)
-    plain = TokenLoss(model)
-    plain.head = chunked.head
     with torch.no_grad():
-        expected, found = own(batch).loss_sum, plain(batch).loss_sum
+        found = loss(batch).loss_sum
+        with _own_logits(loss):
+            expected = loss(batch).loss_sum
     return _difference(found, expected, batch)
 
 
-def packing_error(model: Any, packed: MicroBatch, padded: MicroBatch) -> float:
+def packing_error(loss: TokenLoss, packed: MicroBatch, padded: MicroBatch) -> float:
     """The relative difference between the loss of a packed row and that of the same samples when padded."""
-    loss = TokenLoss(model, chunked=False)
-    with torch.no_grad():
+    with torch.no_grad(), _own_logits(loss):
         found, expected = loss(packed).loss_sum, loss(padded).loss_sum
     return _difference(found, expected, padded)
+
+
+@contextlib.contextmanager
+def _own_logits(loss: TokenLoss) -> Iterator[None]:
+    """Within the block, the loss is computed from the model's own logits."""
+    head, loss.head = loss.head, None
+    try:
+        yield
+    finally:
+        loss.head = head
 
 
 def _difference(found: Tensor, expected: Tensor, batch: MicroBatch) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from app.contract.spec import OptimizerSpec
 from workers.training.exceptions import CannotTrain
+from workers.training.parameters import Parameters
 
 
 def make_optimizer(
@@ -96,11 +97,14 @@ def _make(spec: OptimizerSpec, trained: Sequence[nn.Parameter]) -> torch.optim.O
             return _from("pytorch_optimizer", "LARS", groups, rate, own)
 
 
-def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def parameter_names(parameters: Parameters, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimizer's parameters, in the order in which its `state_dict()` counts them."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     original = optimizer.copied_from() if isinstance(optimizer, OnHost) else {}
-    return [names[original.get(own, own)] for group in optimizer.param_groups for own in group["params"]]
+    return [
+        parameters.names[original.get(own, own)]
+        for group in optimizer.param_groups
+        for own in group["params"]
+    ]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -12,6 +12,7 @@ from workers.training import model as models
 from workers.training.balance import Balance
 from workers.training.batches import MicroBatch
 from workers.training.loss import Forward, TokenLoss
+from workers.training.parameters import Parameters
 from workers.training.stopwatch import Stopwatch
 from workers.training.window import LossScale, Window
 
@@ -24,6 +25,7 @@ class Replica:
     precision: RunPrecision
     model: Any
     optimizer: torch.optim.Optimizer
+    parameters: Parameters
     window: Window
     token_loss: TokenLoss
     balance: Balance | None
@@ -32,6 +34,11 @@ class Replica:
     """None unless the precision is fp16."""
     memory: memory.MemoryWatch
     stopwatch: Stopwatch
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks hold parts of the model, so that all of them run each pass at the same time."""
+        return self.parameters.is_divided
 
     def autocast(self) -> Any:
         """The context of a forward pass in the plan's precision."""
@@ -52,6 +59,19 @@ class Replica:
         assert self.balance is not None
         with self.autocast():
             self.balance.observe(self.token_loss.router_logits(batch), batch)
+
+    def add_nothing(self, batch: MicroBatch) -> None:
+        """Takes part in the forward and backward pass of other ranks, without any gradient of its own."""
+        forward = self.forward(batch)
+        nothing = forward.loss_sum * 0.0
+        if self.balance is not None:
+            nothing = nothing + sum(logits.sum() for logits in forward.router_logits) * 0.0
+        nothing.backward()
+
+    def route_nothing(self, batch: MicroBatch) -> None:
+        """Takes part in the routing of other ranks."""
+        with self.autocast():
+            self.token_loss.router_logits(batch)
 
     def free_memory(self) -> None:
         """Discards the current window, and releases cached memory of the allocator."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from app.contract.assignment import Assignment
-from app.contract.plan import MicroBatchRule, RankPlan
+from app.contract.plan import MicroBatchRule, Plan, RankPlan
+from app.contract.reports import RankMemory
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import checkpoint, guards, loading, memory, ramp
 from workers.training import model as models
@@ -21,11 +22,12 @@ from workers.training.data import Prepared, Samples, held_out, prepare
 from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
-from workers.training.gradients import gradients_for
+from workers.training.gradients import Gradients, gradients_for
 from workers.training.loader import Indices, Loader
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import head_error, packing_error
 from workers.training.optimizer import make_optimizer
+from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.stopwatch import Stopwatch
@@ -108,12 +110,13 @@ class Training:
         return stop
 
     def check_stop(self) -> None:
-        """Discards the current window and raises, if a stop was requested.
+        """Discards the current window and raises, if a stop was requested. Ranks that run each pass at the
+        same time stop only between windows.
 
         Raises:
             StopRequested: a stop was requested.
         """
-        if self.stop():
+        if not self.replica.is_sharded and self.stop():
             self.replica.window.abandon()
             raise StopRequested
 
@@ -156,17 +159,26 @@ def start(
         raise CannotTrain(
             "data_not_tokenised", f"the model's tokenizer could not read the data ({type(error).__name__})"
         ) from None
-    if spec.method.name != "qlora":
-        model.to(device)
-    host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
-    optimizer = make_optimizer(spec.optimizer, model.parameters(), host)
-    state = _resume(run, model, optimizer, reporter, group)
-    state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
-    if group.leads and state.step == 0 and run.digest_of_base() is None:
+    if group.leads and run.digest_of_base() is None:
         run.write_digest_of_base(guards.digest_of_weights(model))
+    balance = balance_of(model, spec.aux_scope)
+    token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
+    if plan.strategy == "fsdp" and group.size > 1:
+        from workers.training.distributed.sharding import shard
+
+        parameters: Parameters = shard(token_loss, group, device)
+    else:
+        if spec.method.name != "qlora":
+            model.to(device)
+        parameters = Parameters(model)
+    host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
+    optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)
+    state = _resume(run, parameters, optimizer, reporter, group)
+    state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
+    _apply_learned(run, plan, state, reporter, group)
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
-    replica = _replica(assignment, device, model, optimizer, state, group)
+    replica = _replica(assignment, device, token_loss, parameters, optimizer, balance, state, group)
     form = _layout(assignment, rank, tokenizer, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
@@ -201,6 +213,22 @@ def start(
     return training, prepared
 
 
+def whole_model(training: Training) -> Any:
+    """The model with all of its weights: on rank 0, if the ranks hold only parts of it; other ranks get what
+    they have. Every rank calls it."""
+    replica = training.replica
+    if not replica.is_sharded:
+        return replica.model
+    weights = {name: replica.parameters.whole(name, own) for name, own in replica.parameters.trained.items()}
+    if not training.group.leads:
+        return replica.model
+    model, _, _ = loading.load(training.assignment, training.base)
+    with torch.no_grad():
+        for name, parameter in Parameters(model).trained.items():
+            parameter.copy_(weights[name])
+    return model
+
+
 def _shares(
     run: RunDirectory, assignment: Assignment, state: RunState, budgets: Sequence[Budget], group: Group
 ) -> Shares:
@@ -212,7 +240,7 @@ def _shares(
     return Shares(
         [rank.share_of_tokens for rank in assignment.plan.ranks],
         state.shares,
-        adapts=not any(budget.fixes_count for budget in budgets),
+        adapts=assignment.plan.strategy == "ddp" and not any(budget.fixes_count for budget in budgets),
         recorded={step: shares for step, shares in recorded if step > state.step},
         until=until,
     )
@@ -221,21 +249,23 @@ def _shares(
 def _replica(
     assignment: Assignment,
     device: torch.device,
-    model: Any,
+    token_loss: TokenLoss,
+    parameters: Parameters,
     optimizer: torch.optim.Optimizer,
+    balance: Balance | None,
     state: RunState,
     group: Group,
 ) -> Replica:
-    spec, precision = assignment.spec, assignment.plan.precision
+    precision = assignment.plan.precision
     scale = _loss_scale(state) if precision == "fp16" else None
-    balance = balance_of(model, spec.aux_scope)
     return Replica(
         device=device,
         precision=precision,
-        model=model,
+        model=token_loss.model,
         optimizer=optimizer,
-        window=_window(assignment, model, optimizer, scale, group),
-        token_loss=TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None),
+        parameters=parameters,
+        window=_window(assignment, token_loss.model, parameters, optimizer, scale, group),
+        token_loss=token_loss,
         balance=balance,
         loss_scale=scale,
         memory=memory.MemoryWatch(device, assignment.plan.ranks[group.rank].memory_limit_bytes),
@@ -270,27 +300,65 @@ def _data(
 def _window(
     assignment: Assignment,
     model: Any,
+    parameters: Parameters,
     optimizer: torch.optim.Optimizer,
     scale: LossScale | None,
     group: Group,
 ) -> Window:
     spec = assignment.spec
-    parameters = list(model.parameters())
+    layers = models.layers_of(model) if spec.log_gradients else {}
     return Window(
-        parameters,
+        parameters.trained.values(),
         optimizer,
         Clipping(spec.gradient_clipping, spec.clip_mode),
         scale,
-        gradients=gradients_for(
-            parameters,
-            in_fp32=spec.accumulate_in_fp32,
-            host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
-            group=group,
-        ),
-        layers=models.layers_of(model) if spec.log_gradients else None,
+        gradients=_gradients(assignment, parameters, group),
+        layers={layer: [parameters.of(each) for each in own] for layer, own in layers.items()},
         keep_micro_losses=spec.log_micro_losses,
         group=group,
     )
+
+
+def _gradients(assignment: Assignment, parameters: Parameters, group: Group) -> Gradients:
+    spec = assignment.spec
+    if parameters.is_divided:
+        from workers.training.distributed.sharding import ShardedParameters, ShardedSums
+
+        assert isinstance(parameters, ShardedParameters)
+        return ShardedSums(parameters)
+    return gradients_for(
+        list(parameters.trained.values()),
+        in_fp32=spec.accumulate_in_fp32,
+        host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
+        group=group,
+    )
+
+
+def _apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Reporter, group: Group) -> None:
+    """Uses what ranks have learned by running out of memory since the last checkpoint."""
+    learned: list[Any] = group.from_first(
+        [[rank, own.model_dump()] for rank, own in run.learned(len(plan.ranks)).items()]
+        if group.leads
+        else []
+    )
+    for rank, found in learned:
+        own, budget = RankMemory.model_validate(found), state.budgets[rank]
+        if own.tokens is not None and own.tokens < (budget.tokens or own.tokens + 1):
+            budget.tokens, budget.failed_tokens = own.tokens, own.failed_tokens
+        state.fallbacks.checkpointing |= own.checkpointing
+        reporter.event(
+            "out_of_memory",
+            f"Out of memory on rank {rank}: all ranks started again from the last checkpoint, with "
+            + (
+                "gradient checkpointing."
+                if own.checkpointing
+                else f"micro-batches of at most {own.tokens} tokens."
+            ),
+            "warning",
+            token_budget=own.tokens,
+            failed_tokens=own.failed_tokens,
+            rank=rank,
+        )
 
 
 def _layout(assignment: Assignment, rank: RankPlan, tokenizer: Any, balance: Balance | None) -> BatchLayout:
@@ -319,7 +387,7 @@ def _check_loss(
         replica.token_loss.head = None
         return
     with replica.autocast(), models.without_randomness(replica.model):
-        error = head_error(replica.model, replica.token_loss, loader.fetch(_typical_samples(loader)[:1]))
+        error = head_error(replica.token_loss, loader.fetch(_typical_samples(loader)[:1]))
     fallbacks.own_logits = group.from_first(not error <= models.TOLERANCE[replica.precision])
     if fallbacks.own_logits:
         replica.token_loss.head = None
@@ -344,7 +412,7 @@ def _check_packing(
     rows = [loader.samples.read(sample) for sample in _typical_samples(loader)]
     with replica.autocast(), models.without_randomness(replica.model):
         error = packing_error(
-            replica.model,
+            replica.token_loss,
             collate(rows, packed).to(replica.device),
             collate(rows, padded).to(replica.device),
         )
@@ -378,11 +446,15 @@ def leader_first(group: Group) -> Iterator[None]:
 
 
 def _resume(
-    run: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, reporter: Reporter, group: Group
+    run: RunDirectory,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer,
+    reporter: Reporter,
+    group: Group,
 ) -> RunState:
     try:
         with leader_first(group):  # which moves damaged checkpoints out of the way
-            state, damaged = checkpoint.restore(run.checkpoints, model, optimizer)
+            state, damaged = checkpoint.restore(run.checkpoints, parameters, optimizer)
     except checkpoint.AllDamaged as error:
         message = f"every checkpoint is damaged ({error}): check the disk, and submit the job again"
         raise CannotTrain("checkpoints_damaged", message) from None

@@ -188,15 +188,15 @@ class RunState:
     losses: Losses = field(default_factory=Losses)
     budgets: list[LearnedBudget] = field(default_factory=lambda: [LearnedBudget()])
     """One for each rank."""
-    ranks: list[RankTotals] = field(default_factory=list)
-    """What each rank has done; empty until the job trains on several ranks."""
-    shares: LearnedShares = field(default_factory=LearnedShares)
     ramp: Ramp = field(default_factory=Ramp)
     loss_scale: SavedLossScale = field(default_factory=SavedLossScale)
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     evaluations: Evaluations = field(default_factory=Evaluations)
     noise: list[list[float]] = field(default_factory=list)
     """The measurements of the noise scale (noise_scale.Measurement)."""
+    ranks: list[RankTotals] = field(default_factory=list)
+    """What each rank has done; empty until the job trains on several ranks."""
+    shares: LearnedShares = field(default_factory=LearnedShares)
 
     @property
     def step(self) -> int:

@@ -18,6 +18,8 @@ tests/training/test_own_loop.py is such a loop.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import sqrt
 from typing import Literal
 
 import torch
@@ -285,7 +287,10 @@ class Window:
             torch._foreach_mul_(gradients, 1.0 / self._scale.value)
         norms = _norms(gradients)
         self._grad_norm = _norm(norms)
-        return self._read(self._grad_norm, dict(zip(sums, norms, strict=True)))
+        totals = self._read(self._grad_norm, dict(zip(sums, norms, strict=True)))
+        if self._gradients.is_divided:
+            self._grad_norm = torch.tensor(totals.grad_norm, device=self._device)
+        return totals
 
     def finish(self, totals: Totals, verdict: Verdict) -> Closed:
         """Applies the window, or discards it and leaves weights and optimizer unchanged."""
@@ -321,6 +326,10 @@ class Window:
             self._gradients.deliver()
             self._optimizer.step()
         return time.perf_counter() - began
+
+    def sum_of_parts(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over the ranks, if each holds only a part of the gradient."""
+        return self._group.sum(numbers) if self._gradients.is_divided else list(numbers)
 
     def finite(self) -> bool:
         """Whether loss and gradient so far are finite; the window is abandoned."""
@@ -376,9 +385,9 @@ class Window:
         return own if self._group.size == 1 else self._sum(own)
 
     def _sum(self, own: Totals) -> Totals:
-        """The totals over all ranks. The norms, which all ranks compute from the same gradient, are rank 0's:
-        on unequal devices they might differ in the last bit, and with them the decision."""
-        leads = self._group.leads
+        """The totals over all ranks. The norms, if all ranks compute them from the same gradient, are rank
+        0's: on unequal devices they might differ in the last bit, and with them the decision."""
+        leads, divided = self._group.leads, self._gradients.is_divided
         before, of_all = self._micro_batches_before, self._micro_batches_of_all
         losses = [0.0] * of_all if self._keep_micro_losses else []
         losses[before : before + len(own.micro_losses)] = own.micro_losses
@@ -392,12 +401,15 @@ class Window:
                     float(own.micro_batches),
                     0.0 if first is None else 1.0,
                     first or 0.0,
-                    *(norms if leads else [0.0] * len(norms)),
+                    *([norm * norm for norm in norms] if divided else norms if leads else [0.0] * len(norms)),
                     *losses,
                 ]
             )
         )
-        loss, share, micro_batches, has_first, first_norm, norm = (next(summed) for _ in range(6))
+        loss, share, micro_batches, has_first, first_norm = (next(summed) for _ in range(5))
+        norm, *of_layers = (
+            sqrt(norm) if divided and norm >= 0 else norm for norm in islice(summed, len(norms))
+        )
         return replace(
             own,
             loss=loss,
@@ -405,7 +417,7 @@ class Window:
             micro_batches=round(micro_batches),
             first_norm=first_norm if has_first else None,
             grad_norm=norm,
-            layer_norms={name: next(summed) for name in own.layer_norms},
+            layer_norms=dict(zip(own.layer_norms, of_layers, strict=True)),
             micro_losses=tuple(summed),
         )
 

@@ -39,6 +39,8 @@ class Buckets:
     The buffers are kept between windows.
     """
 
+    is_divided = False
+
     def __init__(self, parameters: Iterable[Tensor], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._group = group

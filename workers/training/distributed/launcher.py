@@ -19,7 +19,7 @@ from pathlib import Path
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract.plan import RankPlan
 from app.contract.reports import Failure
-from workers.run_directory import INTERRUPTED, LOST_RANK, RunDirectory
+from workers.run_directory import INTERRUPTED, LOST_RANK, OUT_OF_STEP, RunDirectory
 
 log = logging.getLogger("accrue.trainer")
 
@@ -50,6 +50,12 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Call
     Returns:
         The exit status: that of the rank that failed first; 0 if all succeeded.
     """
+    while (status := _launch_once(run, ranks, kind, stop)) == OUT_OF_STEP:
+        log.warning("all ranks start again from the last checkpoint")
+    return status
+
+
+def _launch_once(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Callable[[], bool]) -> int:
     for rank in ranks:
         _failure_file(run, rank.rank).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="accrue-ranks-") as private:

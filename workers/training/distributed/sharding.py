@@ -1,0 +1,134 @@
+"""A model whose parameters are divided among ranks (FSDP2), so that none holds all of them.
+
+Each rank keeps a part of each parameter, its gradient and its optimizer states. A layer's parameters are put
+together for its forward and backward pass, and its gradients are summed and divided again after each backward
+pass. In contrast to FSDP's default they are summed, not averaged. All ranks therefore run equally many
+micro-batches, at the same time.
+
+The optimizer trains plain tensors that share their memory with FSDP's parts, so it must treat each element by
+itself (`ELEMENTWISE`): one that computes norms of whole parameters would see only a part.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from workers.training.distributed.group import Group
+from workers.training.loss import TokenLoss
+from workers.training.parameters import Parameters
+
+
+def shard(token_loss: TokenLoss, group: Group, device: torch.device) -> "ShardedParameters":
+    """Divides the parameters of a model, and moves this rank's parts to its device.
+
+    Args:
+        token_loss: the module whose forward pass trains.
+    """
+    mesh = DeviceMesh(device.type, list(range(group.size)))
+    for layer in layers_of(token_loss):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(token_loss, mesh=mesh)
+    for module in token_loss.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return ShardedParameters(token_loss.model, group, mesh)
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers that are divided one by one: the elements of the longest lists of modules that are not
+    within such a layer."""
+    lists = [
+        found
+        for found in module.modules()
+        if isinstance(found, nn.ModuleList) and len(found) > 1 and any(each.parameters() for each in found)
+    ]
+    outer: list[nn.ModuleList] = []
+    within: set[nn.Module] = set()
+    for found in lists:  # `modules()` yields what contains before what it contains
+        if found not in within:
+            outer.append(found)
+            within.update(inner for inner in found.modules() if inner is not found)
+    return [layer for found in outer for layer in found if any(True for _ in layer.parameters())]
+
+
+class ShardedParameters(Parameters):
+    """Trainable parameters of which each rank has a part."""
+
+    is_divided = True
+
+    def __init__(self, model: nn.Module, group: Group, mesh: DeviceMesh) -> None:
+        self._group, self._mesh = group, mesh
+        self._divided: dict[str, Any] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.trained = {
+            name: nn.Parameter(parameter.to_local().detach()) for name, parameter in self._divided.items()
+        }
+        self.names = {own: name for name, own in self.trained.items()}
+        self._own = {divided: self.trained[name] for name, divided in self._divided.items()}
+
+    def of(self, parameter: Tensor) -> nn.Parameter:
+        return self._own[parameter]
+
+    def divided(self, name: str) -> Any:
+        """FSDP's parameter of this name, a DTensor."""
+        return self._divided[name]
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        parameter = self._divided[name]
+        if own.shape != parameter.to_local().shape:
+            return own.detach()  # a number of the optimizer's, such as that of its steps
+        together = DTensor.from_local(
+            own.detach(), self._mesh, [Shard(0)], run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+        with self._group.waiting():
+            whole: Tensor = together.full_tensor()
+        return whole.cpu() if self._group.leads else torch.empty(0)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        if whole.shape != self._divided[name].shape:
+            return whole
+        rows = -(-len(whole) // self._group.size)
+        return whole[self._group.rank * rows : (self._group.rank + 1) * rows]
+
+
+class ShardedSums:
+    """Sums gradients in FSDP's parameters, summed over all ranks after each backward pass."""
+
+    is_divided = True
+
+    def __init__(self, parameters: ShardedParameters) -> None:
+        self._pairs = [(parameters.divided(name), own) for name, own in parameters.trained.items()]
+
+    def open(self) -> None:
+        """There is nothing to prepare."""
+
+    def begin_last(self) -> None:
+        """Each backward pass exchanges its gradients."""
+
+    def sums(self) -> dict[Tensor, Tensor]:
+        return {own: divided.grad.to_local() for divided, own in self._pairs if divided.grad is not None}
+
+    def present(self) -> list[bool]:
+        return [divided.grad is not None for divided, _ in self._pairs]
+
+    def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
+        """They are exchanged already."""
+
+    def deliver(self) -> None:
+        for divided, own in self._pairs:
+            own.grad = None if divided.grad is None else divided.grad.to_local()
+
+    def clear(self) -> None:
+        for divided, own in self._pairs:
+            divided.grad = own.grad = None
+
+    def release(self) -> None:
+        self.clear()

@@ -1,0 +1,36 @@
+"""A model's trainable parameters by name, whole on this rank or divided among ranks."""
+
+from torch import Tensor, nn
+
+
+class Parameters:
+    """Trainable parameters that are whole on this rank.
+
+    `trained` maps their names to the tensors that the optimizer trains and the window accumulates for;
+    `names` maps tensors to names.
+    """
+
+    is_divided = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.trained: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+
+    def of(self, parameter: Tensor) -> nn.Parameter:
+        """What is trained of one of the model's parameters."""
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """The whole of a tensor of which this rank has its own part: a weight, or a state of an optimizer.
+
+        Every rank calls it for the same tensors in the same order. If they are divided, only rank 0 gets
+        them, on the host.
+        """
+        return own.detach()
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor."""
+        return whole
