@@ -59,7 +59,7 @@ class WaitingReasons:
         self._mark = self._position_of(job)
         later = job.not_before > self._workers.now
         return Waiting(
-            reason=self._reason(later=later),
+            reason=self._reason(later=later, devices=job.device_count),
             queue_position=self._mark.ahead + 1,
             predicted_start=int(job.not_before) + 1 if later else None,
         )
@@ -83,12 +83,12 @@ class WaitingReasons:
             counted[self._reason(later=bool(later))] += jobs
         return counted
 
-    def _reason(self, *, later: bool) -> Reason:
+    def _reason(self, *, later: bool, devices: int = 1) -> Reason:
         if not self._workers.alive:
             return "no_worker"
         if later:
             return "not_before"
-        return "starting" if self._workers.free > 0 else "no_free_gpu"
+        return "starting" if self._workers.free >= devices else "no_free_gpu"
 
 
 def _ahead(dialect: str) -> object:
@@ -120,8 +120,9 @@ def _between(dialect: str) -> object:
 
 def _workers(dialect: str) -> object:
     length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
+    used = select(func.coalesce(func.sum(Job.device_count), 0)).where(Job.status == "running")
     return select(
-        database_now(), func.count(), func.sum(length(Worker.devices) - length(Worker.running))
+        database_now(), func.count(), func.sum(length(Worker.devices)) - used.scalar_subquery()
     ).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
 
 

@@ -15,11 +15,13 @@ from tests.harness.small_models import make_model, make_window64
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import Groups, cut_window
 from workers.training.decision import Verdict, decide
-from workers.training.distributed.group import Group
+from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.distributed.partition import partition
+from workers.training.distributed.sharding import ShardedParameters, ShardedSums, shard
 from workers.training.gradients import gradients_for
 from workers.training.loss import TokenLoss
 from workers.training.model import with_adapters
+from workers.training.parameters import Parameters
 from workers.training.window import Clipping, LossScale, Window
 
 _BY_TOKENS = TokenBudget(tokens=300)
@@ -39,6 +41,7 @@ class RankedWindow:
     weighted: bool = False
     autocast: bool = False
     on_cpu: bool = False
+    sharded: bool = False
     rule: MicroBatchRule = _BY_TOKENS
     shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
 
@@ -86,22 +89,26 @@ def accumulate(
     """
     counted = Counted(group)
     model = _model(given)
-    parameters = [p for p in model.parameters() if p.requires_grad]
     balance = balance_of(model, "window")
     token_loss = TokenLoss(model, smoothing=given.smoothing, routed=balance is not None)
+    own: Parameters = Parameters(model)
+    if given.sharded and isinstance(group, ProcessGroup):
+        own = shard(token_loss, group, torch.device("cpu"))
+    parameters = list(own.trained.values())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     host = torch.device("cpu") if given.on_cpu else None
+    sums = gradients_for(parameters, in_fp32=True, host=host, group=counted)
     window = Window(
         parameters,
         optimizer,
         Clipping(1.0),
         None if scale is None else LossScale(scale),
-        gradients=gradients_for(parameters, in_fp32=True, host=host, group=counted),
+        gradients=ShardedSums(own) if isinstance(own, ShardedParameters) else sums,
         keep_micro_losses=True,
         group=counted,
     )
     return [
-        _seen(counted, given, trouble, model, window, token_loss, balance)
+        _seen(counted, given, trouble, own, window, token_loss, balance)
         for trouble in (troubles.get(group.rank, "none"), "none")
     ]
 
@@ -110,7 +117,7 @@ def _seen(
     group: Counted,
     given: RankedWindow,
     trouble: Trouble,
-    model: Any,
+    parameters: Parameters,
     window: Window,
     token_loss: TokenLoss,
     balance: Balance | None,
@@ -129,10 +136,14 @@ def _seen(
     whole = data.batch(chosen, weighted=given.weighted, packed=False, routed=False)
     denominator = float(whole.weights.double().sum()) if whole.weights is not None else len(whole.targets)
     group.exchanges = 0
+    filler = data.batch([int(np.argmin(lengths))], weighted=False, packed=False, routed=balance is not None)
+    missing = max(map(len, groups)) - len(batches) if given.sharded and group.size > 1 else 0
     if balance is not None:
         balance.begin(given.samples)
         for batch in batches:
             balance.observe(token_loss.router_logits(batch), batch)
+        for _ in range(missing):
+            token_loss.router_logits(filler)
         balance.sum_over(group, torch.device("cpu"))
     window.open(denominator, len(batches), by_rank=[len(own) for own in groups], exchange_early=True)
     fails_at = len(batches) // 2
@@ -145,25 +156,29 @@ def _seen(
             share = balance.share(forward.router_logits, batch) if balance else None
         loss = forward.loss_sum * (nan if trouble == "nan" and number == fails_at else 1.0)
         window.add(loss, share)
+    for _ in range(missing):
+        with torch.autocast("cpu", torch.bfloat16, enabled=given.autocast):
+            forward = token_loss(filler)
+        sum((logits.sum() for logits in forward.router_logits), forward.loss_sum).mul(0.0).backward()
     observed = window.observe(out_of_memory=trouble == "out_of_memory", stop_requested=trouble == "stop")
-    gradient = _flat(model, window.gradient()) if observed.totals else np.zeros(0)
+    gradient = _flat(parameters, window.gradient()) if observed.totals else np.zeros(0)
     verdict = decide(observed)
     loss, norm, micro_losses = nan, nan, ()
     if observed.totals is not None:
         closed = window.finish(observed.totals, verdict)
         loss, norm, micro_losses = closed.loss, closed.grad_norm, closed.micro_losses
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double().numpy().copy()
+    weights = _flat(parameters, {own: own.detach() for own in parameters.trained.values()})
     return Seen(
         gradient, weights, verdict, loss, norm, micro_losses, len(batches), group.exchanges,
         observed.out_of_memory_on,
     )  # fmt: skip
 
 
-def _flat(model: Any, gradient: dict[Tensor, Tensor]) -> np.ndarray:
+def _flat(parameters: Parameters, tensors: dict[Tensor, Tensor]) -> np.ndarray:
+    """Tensors by parameter as one; those of a divided model only on rank 0."""
     parts = [
-        gradient[p].detach().double().flatten() if p in gradient else torch.zeros(p.numel()).double()
-        for p in model.parameters()
-        if p.requires_grad
+        parameters.whole(name, tensors.get(own, torch.zeros_like(own))).double().flatten()
+        for name, own in parameters.trained.items()
     ]
     return torch.cat(parts).numpy().copy()
 

@@ -1,9 +1,12 @@
 import random
 
+from app.devices import live_workers
+from app.devices.gpus import cpu_devices
 from app.jobs import transitions
 from app.jobs.waiting import WaitingReasons
 from app.storage.database import Database
-from app.storage.tables import Job
+from app.storage.tables import Job, Worker
+from tests.harness.claims import claim
 from tests.harness.submissions import submitted
 
 
@@ -23,6 +26,31 @@ def test_relative_queue_positions_equal_absolute_ones(database: Database) -> Non
         counted = positions([one] * len(waiting), waiting)
         assert counted == positions([WaitingReasons(session) for _ in waiting], waiting)
         assert sorted(counted[:30]) == list(range(1, 31))
+
+
+def test_a_job_waits_for_as_many_devices_as_it_needs(database: Database) -> None:
+    submitted(database, device_count=2)
+    assert claim(database) is None
+    one, two = submitted(database), submitted(database, device_count=2)
+    with database.writing() as session:
+        live_workers.beat(session, worker_with(2))
+    reasons = {1: "starting", 2: "starting"}
+    assert {1: reason_of(database, one), 2: reason_of(database, two)} == reasons
+    assert claim(database) is not None
+    third = submitted(database)
+    assert {1: reason_of(database, third), 2: reason_of(database, two)} == {1: "starting", 2: "no_free_gpu"}
+
+
+def worker_with(devices: int) -> Worker:
+    found = [vars(device) for device in cpu_devices(devices)]
+    return Worker(id="worker-1", hostname="here", devices=found, running=[])
+
+
+def reason_of(database: Database, job_id: str) -> str:
+    with database.reading() as session:
+        waiting = WaitingReasons(session).of(transitions.get(session, job_id))
+    assert waiting is not None
+    return waiting.reason
 
 
 def test_jobs_of_one_transaction_share_cached_waiting_reasons(database: Database) -> None:

@@ -72,6 +72,43 @@ def test_any_number_of_ranks_has_the_gradient_of_one(ranks: Ranks, name: str) ->
             assert sum(each.micro_losses) == pytest.approx(each.loss, rel=1e-5)
 
 
+DIVIDED = {
+    "llama": RankedWindow("llama", sharded=True),
+    "llama_fp32": RankedWindow("llama", torch.float32, sharded=True),
+    "gpt2_smoothed": RankedWindow("gpt2", smoothing=0.1, sharded=True),
+    "weighted": RankedWindow("gpt2", weighted=True, rule=FixedCount(micro_batches=3), sharded=True),
+    "lora": RankedWindow("llama", lora=True, rule=FixedSize(samples=5), sharded=True),
+    "mixture_of_experts": RankedWindow("mixtral", sharded=True),
+    "tied_and_capped": RankedWindow("nanochat", sharded=True),
+    "unequal": RankedWindow("llama", shares=(1.0, 0.5, 3.0, 0.1), sharded=True),
+    "three_samples": RankedWindow("llama", samples=3, sharded=True),
+    "one_sample": RankedWindow("mixtral", samples=1, sharded=True),
+    "bf16_weights": RankedWindow("llama", torch.bfloat16, sharded=True),
+    "bf16_autocast": RankedWindow("llama", torch.float32, autocast=True, sharded=True),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_divided_model_has_the_gradient_of_a_whole_one(ranks: Ranks, name: str) -> None:
+    window = DIVIDED[name]
+    bound = 1e-2 if window.autocast else TOLERANCE.get(window.dtype, 1e-2)
+    ((_, alone),) = ranks.run(1, accumulate, window, {})
+    for size in (2, 3, 4):
+        seen = [last for _, last in ranks.run(size, accumulate, window, {})]
+        assert difference(seen[0].gradient, alone.gradient) <= bound
+        assert difference(seen[0].weights, alone.weights) <= bound
+        for each in seen:
+            assert each.loss == pytest.approx(alone.loss, rel=bound)
+            assert each.grad_norm == pytest.approx(alone.grad_norm, rel=bound)
+            assert each.verdict is Verdict.APPLY
+
+
+def test_a_divided_model_s_nan_skips_the_window_on_all(ranks: Ranks) -> None:
+    for first, second in ranks.run(3, accumulate, RankedWindow("llama", sharded=True), {1: "nan"}):
+        assert first.verdict is Verdict.SKIP_NOT_FINITE
+        assert second.verdict is Verdict.APPLY
+
+
 def test_gradients_are_exchanged_once_per_window(ranks: Ranks) -> None:
     (_, coarse), _ = ranks.run(2, accumulate, RankedWindow("llama", rule=FixedCount(micro_batches=1)), {})
     (_, fine), _ = ranks.run(2, accumulate, RankedWindow("llama", rule=FixedCount(micro_batches=16)), {})

@@ -19,7 +19,7 @@ from workers.training.balance import Balance, balance_of
 from workers.training.batches import BatchLayout, Buckets, collate
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, prepare
-from workers.training.distributed.group import ALONE, Group
+from workers.training.distributed.group import ALONE, Group, ProcessGroup
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.gradients import Gradients, gradients_for
@@ -166,6 +166,7 @@ def start(
     if plan.strategy == "fsdp" and group.size > 1:
         from workers.training.distributed.sharding import shard
 
+        assert isinstance(group, ProcessGroup)
         parameters: Parameters = shard(token_loss, group, device)
     else:
         if spec.method.name != "qlora":

@@ -289,7 +289,7 @@ class Window:
         self._grad_norm = _norm(norms)
         totals = self._read(self._grad_norm, dict(zip(sums, norms, strict=True)))
         if self._gradients.is_divided:
-            self._grad_norm = torch.tensor(totals.grad_norm, device=self._device)
+            self._grad_norm = torch.full_like(self._grad_norm, totals.grad_norm)
         return totals
 
     def finish(self, totals: Totals, verdict: Verdict) -> Closed:

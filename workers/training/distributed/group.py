@@ -102,7 +102,7 @@ class ProcessGroup(Group):
 
     def __init__(self, rank: int, size: int, gradients: Any, host: Any) -> None:
         self.rank, self.size = rank, size
-        self._gradients, self._host = gradients, host
+        self.gradients, self._host = gradients, host
         self._patience = Patience()
 
     @classmethod
@@ -130,7 +130,7 @@ class ProcessGroup(Group):
 
     def begin_sum(self, tensor: Tensor) -> Pending | None:
         with self.waiting():
-            return _Pending(self, dist.all_reduce(tensor, group=self._gradients, async_op=True))
+            return _Pending(self, dist.all_reduce(tensor, group=self.gradients, async_op=True))
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64)

@@ -18,18 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from workers.training.distributed.group import Group
+from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
 
 
-def shard(token_loss: TokenLoss, group: Group, device: torch.device) -> "ShardedParameters":
+def shard(token_loss: TokenLoss, group: ProcessGroup, device: torch.device) -> "ShardedParameters":
     """Divides the parameters of a model, and moves this rank's parts to its device.
 
     Args:
         token_loss: the module whose forward pass trains.
     """
-    mesh = DeviceMesh(device.type, list(range(group.size)))
+    mesh = DeviceMesh.from_group(group.gradients, device.type)
     for layer in layers_of(token_loss):
         fully_shard(layer, mesh=mesh)
     fully_shard(token_loss, mesh=mesh)
