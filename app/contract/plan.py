@@ -5,9 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, computed_field, model_validator
 
 from app.contract.base import Frozen
-from app.contract.spec import RunPrecision
-
-Strategy = Literal["ddp", "fsdp"]
+from app.contract.spec import RunPrecision, Strategy
 
 Source = Literal["measured", "simulated", "formula"]
 """Where a prediction is from, best first."""

@@ -122,6 +122,10 @@ class EarlyStopping(Frozen):
     min_delta: float = Field(0.0, ge=0)
 
 
+Strategy = Literal["ddp", "fsdp"]
+"""How several devices share the work: each has a copy of the model (ddp), or a part of it (fsdp)."""
+
+
 class RequestedSplit(Frozen):
     """The requested micro-batches per device; None: planned."""
 
@@ -129,6 +133,8 @@ class RequestedSplit(Frozen):
     micro_batch_size: int | None
     devices: int
     """Devices that the effective batch was computed for."""
+    steps_by_device: tuple[int, ...] | None = None
+    """Micro-batches per step of each device, if they are not the same for all."""
 
 
 class MemoryLimits(Frozen):
@@ -182,6 +188,8 @@ class Spec(Frozen):
     noise_scale_every: int | None
     """Measure the gradient noise scale once in this many windows; None: never."""
     split: RequestedSplit
+    strategy: Strategy | None = None
+    """None: ddp, or fsdp if only that fits."""
     memory: MemoryLimits
     auto_adjust_batch_size: bool
     log_accumulation: bool = True

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
-from app.contract.accumulation import AccumulationConfig
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS, AccumulationConfig
 from app.contract.architecture import ModelName
 from app.contract.arguments import (
     OPTIMIZER_ARGUMENTS,
@@ -220,15 +220,21 @@ class TrainingConfig(Request):
         return self
 
 
-Strategy = Literal["ddp", "dataparallel"]
+RequestedStrategy = Literal["ddp", "fsdp", "dataparallel"]
 """`dataparallel` is another name for `ddp`, since its results would be the same."""
 
 
 class DistributedConfig(Request):
-    """How several devices share the work. Each has a copy of the model; they sum their gradients once per
-    step."""
+    """How several devices share the work."""
 
-    strategy: Strategy = "ddp"
+    strategy: RequestedStrategy | None = Field(
+        None,
+        description="ddp: each device has a copy of the model; fsdp: each has a part of it; null: ddp, or "
+        "fsdp if only that fits",
+    )
+    cpu_offload: Flag = Field(
+        False, description="Keep the optimizer's states in host memory, as use_cpu_offload does"
+    )
 
 
 class JobOptions(AccumulationConfig):
@@ -237,8 +243,18 @@ class JobOptions(AccumulationConfig):
     config_id: str | None = Field(
         None, description="The id of a stored configuration; fields given here override its fields"
     )
-    num_gpus: int | None = Field(
-        None, ge=1, le=1024, description="Devices to train on, all of one worker; null: one"
+    accumulation_steps_by_device: list[Annotated[int, Field(ge=1, le=MAX_ACCUMULATION_STEPS)]] | None = Field(
+        None,
+        fail_fast=True,
+        min_length=1,
+        max_length=MAX_GPU_ID + 1,
+        description="Micro-batches per step of each device, in the order of gpu_ids; accumulation_steps may "
+        "be such a list, too",
+    )
+    num_gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = Field(
+        None,
+        description="Devices to train on, all of one worker; auto: as many as make training faster, or as it "
+        "takes to fit; null: one",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,
@@ -248,10 +264,10 @@ class JobOptions(AccumulationConfig):
         description="Train on exactly these GPUs; the job waits until all of them are free",
     )
     use_multi_gpu: Flag | None = Field(None, description="true: all devices of a worker; false: one")
-    distributed: Strategy | DistributedConfig | None = Field(
-        None, description="How several devices share the work; null: ddp"
+    distributed: RequestedStrategy | DistributedConfig | None = Field(
+        None, description="How several devices share the work; null: ddp, or fsdp if only that fits"
     )
-    multi_gpu_strategy: Strategy | DistributedConfig | None = Field(
+    multi_gpu_strategy: RequestedStrategy | DistributedConfig | None = Field(
         None, description="Another name for distributed"
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
@@ -281,18 +297,47 @@ class JobOptions(AccumulationConfig):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_each_device(cls, given: Any) -> Any:
+        """A list of accumulation steps is one for each device."""
+        if isinstance(given, dict) and isinstance(given.get("accumulation_steps"), list):
+            if "accumulation_steps_by_device" in given:
+                raise ValueError(
+                    "accumulation_steps and accumulation_steps_by_device are the same: leave one out"
+                )
+            own = {name: value for name, value in given.items() if name != "accumulation_steps"}
+            return {**own, "accumulation_steps_by_device": given["accumulation_steps"]}
+        return given
+
     @model_validator(mode="after")
     def _devices_agree(self) -> "JobOptions":
         if self.gpu_ids is not None and self.num_gpus not in (None, len(self.gpu_ids)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")
         if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
             raise ValueError("gpu_ids names a GPU twice")
-        several = max(self.num_gpus or 1, len(self.gpu_ids or ())) > 1
+        by_device = self.accumulation_steps_by_device
+        if by_device is not None:
+            if self.accumulation_steps is not None:
+                raise ValueError(
+                    "accumulation_steps and accumulation_steps_by_device are the same: leave one out"
+                )
+            named = len(self.gpu_ids) if self.gpu_ids else self.num_gpus
+            if named not in (None, len(by_device)):
+                raise ValueError(
+                    f"accumulation_steps names {len(by_device)} devices, but {named} are requested"
+                )
+        several = self.num_gpus == "auto" or max(self.num_gpus or 1, len(self.gpu_ids or by_device or ())) > 1
         if self.use_multi_gpu is False and several:
             raise ValueError("use_multi_gpu is false, but several devices are requested")
         if None not in (self.distributed, self.multi_gpu_strategy):
             raise ValueError("distributed and multi_gpu_strategy are the same: leave one out")
         return self
+
+    def sharing(self) -> DistributedConfig:
+        """How several devices share the work, under either name."""
+        given = self.distributed or self.multi_gpu_strategy or DistributedConfig()
+        return given if isinstance(given, DistributedConfig) else DistributedConfig(strategy=given)
 
 
 class TrainingRequest(JobOptions):

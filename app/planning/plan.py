@@ -1,6 +1,7 @@
 """The plan of a job: its spec, solved for the available devices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from app.contract.plan import Alternative, Plan, RankPlan
@@ -8,6 +9,7 @@ from app.contract.spec import Spec
 from app.planning.devices import Device
 from app.planning.planner import Known, Question, Solution, alternatives, solve
 from app.planning.recipes import recipe_of, unsupported
+from app.planning.sharding import why_not_divided
 
 
 def question_of(spec: Spec, devices: Sequence[Device]) -> Question:
@@ -41,8 +43,8 @@ def make_plan(
         predicted: false for a worker's own plan, for the device that it has.
         samples_per_second: measured earlier with this model on such a device; gives the duration.
     """
-    question = question_of(spec, devices)
-    solution = solve(question, known)
+    solution = _solved(spec, devices, known)
+    question = solution.question
     known_count = spec.max_steps is not None or spec.data.overlength != "split"
     steps_total = spec.steps_for(spec.data.examples - spec.data.held_out()) if known_count else None
     planned = question.is_planned
@@ -60,10 +62,34 @@ def make_plan(
         warnings=_warnings(spec, solution, steps_total),
         precision=question.recipe.precision,
         device=devices[0].kind,
+        strategy=question.strategy,
         threads=threads,
         most_tokens=most * question.sequence if planned else None,
         alternatives=_leaner(solution, known),
     )
+
+
+def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known) -> int:
+    """How many devices to use if the number is left to the planner: the fewest that fit. Of GPUs, as many
+    more as there is a whole micro-batch for in each step; several CPU devices are not faster than one."""
+    enough = next((n for n in range(1, len(devices) + 1) if _solved(spec, devices[:n], known).fits), 1)
+    if devices[0].kind == "cpu":
+        return enough
+    return max(enough, min(len(devices), _solved(spec, devices[:enough], known).steps * enough))
+
+
+def _solved(spec: Spec, devices: Sequence[Device], known: Known) -> Solution:
+    """The solution for the requested strategy; by default for ddp, or for fsdp if only that fits."""
+    question = question_of(spec, devices)
+    if len(devices) == 1:
+        return solve(question, known)
+    if spec.strategy is not None:
+        return solve(replace(question, strategy=spec.strategy), known)
+    copied = solve(question, known)
+    if copied.fits or why_not_divided(spec) is not None:
+        return copied
+    divided = solve(replace(question, strategy="fsdp"), known)
+    return divided if divided.fits else copied
 
 
 def _ranks(solution: Solution) -> tuple[RankPlan, ...]:
@@ -141,6 +167,11 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
             f"accumulation_scheduler {spec.ramp.name} depends on measurements: the batch may grow "
             "differently under another plan. If the job's length is given in epochs, the planned number of "
             "steps is an upper bound"
+        )
+    if solution.question.strategy == "fsdp" and spec.strategy is None:
+        warnings.append(
+            f"a copy of the model does not fit each device, so its parameters are divided among "
+            f"{len(solution.ranks)} devices (fsdp)"
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")

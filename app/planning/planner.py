@@ -7,17 +7,19 @@ was measured or simulated comes in as `Known`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import ceil
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule, TokenBudget
-from app.contract.spec import MemoryLimits, RequestedSplit
+from app.contract.spec import MemoryLimits, RequestedSplit, Strategy
 from app.planning.changes import changes
 from app.planning.devices import Device
 from app.planning.estimate import Estimate, EstimateOf, comparable_estimates, largest_micro_batch
 from app.planning.estimate import by_formula as estimates_by_formula
 from app.planning.memory import Memory
+from app.planning.sharding import OfOneRank
 from app.planning.split import even, shares, split_over
 from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
 
@@ -69,6 +71,8 @@ class Question:
     """Replace a requested micro-batch that is predicted not to fit by the largest that does."""
     at_most: int | None = None
     """The largest micro-batch to consider, in samples; None: any that fits."""
+    strategy: Strategy = "ddp"
+    """How several devices share the work."""
 
     @property
     def is_planned(self) -> bool:
@@ -176,6 +180,8 @@ def solve(question: Question, known: Known) -> Solution:
     beyond which throughput stops growing.
     """
     estimate = known.estimates(question.recipe, question.sequence)
+    if question.strategy == "fsdp" and len(question.devices) > 1 and known.architecture is not None:
+        estimate = OfOneRank(estimate, known.architecture, question.recipe, len(question.devices))
     throughput = known.throughput(question.recipe, question.sequence)
     capacities = [capacity_of(device, question, estimate, throughput) for device in question.devices]
     rules, sizes, adjusted = _split(question, capacities)
@@ -221,7 +227,9 @@ def _split(
         return *_planned(question, capacities), None
     split, devices = question.split, len(capacities)
     batch = question.effective_batch or _default_batch(split.micro_batch_size or 1, devices)
-    micro_batches = min(batch, (split.accumulation_steps or 1) * max(split.devices, devices))
+    by_device = split.steps_by_device
+    together = sum(by_device) if by_device else (split.accumulation_steps or 1) * max(split.devices, devices)
+    micro_batches = min(batch, together)
     requested = split.micro_batch_size or ceil(batch / micro_batches)
     steps = ceil(batch / (requested * devices))
     fitting = max(1, min(capacity.largest_in(steps) for capacity in capacities))
@@ -231,10 +239,13 @@ def _split(
             f"{fitting}; the effective batch is unchanged"
         )
         return [FixedSize(samples=fitting)] * devices, split_over(batch, [fitting] * devices), changed
-    if split.micro_batch_size is not None:
+    if split.micro_batch_size is not None and not by_device:
         return [FixedSize(samples=requested)] * devices, split_over(batch, [requested] * devices), None
     each = even(batch, micro_batches)
     sizes = [each[start::devices] for start in range(devices)]
+    if by_device and len(by_device) == devices:
+        ends = [0, *accumulate(by_device)]
+        sizes = [each[start:end] for start, end in pairwise(ends)]
     return [FixedCount(micro_batches=max(1, len(own))) for own in sizes], sizes, None
 
 

@@ -20,7 +20,7 @@ from app.models import base_models
 from app.models.base_models import PlannableModel
 from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
-from app.planning.plan import make_plan
+from app.planning.plan import devices_worth_using, make_plan
 from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
 from app.statistics.performance import Speed
@@ -77,8 +77,11 @@ def check(
     validation = _uploaded(inputs.database, requested.dataset_config.validation_file_id, "validation_file_id")
     devices = _devices(inputs, requested, stored_devices, settings)
     if planned:
-        _check_steps_not_given(config)
+        _check_steps_not_given(config, requested.accumulation_steps_by_device)
     own_data, own_data_spec = _own_data(requested, settings)
+    sharing = requested.sharing()
+    if sharing.cpu_offload:
+        config = config.model_copy(update={"use_cpu_offload": True})
     spec = freeze(
         model,
         data or own_data_spec,
@@ -89,11 +92,20 @@ def check(
         devices.requested,
         profile=requested.profile,
         tune=requested.tune,
+        by_device=requested.accumulation_steps_by_device,
+        strategy="ddp" if sharing.strategy == "dataparallel" else sharing.strategy,
         measured_margin=inputs.margin(devices.planned[0].kind),
     )
     _check_that_workers_can(spec, inputs)
     profile_key = _profile_key(spec, base, devices.planned[0])
+    if requested.num_gpus == "auto":
+        known = inputs.known(profile_key.architecture, common_name(devices.planned))
+        used = devices_worth_using(spec, devices.planned, known)
+        devices = _Devices(devices.requested, devices.planned[:used], used)
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
+    if sharing.strategy == "dataparallel":
+        warning = "dataparallel is treated as ddp, which gives the same results faster"
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -239,14 +251,14 @@ def _config(database: Database, requested: TrainingRequest) -> tuple[Accumulatio
     return AccumulationConfig.model_validate({**stored.given, **given}), stored.num_gpus
 
 
-def _check_steps_not_given(config: AccumulationConfig) -> None:
+def _check_steps_not_given(config: AccumulationConfig, by_device: Sequence[int] | None) -> None:
     if config.target_effective_batch_size is None:
         raise Unprocessable(
             "target_effective_batch_size is missing: set the batch you want, and Accrue plans the steps.",
             field="target_effective_batch_size",
         )
     for field in ("accumulation_steps", "micro_batch_size"):
-        if getattr(config, field) is not None:
+        if getattr(config, field) is not None or (by_device and field == "accumulation_steps"):
             raise Unprocessable(
                 f"POST …/training/large-batch chooses {field} by itself: leave {field} out, or use "
                 "POST …/training/with-accumulation.",
@@ -301,11 +313,15 @@ def _devices(inputs: PlanningInputs, requested: TrainingRequest, stored: int, se
         named = select_devices(requested.gpu_ids, inputs.gpus() if by_worker else there)
         return _Devices(len(named), named, len(named))
     available = by_worker[0] if by_worker else there
-    if requested.use_multi_gpu is not None:
-        count = len(available) if requested.use_multi_gpu and requested.num_gpus is None else 1
-        count = requested.num_gpus or count
+    if requested.num_gpus == "auto":
+        return _Devices(1, list(available), len(available))
+    if requested.accumulation_steps_by_device is not None:
+        count = len(requested.accumulation_steps_by_device)
+    elif requested.num_gpus is not None:
+        count = requested.num_gpus
     else:
-        count = requested.num_gpus or stored
+        count = stored if requested.use_multi_gpu is None else 1
+        count = len(available) if requested.use_multi_gpu else count
     enough = next((own for own in by_worker if len(own) >= count), available)
     planned = enough[:count]
     return _Devices(count, planned, len(planned) if by_worker else count)

@@ -1,5 +1,6 @@
 """Freezes a request: fills in every default, and checks everything that can be checked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from app.contract.spec import (
     RequestedSplit,
     ScheduleSpec,
     Spec,
+    Strategy,
     Tune,
     ValidationSpec,
 )
@@ -25,6 +27,7 @@ from app.jobs.schemas import DatasetConfig, TrainingConfig
 from app.planning import learning_rate
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.recommendations import recommended_batch
+from app.planning.sharding import why_not_divided
 from app.planning.split import (
     ConflictingBatch,
     RequestedBatch,
@@ -49,15 +52,22 @@ class Data:
     examples: int
 
 
-def resolve_batch(config: AccumulationConfig, devices: int, recommended: int) -> ResolvedBatch:
+def resolve_batch(
+    config: AccumulationConfig, devices: int, recommended: int, by_device: Sequence[int] | None = None
+) -> ResolvedBatch:
     """The effective batch that a configuration means.
+
+    Args:
+        by_device: the accumulation steps of each device, if they are given so.
 
     Raises:
         Unprocessable: its numbers contradict each other.
     """
-    requested = RequestedBatch(
-        config.target_effective_batch_size, config.accumulation_steps, config.micro_batch_size, devices
-    )
+    target, micro = config.target_effective_batch_size, config.micro_batch_size
+    if by_device is None:
+        requested = RequestedBatch(target, config.accumulation_steps, micro, devices)
+    else:
+        requested, devices = RequestedBatch(target, sum(by_device), micro), 1
     try:
         resolved = (
             resolve(requested, recommended)
@@ -103,11 +113,14 @@ def freeze(
     *,
     profile: bool = False,
     tune: Tune | None = None,
+    strategy: Strategy | None = None,
+    by_device: Sequence[int] | None = None,
     measured_margin: float | None = None,
 ) -> Spec:
     """The spec of a job.
 
     Args:
+        by_device: the accumulation steps of each device, if they are given so.
         measured_margin: the share of memory to keep free, from the errors of predictions so far.
 
     Raises:
@@ -122,10 +135,10 @@ def freeze(
             field="use_cpu_offload",
         )
     samples = data.examples - own.held_out() if dataset.overlength != "split" else None
-    batch = resolve_batch(config, devices, recommended_batch(samples))
+    batch = resolve_batch(config, devices, recommended_batch(samples), by_device)
     if tune is not None:
         _check_tunable(batch, training)
-    return Spec(
+    spec = Spec(
         model=model,
         data=own,
         seed=training.seed,
@@ -156,7 +169,10 @@ def freeze(
         certificate=config.equivalence_check,
         noise_scale_every=config.noise_scale_every,
         split=RequestedSplit(
-            accumulation_steps=batch.steps, micro_batch_size=batch.micro_batch, devices=devices
+            accumulation_steps=batch.steps if by_device is None else max(by_device),
+            micro_batch_size=batch.micro_batch,
+            devices=devices,
+            steps_by_device=None if by_device is None else tuple(by_device),
         ),
         memory=memory_limits(config.max_memory_usage, config.memory_safety_margin, measured_margin),
         auto_adjust_batch_size=config.auto_adjust_batch_size,
@@ -168,7 +184,11 @@ def freeze(
         completions=training.completions if own.validation is not None and not training.compile else 0,
         profile=profile,
         tune=tune,
+        strategy=strategy,
     )
+    if strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
+        raise Unprocessable(f"{why}.", field="distributed")
+    return spec
 
 
 def _check_options(training: TrainingConfig, data: DataSpec) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from app.contract.assignment import Assignment
-from app.contract.plan import Strategy
-from app.contract.spec import DataSpec, Spec
+from app.contract.spec import DataSpec, Spec, Strategy
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
 

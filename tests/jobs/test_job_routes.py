@@ -396,6 +396,10 @@ def test_an_unchanged_response_gets_304(client: TestClient) -> None:
         ({"gpu_ids": [3, 1]}, 2),
         ({"num_gpus": 3, "distributed": "ddp"}, 3),
         ({"num_gpus": 2, "multi_gpu_strategy": {"strategy": "dataparallel"}}, 2),
+        ({"num_gpus": 2, "distributed": {"strategy": "fsdp", "cpu_offload": True}}, 2),
+        ({"accumulation_steps": [3, 1], "micro_batch_size": 2, "target_effective_batch_size": 8}, 2),
+        ({"accumulation_steps": [2, 1, 1], "gpu_ids": [0, 1, 2]}, 3),
+        ({"num_gpus": "auto", "target_effective_batch_size": 1}, 1),
     ],
 )
 def test_a_job_requests_devices_by_any_of_the_fields(
@@ -412,12 +416,34 @@ def test_a_job_requests_devices_by_any_of_the_fields(
         assert stored.gpu_mask == sum(1 << gpu_id for gpu_id in fields.get("gpu_ids", []))
 
 
+def test_each_device_has_the_accumulation_steps_requested_for_it(client: TestClient) -> None:
+    fields = {"accumulation_steps": [3, 1], "micro_batch_size": 2, "target_effective_batch_size": 8}
+    plan = submit(client, **fields)["plan"]
+    assert [rank["micro_batch_rule"] for rank in plan["ranks"]] == [
+        {"rule": "count", "micro_batches": 3},
+        {"rule": "count", "micro_batches": 1},
+    ]
+    assert [rank["share_of_tokens"] for rank in plan["ranks"]] == [0.75, 0.25]
+
+
+def test_another_name_of_a_strategy_is_answered_with_a_warning(client: TestClient) -> None:
+    plan = submit(client, num_gpus=2, distributed="dataparallel")["plan"]
+    assert plan["strategy"] == "ddp"
+    assert any("dataparallel" in warning for warning in plan["warnings"])
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"use_multi_gpu": False, "num_gpus": 2},
         {"distributed": "ddp", "multi_gpu_strategy": "ddp"},
-        {"distributed": "fsdp"},
+        {"distributed": "zero"},
+        {"distributed": "fsdp", "num_gpus": 2, "training_config": {"max_steps": 2, "optimizer": "lamb"}},
+        {"accumulation_steps": [2, 1], "num_gpus": 3},
+        {"accumulation_steps": [], "num_gpus": 2},
+        {"accumulation_steps": [2, 0]},
+        {"accumulation_steps": [2, 1], "use_multi_gpu": False},
+        {"accumulation_steps": [2, 1], "accumulation_steps_by_device": [2, 1]},
         {"gpu_ids": [63]},
         {"gpu_ids": [0, 0]},
         {"num_gpus": 0},

@@ -3,7 +3,7 @@ import pytest
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.spec import RequestedSplit
 from app.planning.devices import GIB, Device
-from app.planning.plan import make_plan
+from app.planning.plan import devices_worth_using, make_plan
 from app.planning.planner import Known, by_formula
 from app.planning.recipes import precision_for
 from app.planning.throughput import CPU_TOKENS, Throughput
@@ -118,3 +118,62 @@ def test_the_reported_compute_capability_overrides_the_gpu_name() -> None:
     turing = Device(0, "NVIDIA A100 (not)", 16 * GIB, "cuda", compute_capability=7.5)
     assert precision_for("auto", turing) == "fp16"
     assert precision_for("auto", Device(0, "Tesla T4", GIB, "cuda", compute_capability=8.0)) == "bf16"
+
+
+LARGE = make_spec(
+    model=make_spec().model.model_copy(
+        update={
+            "architecture": make_spec().model.architecture.model_copy(
+                update={"family": "llama", "layers": 32, "hidden_size": 2048, "parameters": 3 * 10**9,
+                        "vocabulary": 32000, "intermediate_size": 8192}
+            )
+        }
+    )
+)  # fmt: skip
+
+
+def gpus(count: int, gib: int = 24) -> list[Device]:
+    return [Device(number, "NVIDIA A100", gib * GIB, "cuda") for number in range(count)]
+
+
+def test_a_model_that_fits_no_device_is_divided_among_several() -> None:
+    one = plan_by_formula(LARGE, gpus(1), predicted=True)
+    assert one.strategy == "ddp"
+    assert any("not even one sample" in warning for warning in one.warnings)
+    four = plan_by_formula(LARGE, gpus(4), predicted=True)
+    assert four.strategy == "fsdp"
+    assert all(rank.predicted_peak_bytes <= rank.memory_limit_bytes for rank in four.ranks)
+    assert any("divided among 4 devices" in warning for warning in four.warnings)
+
+
+def test_a_rank_of_a_divided_model_needs_less_the_more_ranks_there_are() -> None:
+    spec = LARGE.model_copy(update={"strategy": "fsdp"})
+    peaks = [
+        plan_by_formula(spec, gpus(count, 80), predicted=True).ranks[0].predicted_peak_bytes
+        for count in (2, 4, 8)
+    ]
+    one = plan_by_formula(LARGE, gpus(2, 80), predicted=True).ranks[0].predicted_peak_bytes
+    assert one > peaks[0] > peaks[1] > peaks[2]
+
+
+def test_a_requested_strategy_is_kept() -> None:
+    for strategy in ("ddp", "fsdp"):
+        spec = make_spec(strategy=strategy)
+        assert plan_by_formula(spec, gpus(2), predicted=True).strategy == strategy
+        assert plan_by_formula(spec, gpus(1), predicted=True).strategy == "ddp", "there is nothing to divide"
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_not_divided() -> None:
+    lamb = LARGE.model_copy(update={"optimizer": LARGE.optimizer.model_copy(update={"name": "lamb"})})
+    assert plan_by_formula(lamb, gpus(4), predicted=True).strategy == "ddp"
+
+
+def test_the_number_of_devices_is_what_fits_or_what_has_work() -> None:
+    known = by_formula(LARGE.model.architecture)
+    assert devices_worth_using(LARGE, gpus(8), known) > 1
+    small = make_spec(effective_batch_size=1)
+    assert devices_worth_using(small, gpus(8), by_formula(small.model.architecture)) == 1
+    large_batch = make_spec(effective_batch_size=1_000_000)
+    known = by_formula(large_batch.model.architecture)
+    assert devices_worth_using(large_batch, gpus(8), known) == 8
+    assert devices_worth_using(large_batch, [CPU] * 4, known) == 1
