@@ -82,7 +82,7 @@ class LearnedBudget:
     """Whether a sweep has chosen the token budget."""
 
 
-FIRST_PERIOD = 2
+FIRST_PERIOD = 4
 """Windows that are measured before the ranks' shares are changed for the first time."""
 
 

@@ -13,7 +13,7 @@ from workers.training.state import LearnedShares
 LONGEST_PERIOD = 32
 """Each period is twice as long as the one before, up to this number of windows."""
 
-WORTH_CHANGING = 0.03
+WORTH_CHANGING = 0.05
 """Shares change only if some rank is expected to wait for longer than this share of the window."""
 
 _GROWTH_WITHOUT_WORK = 1.5
