@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ bench-dashboard: $(STAMP) ## Measure the dashboard in Chromium with bench-api's 
 
 bench-memory: $(STAMP) ## Measure and predict peak memory by accumulation steps, and draw a chart (about 5 minutes)
 	$(BIN)/python -m tests.benchmarks.memory
+
+bench-devices: $(STAMP) ## Compare one and two ranks, unequal ones too, with Trainer under torchrun (about 15 minutes)
+	$(BIN)/python -m tests.benchmarks.devices
 
 bench-variance: $(STAMP) ## Measure the loss variance by accumulation steps, and draw a chart
 	$(BIN)/python -m tests.benchmarks.variance

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -85,6 +86,7 @@ def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = AutoTokenizer.from_pretrained(requested["model"])
     model = AutoModelForCausalLM.from_pretrained(requested["model"], attn_implementation="sdpa")
     texts = [json.loads(line)["text"] for line in Path(requested["data"]).read_text().splitlines()]
@@ -123,11 +125,11 @@ def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         model=model,
         args=TrainingArguments(
             output_dir=str(folder), per_device_train_batch_size=requested["rows"],
-            gradient_accumulation_steps=EFFECTIVE_BATCH // requested["rows"], num_train_epochs=1,
+            gradient_accumulation_steps=EFFECTIVE_BATCH // requested["rows"] // ranks, num_train_epochs=1,
             learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, seed=SEED,
             train_sampling_strategy="group_by_length" if requested["grouped"] else "random",
-            dataloader_pin_memory=False,
+            dataloader_pin_memory=False, ddp_backend="gloo" if ranks > 1 else None,
         ),
         train_dataset=rows,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
@@ -218,9 +220,11 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     requested = json.loads(sys.argv[1])
-    torch.set_num_threads(2)
+    torch.set_num_threads(requested.get("threads", 2))
     run = {"accrue": accrue, "overhead": overhead, "hugging_face": hugging_face}[requested["who"]]
-    sys.stdout.write("\nRESULT " + json.dumps(run(requested, Path(requested["folder"]))) + "\n")
+    result = run(requested, Path(requested["folder"]))
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write("\nRESULT " + json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,13 @@ def make_model(size: Size, folder: Path, data: Path) -> None:
 
 
 def create_run(
-    folder: Path, model: Path, data: Path, cut: MicroBatchRule | None, windows: int, max_length: int
+    folder: Path,
+    model: Path,
+    data: Path,
+    cut: MicroBatchRule | None,
+    windows: int,
+    max_length: int,
+    threads: int = 2,
 ) -> RunDirectory:
     """Creates a run directory for `windows` windows in one epoch's order; `cut` overrides the plan's rule."""
     examples = len(data.read_text().splitlines())
@@ -110,7 +116,7 @@ def create_run(
     )
     spec = spec.model_copy(update={"data": own})
     run = RunDirectory(folder)
-    plan = cpu_plan(spec, threads=2, **({"cut": cut} if cut else {}))
+    plan = cpu_plan(spec, cut, threads=threads)
     run.write_assignment(
         Assignment(
             job_id="ftjob-bench", attempt=1, spec=spec, plan=plan,

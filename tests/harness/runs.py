@@ -87,8 +87,16 @@ def start_trainer(run: RunDirectory) -> subprocess.Popen[bytes]:
         )
 
 
-def start_ranks(run: RunDirectory, seconds: Sequence[float]) -> list[subprocess.Popen[bytes]]:
-    """Starts a rank for each number of seconds, for which it waits in each micro-batch."""
+def start_ranks(
+    run: RunDirectory, seconds: Sequence[float], factors: Sequence[float] | None = None, *options: str
+) -> list[subprocess.Popen[bytes]]:
+    """Starts ranks that are slow (tests/harness/slow_rank.py).
+
+    Args:
+        seconds: by rank, how much longer each micro-batch takes.
+        factors: by rank, how many times as long.
+    """
+    factors = factors or [1.0] * len(seconds)
     number = sum(1 for _ in run.path.glob("rendezvous-*"))
     shared = {
         "WORLD_SIZE": str(len(seconds)),
@@ -99,12 +107,20 @@ def start_ranks(run: RunDirectory, seconds: Sequence[float]) -> list[subprocess.
     with run.log.open("ab") as log:
         return [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.harness.slow_rank", str(run.path), str(waits)],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.harness.slow_rank",
+                    str(run.path),
+                    str(waits),
+                    str(factor),
+                    *options,
+                ],
                 env={**os.environ, **shared, "RANK": str(rank)},
                 stdout=log,
                 stderr=log,
             )
-            for rank, waits in enumerate(seconds)
+            for rank, (waits, factor) in enumerate(zip(seconds, factors, strict=True))
         ]
 
 

@@ -1,5 +1,6 @@
-"""`python -m tests.harness.slow_rank RUN_DIR SECONDS`: one rank of a run, which waits in each micro-batch.
+"""`python -m tests.harness.slow_rank RUN_DIR SECONDS FACTOR [equal]`: one slow rank of a run.
 
+Each micro-batch takes FACTOR times as long, and SECONDS more. With `equal`, the ranks' shares never change.
 The environment names the rank, as for `python -m workers.training`.
 """
 
@@ -8,20 +9,25 @@ import time
 from typing import Any
 
 from workers.training.__main__ import main
+from workers.training.distributed.shares import Shares
 from workers.training.replica import Replica
 
 
-def slow_down(seconds: float) -> None:
-    """Makes each micro-batch take at least so long."""
+def slow_down(seconds: float, factor: float) -> None:
     honest = Replica.add
 
     def slow(self: Replica, batch: Any) -> None:
+        began = time.perf_counter()
         honest(self, batch)
-        time.sleep(seconds)
+        time.sleep(seconds + (factor - 1) * (time.perf_counter() - began))
 
     Replica.add = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    slow_down(float(sys.argv.pop()))
+    _, run, *given = sys.argv
+    slow_down(float(given[0]), float(given[1]))
+    if "equal" in given:
+        Shares.measure = lambda *_: None  # type: ignore[method-assign]
+    sys.argv[1:] = [run]
     sys.exit(main())
