@@ -20,13 +20,15 @@ log = structlog.get_logger("accrue.worker")
 
 
 def store_run(session: Session, running: Running) -> None:
-    """Stores the memory and speed of an attempt that has ended, unless it ran on several devices."""
+    """Stores the memory and speed of an attempt that has ended, unless it ran on several devices, or as
+    several replicas."""
     if len(running.devices) > 1:
         return
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
-        if job.attempt == running.fence.attempt:
-            subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.devices[0])
+        spec = Spec.model_validate(job.spec)
+        if job.attempt == running.fence.attempt and spec.strategy != "independent":
+            subject = profiles.subject(session, job, spec, running.devices[0])
             measurements.note_run(session, subject, Plan.model_validate(job.plan))
 
 

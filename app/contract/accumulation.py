@@ -57,7 +57,9 @@ class AccumulationConfig(Request):
         True, description="Reduce the micro-batch if it would not fit; the effective batch is unchanged"
     )
     sync_gradients: Flag = Field(
-        True, description="Must be true: gradients are always synchronised once per window"
+        True,
+        description="Gradients are synchronised once per window; false only with parallel_independent, where "
+        "each device trains a model of its own",
     )
     gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
     lr_scaling: LearningRateRule = "sqrt"
@@ -126,10 +128,12 @@ class AccumulationConfig(Request):
 
     @model_validator(mode="after")
     def _gradients_are_synchronised(self) -> "AccumulationConfig":
-        if not self.sync_gradients:
+        if not self.sync_gradients and not getattr(self, "parallel_independent", False):
             raise ValueError(
                 "sync_gradients cannot be false: each device would then apply its own gradient instead of "
-                "the effective batch's. Leave it out: gradients are reduced only once per window anyway"
+                "the effective batch's. Leave it out, since gradients are reduced only once per window "
+                "anyway, "
+                "or set parallel_independent to train a model on each device"
             )
         return self
 

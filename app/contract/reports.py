@@ -261,6 +261,18 @@ class Operators(Frozen):
     """The operators that took longest by themselves, the slowest first."""
 
 
+class ReplicaOutcome(Frozen):
+    """How an independent replica ended."""
+
+    replica: Count
+    steps: Count
+    final_loss: Number | None
+    eval_loss: Number | None
+    trained_tokens: TokenTotal
+    files: Annotated[tuple[Name, ...], Field(fail_fast=True, max_length=1000)]
+    """Names in its model's directory."""
+
+
 class Outcome(Frozen):
     """How a successful run ended."""
 
@@ -278,6 +290,8 @@ class Outcome(Frozen):
     equivalence_error: Number | None = None
     noise_scale: NoiseScale | None = None
     tuning: Tuning | None = None
+    replicas: Annotated[tuple[ReplicaOutcome, ...], Field(max_length=_MOST_RANKS)] | None = None
+    """How each independent replica ended; None: the devices trained one model."""
 
 
 class Failure(Frozen):

@@ -122,8 +122,16 @@ class EarlyStopping(Frozen):
     min_delta: float = Field(0.0, ge=0)
 
 
-Strategy = Literal["ddp", "fsdp"]
-"""How several devices share the work: each has a copy of the model (ddp), or a part of it (fsdp)."""
+Strategy = Literal["ddp", "fsdp", "independent"]
+"""How several devices share the work: each has a copy of the model (ddp), or a part of it (fsdp), or each
+trains a model of its own on its own part of the data (independent)."""
+
+
+class Shard(Frozen):
+    """Every `count`-th sample, from the sample `index` on."""
+
+    index: int
+    count: int
 
 
 class RequestedSplit(Frozen):
@@ -190,6 +198,10 @@ class Spec(Frozen):
     split: RequestedSplit
     strategy: Strategy | None = None
     """None: ddp, or fsdp if only that fits."""
+    average: bool = False
+    """Whether the weights of independent replicas are averaged in the end."""
+    shard: Shard | None = None
+    """The part of the training data that is used; None: all."""
     memory: MemoryLimits
     auto_adjust_batch_size: bool
     log_accumulation: bool = True

@@ -14,6 +14,7 @@ from app.jobs.schemas import (
     JobAnswer,
     Links,
     Progress,
+    ReplicaAnswer,
     ResultAnswer,
 )
 from app.jobs.waiting import WaitingReasons
@@ -120,7 +121,7 @@ def _accumulation_status(job: Job, spec: Spec, steps: int, progress: Progress) -
         enabled=bool(job.config["use_gradient_accumulation"]),
         steps=steps,
         effective_batch_size=spec.effective_batch_size,
-        sync_gradients=True,
+        sync_gradients=spec.strategy != "independent",
         clip_before_accumulation=spec.clip_mode == "each_micro_batch",
         accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
         accumulation_step=progress.accumulation_step,
@@ -143,7 +144,15 @@ def _result(job: Job) -> ResultAnswer | None:
         final_loss=result["final_loss"],
         trained_tokens=result["trained_tokens"],
         effective_batch_size=result["effective_batch_size"],
+        replicas=_replicas(job, result.get("replicas")),
     )
+
+
+def _replicas(job: Job, found: list[dict[str, Any]] | None) -> list[ReplicaAnswer] | None:
+    if not found:
+        return None
+    own = f"{PREFIX}/training/{job.id}/model?replica="
+    return [ReplicaAnswer(**{**each, "model": f"{own}{each['replica']}"}) for each in found]
 
 
 def _links(job: Job, spec: Spec) -> Links:

@@ -270,6 +270,15 @@ class JobOptions(AccumulationConfig):
     multi_gpu_strategy: RequestedStrategy | DistributedConfig | None = Field(
         None, description="Another name for distributed"
     )
+    parallel_independent: Flag = Field(
+        False,
+        description="Each device trains a model of its own, with these settings, on its own part of the data",
+    )
+    average: Flag = Field(
+        False,
+        description="parallel_independent: average the models' weights in the end; false: the job's model is "
+        "the one with the lowest loss",
+    )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
     auto_start: Flag = Field(
@@ -334,6 +343,22 @@ class JobOptions(AccumulationConfig):
             raise ValueError("distributed and multi_gpu_strategy are the same: leave one out")
         return self
 
+    @model_validator(mode="after")
+    def _replicas_are_independent(self) -> "JobOptions":
+        if self.average and not self.parallel_independent:
+            raise ValueError("average needs parallel_independent: otherwise there is only one model")
+        if not self.parallel_independent:
+            return self
+        given = {
+            "distributed": self.distributed or self.multi_gpu_strategy,
+            "accumulation_steps for each device": self.accumulation_steps_by_device,
+            "tune": self.tune,
+            "num_gpus auto": self.num_gpus == "auto",
+        }
+        if found := next((name for name, value in given.items() if value), None):
+            raise ValueError(f"parallel_independent and {found} cannot be combined: leave one out")
+        return self
+
     def sharing(self) -> DistributedConfig:
         """How several devices share the work, under either name."""
         given = self.distributed or self.multi_gpu_strategy or DistributedConfig()
@@ -351,7 +376,7 @@ class TrainingRequest(JobOptions):
 
     def accumulation(self) -> AccumulationConfig:
         """The accumulation configuration, with only those fields that the request sets."""
-        given = self.model_fields_set & AccumulationConfig.model_fields.keys()
+        given = self.model_fields_set & AccumulationConfig.model_fields.keys() - {"sync_gradients"}
         return AccumulationConfig.model_validate({name: getattr(self, name) for name in given})
 
 
@@ -401,6 +426,18 @@ class Progress(Answer):
     """What each of several devices has done; null with one device."""
 
 
+class ReplicaAnswer(Answer):
+    """The result of an independent replica."""
+
+    replica: int
+    steps: int
+    final_loss: float | None
+    eval_loss: float | None
+    trained_tokens: int
+    model: str
+    """Where its model can be downloaded."""
+
+
 class ResultAnswer(Answer):
     model_path: str | None = Field(
         description="Relative to the service's data folder; null: a job that only measured"
@@ -415,6 +452,8 @@ class ResultAnswer(Answer):
     noise_scale: NoiseScale | None = None
     tuning: Tuning | None = None
     effective_batch_size: int
+    replicas: list[ReplicaAnswer] | None = None
+    """The results of independent replicas; null: the devices trained one model."""
 
 
 Reason = Literal["no_worker", "no_free_gpu", "not_before", "starting"]

@@ -167,7 +167,9 @@ def bytes_on_disk(spec: Spec) -> int:
     architecture, lora = spec.model.architecture, spec.method.lora
     trained = architecture.parameters if lora is None else lora_parameters(architecture, lora.r)
     saved = architecture.parameters if lora is None or lora.merge else trained
-    return int(_CHECKPOINTS * trained * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name])) + 4 * saved
+    runs = spec.split.devices if spec.strategy == "independent" else 1
+    own = int(_CHECKPOINTS * trained * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name])) + 4 * saved
+    return runs * own
 
 
 def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:

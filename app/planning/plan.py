@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Literal
 
 from app.contract.plan import Alternative, Plan, RankPlan
@@ -46,7 +47,7 @@ def make_plan(
     solution = _solved(spec, devices, known)
     question = solution.question
     known_count = spec.max_steps is not None or spec.data.overlength != "split"
-    steps_total = spec.steps_for(spec.data.examples - spec.data.held_out()) if known_count else None
+    steps_total = spec.steps_for(samples_of_one_pass(spec)) if known_count else None
     planned = question.is_planned
     most = min(max(1, rank.capacity.largest) for rank in solution.ranks)
     return Plan(
@@ -62,7 +63,7 @@ def make_plan(
         warnings=_warnings(spec, solution, steps_total),
         precision=question.recipe.precision,
         device=devices[0].kind,
-        strategy=question.strategy,
+        strategy="independent" if spec.strategy == "independent" else question.strategy,
         threads=threads,
         most_tokens=most * question.sequence if planned else None,
         alternatives=_leaner(solution, known),
@@ -81,6 +82,9 @@ def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known) -> 
 def _solved(spec: Spec, devices: Sequence[Device], known: Known) -> Solution:
     """The solution for the requested strategy; by default for ddp, or for fsdp if only that fits."""
     question = question_of(spec, devices)
+    if spec.strategy == "independent":
+        alone = [_solved_alone(question, device, known) for device in devices]
+        return replace(alone[0], question=question, ranks=[each.ranks[0] for each in alone])
     if len(devices) == 1:
         return solve(question, known)
     if spec.strategy is not None:
@@ -90,6 +94,12 @@ def _solved(spec: Spec, devices: Sequence[Device], known: Known) -> Solution:
         return copied
     divided = solve(replace(question, strategy="fsdp"), known)
     return divided if divided.fits else copied
+
+
+def _solved_alone(question: Question, device: Device, known: Known) -> Solution:
+    """The solution for one of several independent replicas."""
+    split = question.split.model_copy(update={"devices": 1})
+    return solve(replace(question, devices=[device], split=split), known)
 
 
 def _ranks(solution: Solution) -> tuple[RankPlan, ...]:
@@ -114,6 +124,12 @@ def _leaner(solution: Solution, known: Known) -> tuple[Alternative, ...]:
     least = solution.estimate.memory(1).peak_process_bytes
     leaner = [other for other in alternatives(solution, known) if other.one_sample_bytes < least]
     return tuple(sorted(leaner, key=lambda other: other.one_sample_bytes))
+
+
+def samples_of_one_pass(spec: Spec) -> int:
+    """The samples of one epoch: of all, or of the largest part if replicas are independent."""
+    samples = spec.data.examples - spec.data.held_out()
+    return ceil(samples / spec.split.devices) if spec.strategy == "independent" else samples
 
 
 def samples_of(spec: Spec, steps_total: int | None) -> int | None:
@@ -176,7 +192,11 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
-    if spec.split.devices > len(solution.ranks):
+    if spec.strategy == "independent" and spec.split.devices > len(solution.ranks):
+        warnings.append(
+            f"{spec.split.devices} independent replicas take turns on {len(solution.ranks)} devices"
+        )
+    elif spec.split.devices > len(solution.ranks):
         warnings.append(
             f"{spec.split.devices} devices were requested, and the plan is for {len(solution.ranks)}: more "
             "micro-batches are accumulated, so that the effective batch is unchanged"

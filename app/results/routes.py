@@ -116,7 +116,15 @@ def profile_file(
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
-def model(session: Reading, settings: CurrentSettings, opened: StreamOf, training_id: JobId) -> Response:
+def model(
+    session: Reading,
+    settings: CurrentSettings,
+    opened: StreamOf,
+    training_id: JobId,
+    replica: Annotated[
+        int | None, Query(ge=0, le=1023, description="The independent replica whose model it is")
+    ] = None,
+) -> Response:
     job = transitions.get(session, training_id)
     if job.status != "succeeded":
         ended = job.status in ENDED
@@ -124,19 +132,25 @@ def model(session: Reading, settings: CurrentSettings, opened: StreamOf, trainin
         raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
     if not job.result["files"]:
         raise Conflict(f"Job {training_id} only measured (tune: only), and has no model.")
-    if len(job.result["files"]) > run_files.MAX_MODEL_FILES:
+    named, name = job.result["files"], training_id
+    if replica is not None:
+        replicas = job.result.get("replicas") or []
+        if replica >= len(replicas):
+            raise NotFound(f"Job {training_id} has {len(replicas)} replicas: there is no replica {replica}.")
+        named, name = replicas[replica]["files"], f"{training_id}-replica-{replica}"
+    if len(named) > run_files.MAX_MODEL_FILES:
         raise Conflict(f"The model of job {training_id} has too many files to be downloaded as one.")
-    files = run_files.model_files(settings, training_id, job.result["files"])
+    files = run_files.model_files(settings, training_id, named, replica)
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
     return opened(
-        run_files.tar_of(files, training_id),
+        run_files.tar_of(files, name),
         lambda: run_files.close(files),
         media_type="application/x-tar",
         files=len(files),
         headers={
-            "Content-Length": str(run_files.tar_size(files, training_id)),
-            "Content-Disposition": f'attachment; filename="{training_id}.tar"',
+            "Content-Length": str(run_files.tar_size(files, name)),
+            "Content-Disposition": f'attachment; filename="{name}.tar"',
         },
     )
 

@@ -80,20 +80,23 @@ def blocks_of(file: BinaryIO) -> Iterator[bytes]:
             yield block
 
 
-def model_files(settings: Settings, job_id: str, named: Collection[str]) -> dict[str, BinaryIO] | None:
+def model_files(
+    settings: Settings, job_id: str, named: Collection[str], replica: int | None = None
+) -> dict[str, BinaryIO] | None:
     """Opens the files of a job's model, so that they can be read to the end even if the folder is deleted.
     Returns them by name, or None if they cannot be opened.
 
     Args:
         named: the names in the job's result; other files of the folder are not opened.
+        replica: the independent replica whose model it is; None for the job's own.
     """
+    folder = (job_id, "model") if replica is None else (job_id, f"replica-{replica}", "model")
     with ExitStack() as opened:
         try:
-            there = plain_files(settings.runs_dir, job_id, "model")
+            there = plain_files(settings.runs_dir, *folder)
             names = [name for name in there if name in named][:MAX_MODEL_FILES]
             files = {
-                name: opened.enter_context(open_plain(settings.runs_dir, job_id, "model", name))
-                for name in names
+                name: opened.enter_context(open_plain(settings.runs_dir, *folder, name)) for name in names
             }
         except OSError:  # deleted at this moment, or not plain
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from app.contract.accumulation import AccumulationConfig
 from app.contract.plan import Plan
-from app.contract.spec import Spec
+from app.contract.spec import Spec, Strategy
 from app.datasets import dataset_folder, files
 from app.devices import gpus
 from app.devices.gpus import select_devices
@@ -93,7 +93,8 @@ def check(
         profile=requested.profile,
         tune=requested.tune,
         by_device=requested.accumulation_steps_by_device,
-        strategy="ddp" if sharing.strategy == "dataparallel" else sharing.strategy,
+        strategy=_strategy(requested, devices.requested),
+        average=requested.average,
         measured_margin=inputs.margin(devices.planned[0].kind),
     )
     _check_that_workers_can(spec, inputs)
@@ -122,6 +123,22 @@ def check(
         gpu_ids=tuple(requested.gpu_ids or ()),
     )
     return AdmittedRequest(submission, own_data, speed, profile_key)
+
+
+def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
+    """How several devices share the work; None: as the plan decides.
+
+    Raises:
+        Unprocessable: independent replicas are requested on one device.
+    """
+    if requested.parallel_independent:
+        if devices < 2:
+            raise Unprocessable(
+                "parallel_independent needs several devices: set num_gpus.", field="parallel_independent"
+            )
+        return "independent"
+    strategy = requested.sharing().strategy
+    return "ddp" if strategy == "dataparallel" else strategy
 
 
 def _own_data(

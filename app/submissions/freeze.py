@@ -114,6 +114,7 @@ def freeze(
     profile: bool = False,
     tune: Tune | None = None,
     strategy: Strategy | None = None,
+    average: bool = False,
     by_device: Sequence[int] | None = None,
     measured_margin: float | None = None,
 ) -> Spec:
@@ -134,8 +135,14 @@ def freeze(
             "memory at all.",
             field="use_cpu_offload",
         )
+    if strategy == "independent" and data.examples - own.held_out() < devices:
+        raise Unprocessable(
+            f"parallel_independent on {devices} devices needs at least {devices} samples to train on.",
+            field="parallel_independent",
+        )
     samples = data.examples - own.held_out() if dataset.overlength != "split" else None
-    batch = resolve_batch(config, devices, recommended_batch(samples), by_device)
+    together = 1 if strategy == "independent" else devices
+    batch = resolve_batch(config, together, recommended_batch(samples), by_device)
     if tune is not None:
         _check_tunable(batch, training)
     spec = Spec(
@@ -185,6 +192,7 @@ def freeze(
         profile=profile,
         tune=tune,
         strategy=strategy,
+        average=average,
     )
     if strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
         raise Unprocessable(f"{why}.", field="distributed")

@@ -400,6 +400,7 @@ def test_an_unchanged_response_gets_304(client: TestClient) -> None:
         ({"accumulation_steps": [3, 1], "micro_batch_size": 2, "target_effective_batch_size": 8}, 2),
         ({"accumulation_steps": [2, 1, 1], "gpu_ids": [0, 1, 2]}, 3),
         ({"num_gpus": "auto", "target_effective_batch_size": 1}, 1),
+        ({"num_gpus": 2, "parallel_independent": True, "sync_gradients": False, "average": True}, 2),
     ],
 )
 def test_a_job_requests_devices_by_any_of_the_fields(
@@ -440,6 +441,11 @@ def test_another_name_of_a_strategy_is_answered_with_a_warning(client: TestClien
         {"distributed": "zero"},
         {"distributed": "fsdp", "num_gpus": 2, "training_config": {"max_steps": 2, "optimizer": "lamb"}},
         {"accumulation_steps": [2, 1], "num_gpus": 3},
+        {"parallel_independent": True},
+        {"parallel_independent": True, "num_gpus": 100},
+        {"parallel_independent": True, "num_gpus": 2, "distributed": "fsdp"},
+        {"average": True, "num_gpus": 2},
+        {"sync_gradients": False, "num_gpus": 2},
         {"accumulation_steps": [], "num_gpus": 2},
         {"accumulation_steps": [2, 0]},
         {"accumulation_steps": [2, 1], "use_multi_gpu": False},

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +30,7 @@ from workers.run_directory import (
     SilentReporter,
 )
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
+from workers.training.distributed.replicas import PART_VARIABLE, train_replicas
 from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, OutOfStep
 from workers.training.fetching import fetch, fetch_in_child, first_line
@@ -72,6 +74,8 @@ def main() -> int:
     stop = StopSignal()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _as_rank(run, stop)
+    if (part := os.environ.get(PART_VARIABLE)) is not None:
+        return _as_part(run, stop, part)
     isolated = bool(os.environ.get(HIDDEN_VARIABLE))
     if isolated and (status := fetch_in_child(lambda: _fetch(run))) != 0:
         return status
@@ -84,7 +88,10 @@ def main() -> int:
         die_with_parent()  # again: dropping capabilities clears this setting
         try:
             with run.locked():
-                plan = run.assignment().plan
+                assignment = run.assignment()
+                plan = assignment.plan
+                if assignment.spec.strategy == "independent":
+                    return train_replicas(run, assignment, stop)
                 if len(plan.ranks) > 1:
                     return launch(run, plan.ranks, plan.device, stop)
                 return attempt(run, stop)
@@ -100,11 +107,31 @@ def _as_rank(run: RunDirectory, stop: StopSignal) -> int:
     rank = int(os.environ["RANK"])
     launched = RENDEZVOUS_VARIABLE in os.environ
     if launched:
-        if os.environ.get(HIDDEN_VARIABLE):
-            drop_capabilities()  # again: starting a program clears a part of it
-        die_with_parent()
+        _enclose_again()
     with contextlib.nullcontext() if launched or rank else run.locked():
         return attempt(run, stop, rank, int(os.environ["WORLD_SIZE"]))
+
+
+def _as_part(run: RunDirectory, stop: StopSignal, part: str) -> int:
+    """Trains one of a job's independent replicas, or combines them."""
+    _enclose_again()
+    if part == "combine":
+        return _report_end(run, stop, _combine)
+    with run.locked():
+        return attempt(run, stop)
+
+
+def _enclose_again() -> None:
+    """Gives up what starting a program has given back to an enclosed process."""
+    if os.environ.get(HIDDEN_VARIABLE):
+        drop_capabilities()
+    die_with_parent()
+
+
+def _combine(reporter: Reporter, run: RunDirectory, stop: StopSignal) -> None:
+    from workers.training.combine import combine
+
+    run.write_outcome(combine(run, reporter, stop))
 
 
 def _fetch(run: RunDirectory) -> int:
@@ -123,18 +150,31 @@ def _fetch(run: RunDirectory) -> int:
 
 
 def attempt(run: RunDirectory, stop: StopSignal, rank: int = 0, size: int = 1) -> int:
-    """Runs one attempt, or one rank of it, and writes its result to the run directory. This has the trainer's
-    only broad except."""
-    assignment = run.assignment()
-    with SilentReporter(assignment.attempt) if rank else Reporter(run, assignment.attempt) as reporter:
-        try:
-            from workers.training.distributed.group import connect
-            from workers.training.fit import fit
+    """Runs one attempt, or one rank of it, and writes its result to the run directory."""
 
-            with connect(assignment.plan, rank, size) as group:
-                outcome = fit(run, assignment, reporter, stop, group)
-            if rank == 0:
-                run.write_outcome(outcome)
+    def train(reporter: Reporter, run: RunDirectory, stop: StopSignal) -> None:
+        from workers.training.distributed.group import connect
+        from workers.training.fit import fit
+
+        assignment = run.assignment()
+        with connect(assignment.plan, rank, size) as group:
+            outcome = fit(run, assignment, reporter, stop, group)
+        if rank == 0:
+            run.write_outcome(outcome)
+
+    return _report_end(run, stop, train, rank)
+
+
+Work = Callable[[Reporter, RunDirectory, StopSignal], None]
+
+
+def _report_end(run: RunDirectory, stop: StopSignal, work: Work, rank: int = 0) -> int:
+    """Runs work to its end, and reports a failure in the run directory. This has the trainer's only broad
+    except. Returns the exit status."""
+    number = run.assignment().attempt
+    with SilentReporter(number) if rank else Reporter(run, number) as reporter:
+        try:
+            work(reporter, run, stop)
         except Interrupted:
             reporter.event("interrupted", "A stop was requested: a checkpoint was written.")
             return INTERRUPTED

@@ -22,7 +22,7 @@ from app.contract.data_formats import (
     parse_line,
     unused_keys,
 )
-from app.contract.spec import DataSpec
+from app.contract.spec import DataSpec, Shard
 from workers.run_directory import sync, write_atomically
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.rendering import Renderer
@@ -114,6 +114,13 @@ def held_out(spec: DataSpec, seed: int) -> Mask:
     mask = np.zeros(spec.examples, dtype=np.bool_)
     order = np.random.Generator(np.random.PCG64([seed, spec.examples])).permutation(spec.examples)
     mask[order[: spec.held_out()]] = True
+    return mask
+
+
+def of_shard(shard: Shard, taken: Mask) -> Mask:
+    """The examples of a shard among those that are taken; shards differ by at most one example."""
+    mask = np.zeros_like(taken)
+    mask[np.flatnonzero(taken)[shard.index :: shard.count]] = True
     return mask
 
 

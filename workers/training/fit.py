@@ -25,7 +25,6 @@ from workers.training import model as models
 from workers.training.accumulate import Trained, train_window
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
-from workers.training.data import Samples
 from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import Interrupted, StopRequested
 from workers.training.loader import Indices
@@ -156,12 +155,10 @@ def evaluate(training: Training) -> None:
     Raises:
         StopRequested: a stop was requested.
     """
-    loader, spec, state = training.loader, training.assignment.spec, training.state
-    if loader.validation is None:
+    spec, state = training.assignment.spec, training.state
+    if training.loader.validation is None:
         return
-    longest, most = int(loader.samples.lengths.max()), int(loader.validation.lengths.max())
-    tokens = min(min(budget.tokens(longest) for budget in training.budgets), spec.effective_batch_size * most)
-    loss = _validation_loss(training, loader.validation, tokens)
+    loss = validation_loss(training)
     if not isfinite(loss):
         message = f"The validation loss at step {state.step} is not finite, and is ignored."
         training.reporter.event("evaluation", message, "warning", step=state.step, loss=None, best=False)
@@ -189,13 +186,17 @@ def evaluate(training: Training) -> None:
         )
 
 
-def _validation_loss(training: Training, samples: Samples, tokens: int) -> float:
+def validation_loss(training: Training) -> float:
     """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
 
     Raises:
         StopRequested: a stop was requested.
     """
-    group = training.group
+    group, loader, samples = training.group, training.loader, training.loader.validation
+    assert samples is not None
+    longest, most = int(loader.samples.lengths.max()), int(samples.lengths.max())
+    batch = training.assignment.spec.effective_batch_size
+    tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
     while True:
         own, stop_requested, failure = 0.0, False, None
         try:

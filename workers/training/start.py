@@ -18,7 +18,7 @@ from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import BatchLayout, Buckets, collate
 from workers.training.budget import Budget
-from workers.training.data import Prepared, Samples, held_out, prepare
+from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
 from workers.training.distributed.group import ALONE, Group, ProcessGroup
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
@@ -281,7 +281,12 @@ def _data(
     spec = assignment.spec.data
     taken = held_out(spec, assignment.spec.seed) if spec.held_out() else None
     source = Path(assignment.data_file)
-    prepared = prepare(spec, source, tokenizer, run.data, None if taken is None else ~taken, stop)
+    trained = None if taken is None else ~taken
+    if assignment.spec.shard is not None:
+        trained = of_shard(
+            assignment.spec.shard, np.ones(spec.examples, np.bool_) if trained is None else trained
+        )
+    prepared = prepare(spec, source, tokenizer, run.data, trained, stop)
     samples = Samples(run.data)
     if spec.validation is None:
         return prepared, samples, None

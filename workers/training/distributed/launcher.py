@@ -70,18 +70,23 @@ def _launch_once(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop
 def _start(
     run: RunDirectory, rank: RankPlan, kind: str, shared: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
+    own = {"RANK": str(rank.rank), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return start_process(run, rank, kind, {**shared, **own})
+
+
+def start_process(
+    run: RunDirectory, rank: RankPlan, kind: str, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m workers.training` on a rank's device.
+
+    Args:
+        kind: the kind of the device: "cpu" or "cuda".
+        variables: further environment variables.
+    """
     visible = str(rank.gpu_id) if kind == "cuda" else ""
     return subprocess.Popen(
         [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)],
-        env={
-            **os.environ,
-            **shared,
-            "RANK": str(rank.rank),
-            "LOCAL_RANK": "0",
-            "CUDA_VISIBLE_DEVICES": visible,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-        },
+        env={**os.environ, **variables, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible},
         stdin=subprocess.DEVNULL,
         cwd=PACKAGES_FOLDER,
     )

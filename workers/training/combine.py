@@ -1,0 +1,130 @@
+"""Makes a job's result of its independent replicas: the average of their weights, or the best of them."""
+
+from math import inf
+from pathlib import Path
+
+import torch
+
+from app.contract.reports import Outcome, ReplicaOutcome
+from workers.run_directory import Reporter, RunDirectory, SilentReporter
+from workers.training import checkpoint, loading
+from workers.training import model as models
+from workers.training.distributed.replicas import replicas_of
+from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
+from workers.training.fit import validation_loss
+from workers.training.parameters import Parameters
+from workers.training.start import Stop, Training, start
+from workers.training.trackers import Trackers
+
+
+def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
+    """Saves the job's model, and returns how the job ended.
+
+    With `average`, the model has the mean of the replicas' weights, and is evaluated like each of them. The
+    mean is taken of what was trained: of LoRA's matrices, not of their product. Otherwise, it is the model of
+    the replica with the lowest validation loss, or without validation data, the lowest training loss.
+
+    Raises:
+        CannotTrain: a replica has no weights.
+        Interrupted: a stop was requested.
+    """
+    assignment = run.assignment()
+    replicas = replicas_of(run, assignment)
+    outcomes = [_outcome(own) for own in replicas]
+    best = min(range(len(outcomes)), key=lambda number: _order(outcomes[number]))
+    own = replicas[best].assignment()
+    with Trackers((), own, run.path) as trackers:
+        training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, stop)
+    if assignment.spec.average:
+        _average(training, [_weights(each) for each in replicas])
+    else:
+        checkpoint.load_weights(_weights(replicas[best]), training.replica.parameters)
+    loss = None
+    if training.loader.validation is not None:
+        try:
+            loss = validation_loss(training)
+        except StopRequested:
+            raise Interrupted from None
+    _report(reporter, outcomes, best, loss, average=assignment.spec.average)
+    tokenizer = loading.load_tokenizer(training.base)
+    spec = assignment.spec
+    files = models.save(training.replica.model, tokenizer, run.model, spec.method, spec.model.name)
+    training.loader.close()
+    return Outcome(
+        files=files,
+        steps=max(each.steps for each in outcomes),
+        first_loss=outcomes[best].first_loss,
+        final_loss=outcomes[best].final_loss,
+        trained_tokens=sum(each.trained_tokens for each in outcomes),
+        effective_batch_size=spec.effective_batch_size,
+        eval_loss=loss,
+        best_step=outcomes[best].best_step,
+        equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),
+        replicas=tuple(
+            ReplicaOutcome(
+                replica=number,
+                steps=each.steps,
+                final_loss=each.final_loss,
+                eval_loss=each.eval_loss,
+                trained_tokens=each.trained_tokens,
+                files=each.files,
+            )
+            for number, each in enumerate(outcomes)
+        ),
+    )
+
+
+def _outcome(run: RunDirectory) -> Outcome:
+    found = run.outcome()
+    assert found is not None, "replicas are combined once all have ended"
+    return found
+
+
+def _order(outcome: Outcome) -> tuple[float, float]:
+    losses = outcome.eval_loss, outcome.final_loss
+    first, second = (inf if loss is None else loss for loss in losses)
+    return first, second
+
+
+def _weights(run: RunDirectory) -> Path:
+    """The checkpoint with a replica's final weights."""
+    chosen = checkpoint.best(run.checkpoints) if run.assignment().spec.early_stopping else None
+    if chosen is None:
+        chosen = next(iter(checkpoint.newest_first(run.checkpoints)), None)
+    if chosen is None:
+        raise CannotTrain("no_checkpoint", f"{run.path.name} has no checkpoint: submit the job again")
+    return chosen
+
+
+def _average(training: Training, checkpoints: list[Path]) -> None:
+    """Gives a model the mean of several checkpoints' weights."""
+    parameters: Parameters = training.replica.parameters
+    sums = {
+        name: torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+        for name, own in parameters.trained.items()
+    }
+    for path in checkpoints:
+        checkpoint.load_weights(path, parameters)
+        for name, own in parameters.trained.items():
+            sums[name] += own.detach()
+    with torch.no_grad():
+        for name, own in parameters.trained.items():
+            own.copy_(sums[name] / len(checkpoints))
+
+
+def _report(
+    reporter: Reporter, outcomes: list[Outcome], best: int, loss: float | None, *, average: bool
+) -> None:
+    losses = ", ".join(
+        f"replica {number} {_loss(each.eval_loss if each.eval_loss is not None else each.final_loss)}"
+        for number, each in enumerate(outcomes)
+    )
+    what = "validation" if outcomes[best].eval_loss is not None else "last training"
+    own = "the average of the replicas' weights" if average else f"that of replica {best}"
+    reached = f", with a validation loss of {_loss(loss)}" if average and loss is not None else ""
+    message = f"The replicas' {what} losses: {losses}. The job's model is {own}{reached}."
+    reporter.event("combined", message, replica=None if average else best, loss=loss)
+
+
+def _loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"

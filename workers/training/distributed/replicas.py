@@ -1,0 +1,314 @@
+"""Trains independent replicas: each on its own part of the data, on a device of its own, with its own result.
+
+Each replica is a run of its own in replica-0/, replica-1/ and so on, within the job's run directory, so it
+resumes like any other. If there are fewer devices than replicas, they take turns. The job's log has a line
+for each step that all replicas have made (or ended before). Needs only the standard library and pydantic.
+"""
+
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from app.contract.assignment import Assignment
+from app.contract.plan import RankPlan
+from app.contract.reports import EventLine, Failure, LogLine, RankLine
+from app.contract.spec import Shard
+from workers.run_directory import INTERRUPTED, Reporter, RunDirectory
+from workers.training.distributed.launcher import start_process
+
+log = logging.getLogger("accrue.trainer")
+
+PART_VARIABLE = "ACCRUE_PART"
+"""What a child process does: `replica` trains one of them, `combine` makes the job's result of all."""
+
+_LOOK_EVERY_SECONDS = 0.2
+_STOP_SECONDS = 60.0
+"""After a requested stop, replicas have this long for their checkpoints, before they are killed."""
+
+_OWN_EVENTS = ("checkpoint", "evaluation", "training", "resumed", "tuned", "skipped")
+"""Events from which a job's state is computed: those of a replica are forwarded under another type."""
+
+
+def replica_folder(run: RunDirectory, number: int) -> RunDirectory:
+    return RunDirectory(run.path / f"replica-{number}")
+
+
+def replicas_of(run: RunDirectory, assignment: Assignment) -> list[RunDirectory]:
+    """The run directories of a job's replicas."""
+    return [replica_folder(run, number) for number in range(assignment.spec.split.devices)]
+
+
+def train_replicas(run: RunDirectory, assignment: Assignment, stop: Callable[[], bool]) -> int:
+    """Trains all replicas, then makes the job's result of theirs.
+
+    Args:
+        stop: whether a stop was requested, which is passed on to the replicas.
+
+    Returns:
+        The exit status: 0, or that of the replica that failed first.
+    """
+    replicas = replicas_of(run, assignment)
+    waiting = [number for number, own in enumerate(replicas) if own.outcome() is None]
+    for number in waiting:
+        replicas[number].write_assignment(_assignment_of(assignment, number, assignment.plan.ranks[0]))
+    with Reporter(run, assignment.attempt) as reporter:
+        status = _Team(run, assignment, replicas, waiting, _Merged(replicas, reporter)).train(stop)
+    if status != 0:
+        return status
+    combine = start_process(run, assignment.plan.ranks[0], assignment.plan.device, {PART_VARIABLE: "combine"})
+    try:
+        while combine.poll() is None:
+            if stop():
+                combine.send_signal(signal.SIGTERM)
+                return INTERRUPTED
+            time.sleep(_LOOK_EVERY_SECONDS)
+        return combine.returncode if combine.returncode >= 0 else 1
+    finally:
+        combine.kill()
+        combine.wait()
+
+
+def _assignment_of(assignment: Assignment, number: int, rank: RankPlan) -> Assignment:
+    """A replica's part of an assignment, on one device."""
+    spec, plan = assignment.spec, assignment.plan
+    shard = Shard(index=number, count=spec.split.devices)
+    own = spec.model_copy(update={"strategy": None, "shard": shard, "completions": 0, "report_to": ()})
+    alone = rank.model_copy(update={"rank": 0, "share_of_tokens": 1.0})
+    return assignment.model_copy(
+        update={"spec": own, "plan": plan.model_copy(update={"ranks": (alone,), "strategy": "ddp"})}
+    )
+
+
+@dataclass
+class _Team:
+    """The replicas' processes."""
+
+    run: RunDirectory
+    assignment: Assignment
+    replicas: list[RunDirectory]
+    waiting: list[int]
+    merged: "_Merged"
+    running: dict[int, tuple[subprocess.Popen[bytes], RankPlan]] = field(default_factory=dict)
+
+    def train(self, stop: Callable[[], bool]) -> int:
+        """Runs all replicas to their ends. Returns 0, or the status of the first that failed."""
+        try:
+            while self.waiting or self.running:
+                if stop():
+                    return self._interrupt()
+                self._start_on_free_devices()
+                if self.run.finish_requested():
+                    for own in self.replicas:
+                        if own.path.exists():
+                            own.request_finish()
+                self.merged.update()
+                for number, (process, _) in list(self.running.items()):
+                    status = process.poll()
+                    if status is None:
+                        continue
+                    if status != 0:
+                        return self._failed(number, status)
+                    del self.running[number]
+                time.sleep(_LOOK_EVERY_SECONDS)
+            self.merged.update()
+            return 0
+        finally:
+            for process, _ in self.running.values():
+                process.kill()
+            for process, _ in self.running.values():
+                process.wait()
+
+    def _start_on_free_devices(self) -> None:
+        used = [rank.gpu_id for _, rank in self.running.values()]
+        free = [rank for rank in self.assignment.plan.ranks if rank.gpu_id not in used]
+        for rank, number in list(zip(free, self.waiting, strict=False)):
+            own = self.replicas[number]
+            own.write_assignment(_assignment_of(self.assignment, number, rank))
+            kind = self.assignment.plan.device
+            self.running[number] = start_process(own, rank, kind, {PART_VARIABLE: "replica"}), rank
+            self.waiting.remove(number)
+
+    def _interrupt(self) -> int:
+        """Passes a requested stop on, and waits until all replicas have written their checkpoints."""
+        for process, _ in self.running.values():
+            process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + _STOP_SECONDS
+        while (
+            any(process.poll() is None for process, _ in self.running.values()) and time.monotonic() < until
+        ):
+            time.sleep(_LOOK_EVERY_SECONDS)
+        self.merged.update()
+        return INTERRUPTED
+
+    def _failed(self, number: int, status: int) -> int:
+        """Stores a replica's failure as that of the job."""
+        found = self.replicas[number].failure()
+        if found is not None:
+            message = f"replica {number}: {found.message}"
+            self.run.write_failure(found.model_copy(update={"message": message}))
+        elif status < 0:
+            message = f"replica {number} was ended by {signal.Signals(-status).name}"
+            self.run.write_failure(Failure(code="trainer_killed", message=message, permanent=False))
+        return status if status > 0 else 1
+
+
+class _Tail:
+    """Complete lines that were added to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def lines(self) -> Iterator[bytes]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                yield line
+
+
+class _Merged:
+    """The replicas' logs and events as one."""
+
+    def __init__(self, replicas: list[RunDirectory], reporter: Reporter) -> None:
+        self._reporter, self._replicas = reporter, replicas
+        self._logs = [_Tail(own.metrics) for own in replicas]
+        self._events = [_Tail(own.events) for own in replicas]
+        self._lines: list[dict[int, LogLine]] = [{} for _ in replicas]
+        self._totals = [_Totals() for _ in replicas]
+        self._steps_total = 0
+        self._checkpoints = [0] * len(replicas)
+        self._next = 1
+
+    def update(self) -> None:
+        """Reports what is new."""
+        for number, tail in enumerate(self._events):
+            for raw in tail.lines():
+                self._forward(number, raw)
+        for number, tail in enumerate(self._logs):
+            for raw in tail.lines():
+                line = _parsed(raw)
+                if line is not None:
+                    self._lines[number][line.step] = line
+                    self._next = min(self._next, line.step)  # a new attempt repeats steps
+        while (own := self._complete(self._next)) is not None:
+            self._reporter.step(self._combined(self._next, own))
+            self._next += 1
+
+    def _complete(self, step: int) -> dict[int, LogLine] | None:
+        """Each replica's line of a step, if all that are still training have made it."""
+        own = {number: lines[step] for number, lines in enumerate(self._lines) if step in lines}
+        missing = [number for number in range(len(self._replicas)) if number not in own]
+        if not own or any(self._replicas[number].outcome() is None for number in missing):
+            return None
+        return own
+
+    def _combined(self, step: int, own: dict[int, LogLine]) -> LogLine:
+        lines = list(own.values())
+        tokens = sum(line.tokens for line in lines)
+
+        def mean(values: Iterable[float]) -> float:
+            found = list(values)
+            return sum(found) / len(found)
+
+        ranks = tuple(self._totals[number].add(number, line) for number, line in own.items())
+        memory = [line.memory_gb for line in lines if line.memory_gb is not None]
+        peaks = [line.peak_gb for line in lines if line.peak_gb is not None]
+        return lines[0].model_copy(
+            update={
+                "attempt": self._reporter.attempt,
+                "micro_step": sum(line.micro_step for line in lines),
+                "samples": sum(line.samples for line in lines),
+                "loss": sum(line.loss * line.tokens for line in lines) / max(1, tokens),
+                "loss_ema": mean(line.loss_ema for line in lines),
+                "grad_norm": mean(line.grad_norm for line in lines),
+                "tokens": tokens,
+                "input_tokens": sum(line.input_tokens for line in lines),
+                "padded_tokens": sum(line.padded_tokens for line in lines),
+                "tokens_per_second": sum(line.tokens_per_second for line in lines),
+                "memory_gb": max(memory, default=None),
+                "peak_gb": max(peaks, default=None),
+                "noise_scale": None,
+                "skipped": sum(line.skipped for line in lines),
+                "time": max(line.time for line in lines),
+                "micro_losses": None,
+                "gradient_norms": None,
+                "ranks": ranks,
+            }
+        )
+
+    def _forward(self, number: int, raw: bytes) -> None:
+        try:
+            event = EventLine.model_validate_json(raw)
+        except ValidationError:
+            return
+        report = self._reporter.event
+        if event.type == "training":
+            self._steps_total = max(self._steps_total, _whole(event.data.get("steps_total")))
+            report(
+                "training",
+                f"Replica {number}: {event.message}",
+                steps_total=self._steps_total,
+                replica=number,
+            )
+            return
+        if event.type == "checkpoint":
+            self._checkpoints[number] = max(self._checkpoints[number], _whole(event.data.get("step")))
+            if min(self._checkpoints) > 0:
+                message = f"Replica {number}: {event.message}"
+                report("checkpoint", message, step=min(self._checkpoints), replica=number)
+            return
+        kind = f"replica_{event.type}" if event.type in _OWN_EVENTS else event.type
+        data = {**event.data, "replica": number}
+        report(kind, f"Replica {number}: {event.message}", event.level, **data)
+
+
+@dataclass
+class _Totals:
+    """What a replica has done so far."""
+
+    micro_batches: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, number: int, line: LogLine) -> RankLine:
+        """Adds a step; returns the replica's part of the job's line."""
+        seconds = line.data_seconds + line.forward_backward_seconds
+        micro_batches = line.gradient_accumulation_steps
+        self.micro_batches += micro_batches
+        self.tokens += line.input_tokens
+        self.seconds += seconds
+        return RankLine(
+            rank=number,
+            micro_batches=micro_batches,
+            samples=line.samples,
+            tokens=line.input_tokens,
+            seconds=seconds,
+            idle_seconds=0.0,
+            peak_gb=line.peak_gb,
+            total_micro_batches=self.micro_batches,
+            total_tokens=self.tokens,
+            total_seconds=self.seconds,
+            total_idle_seconds=0.0,
+        )
+
+
+def _parsed(raw: bytes) -> LogLine | None:
+    try:
+        return LogLine.model_validate_json(raw)
+    except ValidationError:
+        return None
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
