@@ -3,6 +3,8 @@
 This module and `window.py` together implement gradient accumulation.
 """
 
+import contextlib
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from workers.training.batches import Groups, MicroBatch, tokens_of, without_firs
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition
+from workers.training.distributed.patience import Cost
 from workers.training.distributed.shares import Work
 from workers.training.exceptions import OtherRankFailed, OutOfStep, StopRequested
 from workers.training.loader import Indices
@@ -77,7 +80,8 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     while True:
         measures = _measures(training)
         groups = divide(training, window, measured=measures)
-        with training.group.training():
+        cost = _cost(training, window, groups)
+        with contextlib.nullcontext() if cost is None else training.group.training(cost):
             observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.STOP:
@@ -90,7 +94,8 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
         closed = guards.finish(own, observed.totals, verdict)
         if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
-            training.group.note_window(seconds)
+            if cost is not None:
+                training.group.note_window(seconds, cost)
             measurement = _measurement(training, window, groups, closed, denominator)
             work = _work(training, window, groups, added)
             return Trained(closed, groups, work, added.data_seconds, seconds, measurement)
@@ -238,6 +243,19 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
 def cut(training: Training, window: Indices, rule: MicroBatchRule) -> Groups:
     """A window's micro-batches if this rank takes all of it, as groups of positions in it."""
     return training.budget.cut(training.loader.lengths(window), rule)
+
+
+def _cost(training: Training, window: Indices, groups: list[Groups]) -> Cost | None:
+    """What the window's time depends on; None if that cannot be known: compiling, and writing a profile, take
+    any time."""
+    spec, packed = training.assignment.spec, training.loader.form.packed
+    if len(groups) == 1 or spec.compile or spec.profile:
+        return None
+    lengths = training.loader.lengths(window)
+    tokens = [[tokens_of(lengths[group], packed) for group in own] for own in groups]
+    longest = [[int(lengths[group].max()) for group in own] for own in groups]
+    pairs = [sum(map(operator.mul, *both)) for both in zip(tokens, longest, strict=True)]
+    return Cost(max(map(len, groups)), max(map(sum, tokens)), max(pairs))
 
 
 def _work(training: Training, window: Indices, groups: list[Groups], own: WindowCost) -> tuple[Work, ...]:

@@ -349,8 +349,9 @@ def _apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Rep
     )
     for rank, found in learned:
         own, budget = RankMemory.model_validate(found), state.budgets[rank]
-        if own.tokens is not None and own.tokens < (budget.tokens or own.tokens + 1):
-            budget.tokens, budget.failed_tokens = own.tokens, own.failed_tokens
+        if own.tokens is not None and own.failed_tokens is not None:
+            budget.tokens = min(own.tokens, budget.tokens or own.tokens)
+            budget.failed_tokens = min(own.failed_tokens, budget.failed_tokens or own.failed_tokens)
         state.fallbacks.checkpointing |= own.checkpointing
         reporter.event(
             "out_of_memory",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.contract.plan import Plan
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE
-from workers.training.distributed.patience import Patience
+from workers.training.distributed.patience import Cost, Patience
 from workers.training.exceptions import LostRank
 
 TIMEOUT = timedelta(days=7)
@@ -73,11 +73,11 @@ class Group:
     def wait(self) -> None:
         """Returns once all ranks have called it."""
 
-    def training(self) -> AbstractContextManager[None]:
-        """Within the block, a rank does not wait for much longer for another one than a window takes."""
+    def training(self, cost: Cost) -> AbstractContextManager[None]:
+        """Within the block, a rank does not wait for much longer for another one than a window can take."""
         return contextlib.nullcontext()
 
-    def note_window(self, seconds: float) -> None:
+    def note_window(self, seconds: float, cost: Cost) -> None:
         """Notes how long a window took."""
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -158,11 +158,11 @@ class ProcessGroup(Group):
     def wait(self) -> None:
         self.any(False)
 
-    def training(self) -> AbstractContextManager[None]:
-        return self._patience.training()
+    def training(self, cost: Cost) -> AbstractContextManager[None]:
+        return self._patience.training(cost)
 
-    def note_window(self, seconds: float) -> None:
-        self._patience.note_window(seconds)
+    def note_window(self, seconds: float, cost: Cost) -> None:
+        self._patience.note_window(seconds, cost)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

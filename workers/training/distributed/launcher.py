@@ -27,6 +27,10 @@ RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
 """The file through which ranks find each other. Without it, ranks find each other by torchrun's variables
 (MASTER_ADDR and others)."""
 
+_MOST_STARTS = 30
+"""How often ranks start again after running out of memory. Each time, a rank uses smaller micro-batches than
+ever before, so a few times are enough."""
+
 _LOOK_EVERY_SECONDS = 0.05
 
 _CAUSE_SECONDS = 2.0
@@ -50,9 +54,16 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Call
     Returns:
         The exit status: that of the rank that failed first; 0 if all succeeded.
     """
-    while (status := _launch_once(run, ranks, kind, stop)) == OUT_OF_STEP:
+    for _ in range(_MOST_STARTS):
+        status = _launch_once(run, ranks, kind, stop)
+        if status != OUT_OF_STEP:
+            return status
         log.warning("all ranks start again from the last checkpoint")
-    return status
+    message = (
+        f"the ranks ran out of memory {_MOST_STARTS} times: use ddp, more devices, or a smaller max_length"
+    )
+    run.write_failure(Failure(code="out_of_memory", message=message, permanent=True))
+    return 1
 
 
 def _launch_once(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Callable[[], bool]) -> int:

@@ -1,7 +1,11 @@
-"""Ends a rank that waits for another one for far longer than a window takes.
+"""Ends a rank that waits for another one for far longer than a window can take.
 
 A rank that hangs neither ends nor fails, and the others would wait for it for ever. How long is too long is
 known only while windows are trained; tokenising, evaluations and checkpoints may take any time.
+
+A window's time is a sum of parts that grow with its micro-batches, with their tokens, and (in attention) with
+their tokens times their length. So a window takes at most as many times as long as another one as the ratio
+of these numbers that is largest.
 """
 
 import contextlib
@@ -10,14 +14,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from workers.run_directory import LOST_RANK
 
 log = logging.getLogger("accrue.trainer")
 
 _LEAST_SECONDS = 10.0
-_WINDOWS = 10.0
-"""Besides the least, a rank waits for as long as this many of the longest window so far."""
+_TIMES = 10.0
+"""Besides the least, a rank waits for this many times as long as the window can take."""
 
 _LOOK_EVERY_SECONDS = 0.5
 _LOOKS = 2
@@ -26,6 +31,23 @@ _LOOKS = 2
 def _end_process(message: str) -> None:
     log.error("%s", message)
     os._exit(LOST_RANK)  # the thread that waits cannot be interrupted
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a window's time depends on: that of its most expensive rank."""
+
+    micro_batches: float
+    tokens: float
+    """Padded tokens."""
+    pairs: float
+    """Padded tokens times the length of their rows."""
+
+    def relative_to(self, other: "Cost") -> float:
+        """How many times as long as the other this window takes at most."""
+        return max(
+            self.micro_batches / other.micro_batches, self.tokens / other.tokens, self.pairs / other.pairs
+        )
 
 
 class Patience:
@@ -37,23 +59,26 @@ class Patience:
 
     def __init__(self, give_up: Callable[[str], None] = _end_process) -> None:
         self._give_up = give_up
-        self._longest = 0.0
+        self._longest: tuple[float, Cost] | None = None
         self._limit: float | None = None
         self._deadline: float | None = None
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Limits waiting within the block, once the length of a window is known."""
-        self._limit = _LEAST_SECONDS + _WINDOWS * self._longest if self._longest else None
+    def training(self, cost: Cost) -> Iterator[None]:
+        """Limits waiting within the block, once the time of another window is known."""
+        if self._longest is not None:
+            seconds, known = self._longest
+            self._limit = _LEAST_SECONDS + _TIMES * seconds * max(1.0, cost.relative_to(known))
         try:
             yield
         finally:
             self._limit = None
 
-    def note_window(self, seconds: float) -> None:
+    def note_window(self, seconds: float, cost: Cost) -> None:
         """Notes how long a window took."""
-        self._longest = max(self._longest, seconds)
+        if self._longest is None or seconds > self._longest[0]:
+            self._longest = seconds, cost
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
