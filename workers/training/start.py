@@ -176,7 +176,7 @@ def start(
     optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)
     state = _resume(run, parameters, optimizer, reporter, group)
     state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
-    _apply_learned(run, plan, state, reporter, group)
+    apply_learned(run, plan, state, reporter, group)
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
     replica = _replica(assignment, device, token_loss, parameters, optimizer, balance, state, group)
@@ -340,7 +340,7 @@ def _gradients(assignment: Assignment, parameters: Parameters, group: Group) -> 
     )
 
 
-def _apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Reporter, group: Group) -> None:
+def apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Reporter, group: Group) -> None:
     """Uses what ranks have learned by running out of memory since the last checkpoint."""
     learned: list[Any] = group.from_first(
         [[rank, own.model_dump()] for rank, own in run.learned(len(plan.ranks)).items()]
