@@ -32,6 +32,32 @@ def test_a_learned_budget_converges_just_below_the_limit(limit: int) -> None:
     assert failures <= 16
 
 
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    limit=st.integers(1, 2000),
+    by_length=st.booleans(),
+    rule=st.one_of(
+        st.builds(FixedCount, micro_batches=st.integers(1, 12)),
+        st.builds(FixedSize, samples=st.integers(1, 12)),
+        st.builds(TokenBudget, tokens=st.integers(300, 4000)),
+    ),
+)
+def test_a_window_that_does_not_fit_is_replayed_only_a_few_times(
+    lengths: list[int], limit: int, by_length: bool, rule: MicroBatchRule
+) -> None:
+    """Micro-batches of several samples end up within any limit; those of one sample cannot be smaller."""
+    own, window = budget(rule), np.array(lengths)
+    own.by_length = by_length
+    for _ in range(20):
+        groups = own.cut(window, own.rule())
+        assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
+        largest = max((len(g) * int(window[g].max()) for g in groups if len(g) > 1), default=0)
+        if largest <= limit:
+            return
+        own.lower_after_failure(largest)
+    raise AssertionError("the window would be replayed again and again")
+
+
 def test_a_budget_never_grows_beyond_the_plan() -> None:
     own = budget(TokenBudget(tokens=600))
     own.lower_after_failure(1000)

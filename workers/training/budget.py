@@ -7,7 +7,7 @@ after many windows that fitted, and the fastest size that a sweep found.
 import numpy as np
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, RankPlan, TokenBudget
-from workers.training.batches import Groups, Lengths, cut_window, draw_first
+from workers.training.batches import Groups, Lengths, cut_window, draw_first, tokens_of
 from workers.training.state import LearnedBudget
 
 WINDOWS_BEFORE_GROWTH = 50
@@ -83,10 +83,20 @@ class Budget:
             )
 
         groups = by(rule)
-        if isinstance(planned, FixedCount) and len(groups) < min(planned.micro_batches - taken, len(lengths)):
-            # The learned budget gives fewer micro-batches than requested.
-            return by(FixedCount(micro_batches=planned.micro_batches - taken))
+        if not isinstance(planned, FixedCount) or self.learned.tokens is None:
+            return groups
+        count = planned.micro_batches - taken
+        while len(groups) < min(count, len(lengths)):  # the learned budget gives fewer than requested
+            fixed = by(FixedCount(micro_batches=count))
+            if self._largest_of_several(fixed, lengths) <= self.learned.tokens:
+                return fixed
+            count = min(2 * count, len(lengths))
         return groups
+
+    def _largest_of_several(self, groups: Groups, lengths: Lengths) -> int:
+        """Tokens of the largest micro-batch that has several samples, and so could be smaller."""
+        several = [tokens_of(lengths[group], self.packed) for group in groups if len(group) > 1]
+        return max(several, default=0)
 
     def draw_first(self, lengths: Lengths, rule: MicroBatchRule, random: np.random.Generator) -> list[int]:
         """A first micro-batch drawn at random from a window: positions in it."""
@@ -117,7 +127,8 @@ class Budget:
         learned = self.learned
         learned.failed_tokens = min(tokens, learned.failed_tokens or tokens)
         known = learned.largest_done
-        learned.tokens = known if tokens // 2 < known < tokens else tokens // 2
+        lower = known if tokens // 2 < known < tokens else tokens // 2
+        learned.tokens = lower if learned.tokens is None else min(lower, learned.tokens)
         learned.largest_done = learned.windows_since_failure = 0
         return learned.tokens
 
