@@ -163,7 +163,7 @@ def resume(session: Session, job_id: str) -> Job:
     """Returns a paused or timed-out job to the queue; withdraws a pause request that is still pending."""
     job = get(session, job_id, lock=True)
     if job.status == "paused":
-        change(session, job, "queued", not_before=0.0)
+        change(session, job, "queued", not_before=_now(session))
         record_event(session, job, "queued", "Job resumed.")
     elif job.status == "running" and job.requested == "pause":
         change(session, job, requested=None)
@@ -176,7 +176,7 @@ def resume(session: Session, job_id: str) -> Job:
             "queued",
             error=None,
             finished_at=None,
-            not_before=0.0,
+            not_before=_now(session),
             failures=0,
             worker_id=None,
             place=_now(session) - job.priority * AGEING_SECONDS,

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from sqlalchemy import and_, or_, select
+from sqlalchemy import and_, case, or_, select
 
-from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of
+from app.jobs.queue import gpu_mask, gpus_of
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job
@@ -55,7 +55,7 @@ def needs(session: Session, after_seconds: float, devices: Sequence[DeviceId], m
         most: jobs that need more devices than this can train on fewer.
     """
     there = gpu_mask(device for device in devices if isinstance(device, int))
-    queued_at = Job.place + Job.priority * AGEING_SECONDS
+    queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
     waiting = (
         select(Job.place, Job.device_count, Job.gpu_mask, database_now() - queued_at)
         .where(

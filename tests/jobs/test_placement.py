@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import update
 
-from app.jobs import queue
+from app.jobs import lifecycle, queue
 from app.jobs.placement import DeviceId, Need, Tier, needs, tiers
 from app.jobs.queue import Offer
 from app.storage.database import Database
@@ -231,13 +231,25 @@ def test_the_queue_tells_which_jobs_need_devices(database: Database) -> None:
     submitted(database, device_count=2, gpu_ids=(0, 9))
     submitted(database)
     with database.writing() as session:
-        session.execute(update(Job).where(Job.id != young).values(place=Job.place - 100))
+        session.execute(update(Job).where(Job.id != young).values(created_at=Job.created_at - 100))
     with database.reading() as session:
         found = needs(session, 60, [0, 1], most=2)
         assert [(need.devices, need.gpu_ids) for need in found] == [(1, frozenset({1})), (2, frozenset())]
         assert all(100 <= need.waited_seconds < 200 for need in found)
         assert [need.devices for need in needs(session, 60, [0], most=1)] == [2], "on fewer"
         assert needs(session, 60, [0], most=8) == []
+
+
+def test_a_pause_does_not_count_as_waiting(database: Database) -> None:
+    paused = submitted(database, device_count=2)
+    with database.writing() as session:
+        session.execute(update(Job).values(created_at=Job.created_at - 10_000))
+        lifecycle.pause(session, paused)
+    with database.writing() as session:
+        lifecycle.resume(session, paused)
+    with database.reading() as session:
+        [need] = needs(session, 0, [0, 1], most=2)
+        assert need.waited_seconds < 1000
 
 
 def test_only_jobs_ahead_of_a_kept_place_may_start(database: Database) -> None:

@@ -1,7 +1,7 @@
 """The token budget: planned, learned by running out of memory, found by a sweep."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
@@ -41,15 +41,27 @@ def test_a_learned_budget_converges_just_below_the_limit(limit: int) -> None:
         st.builds(FixedSize, samples=st.integers(1, 12)),
         st.builds(TokenBudget, tokens=st.integers(300, 4000)),
     ),
+    measured=st.booleans(),
+)
+@example(
+    lengths=[100, 100, 1, 1, 1, 1, 1, 1],
+    limit=150,
+    by_length=False,
+    rule=FixedCount(micro_batches=6),
+    measured=False,
+)
+@example(
+    lengths=[100] * 3 + [1] * 21, limit=150, by_length=True, rule=FixedCount(micro_batches=5), measured=True
 )
 def test_a_window_that_does_not_fit_is_replayed_only_a_few_times(
-    lengths: list[int], limit: int, by_length: bool, rule: MicroBatchRule
+    lengths: list[int], limit: int, by_length: bool, rule: MicroBatchRule, measured: bool
 ) -> None:
     """Micro-batches of several samples end up within any limit; those of one sample cannot be smaller."""
     own, window = budget(rule), np.array(lengths)
     own.by_length = by_length
     for _ in range(20):
-        groups = own.cut(window, own.rule())
+        first = np.random.Generator(np.random.PCG64(1)) if measured else None
+        groups = own.cut(window, own.rule(), first=first)
         assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
         largest = max((len(g) * int(window[g].max()) for g in groups if len(g) > 1), default=0)
         if largest <= limit:
