@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ test-rest: $(STAMP) ## Run the tests that `make test` leaves out
 test-faults: $(STAMP) ## Inject every fault, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py tests/acceptance/test_rank_faults.py
 	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
+
+test-gpu: $(STAMP) ## Run the tests that need an NVIDIA GPU; without one, they are skipped
+	$(BIN)/python -m pytest tests/gpu
 
 test-fuzz: $(STAMP) ## Send thousands of requests generated from the OpenAPI document (about 5 minutes)
 	ACCRUE_FUZZ_CASES=60 $(BIN)/python -m pytest --timeout 900 tests/acceptance/test_fuzz.py
