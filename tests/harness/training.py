@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.reports import Outcome
-from tests.harness.runs import events_of, log_of
+from tests.harness.runs import events_of, log_of, start_trainer
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit as training
 from workers.training.exceptions import Interrupted
@@ -68,6 +68,31 @@ def weight_difference(one: RunDirectory, other: RunDirectory) -> float:
     first, second = weights(one), weights(other)
     apart = sum(float((first[name] - second[name]).double().square().sum()) for name in second)
     return sqrt(apart / sum(float(weight.double().square().sum()) for weight in second.values()))
+
+
+def finished(run: RunDirectory, seconds: float = 240.0) -> RunDirectory:
+    """Runs the trainer in processes of its own, to its end."""
+    assert start_trainer(run).wait(seconds) == 0, run.log.read_text()[-3000:]
+    return run
+
+
+def trains_alike(together: RunDirectory, alone: RunDirectory) -> None:
+    """Checks that a run on several ranks had the same steps, losses and weights as one on a single rank."""
+    assert weight_difference(together, alone) <= 1e-5
+    for one, other in zip(log_of(together), log_of(alone), strict=True):
+        assert (one["step"], one["samples"], one["tokens"]) == (
+            other["step"],
+            other["samples"],
+            other["tokens"],
+        )
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    [certificate] = events_of_kind(together, "certificate")
+    assert certificate["data"]["gradient_error"] <= 1e-5
+    evaluated = [
+        [event["data"]["loss"] for event in events_of_kind(run, "evaluation")] for run in (together, alone)
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
 
 
 def events_of_kind(run: RunDirectory, kind: str) -> list[dict[str, Any]]:

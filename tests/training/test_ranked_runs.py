@@ -19,7 +19,7 @@ from tests.harness.runs import (
     with_ranks,
 )
 from tests.harness.specs import make_spec
-from tests.harness.training import events_of_kind, raw_log, weight_difference
+from tests.harness.training import events_of_kind, finished, raw_log, trains_alike, weight_difference
 from workers.children import children_of
 from workers.run_directory import INTERRUPTED, RunDirectory
 
@@ -27,11 +27,6 @@ pytestmark = pytest.mark.thorough
 
 SECONDS = 240
 ENDS_WITHIN = 15.0
-
-
-def finished(run: RunDirectory) -> RunDirectory:
-    assert start_trainer(run).wait(SECONDS) == 0, run.log.read_text()[-3000:]
-    return run
 
 
 def ended_at(run: RunDirectory, step: int) -> None:
@@ -67,21 +62,7 @@ def test_a_run_on_several_ranks_trains_as_on_one(tmp_path: Path, shares: list[fl
     )
     alone = finished(create_run(tmp_path / "alone", spec))
     together = finished(with_ranks(create_run(tmp_path / "together", spec), shares))
-    assert weight_difference(together, alone) <= 1e-5
-    for one, other in zip(log_of(together), log_of(alone), strict=True):
-        assert (one["step"], one["samples"], one["tokens"]) == (
-            other["step"],
-            other["samples"],
-            other["tokens"],
-        )
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    [certificate] = events_of_kind(together, "certificate")
-    assert certificate["data"]["gradient_error"] <= 1e-5
-    evaluated = [
-        [event["data"]["loss"] for event in events_of_kind(run, "evaluation")] for run in (together, alone)
-    ]
-    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    trains_alike(together, alone)
 
 
 def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:

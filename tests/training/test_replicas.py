@@ -11,7 +11,7 @@ import torch
 from app.contract.spec import RequestedSplit, Shard, Spec, ValidationSpec
 from tests.harness.runs import create_run, events_of, small_data, start_trainer, until, with_ranks
 from tests.harness.specs import make_spec
-from tests.harness.training import log_of_run, raw_log, weights
+from tests.harness.training import finished, log_of_run, raw_log, weights
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.data import of_shard
 from workers.training.distributed.replicas import replica_folder
@@ -36,11 +36,6 @@ def spec_of(replicas: int, **changes: object) -> Spec:
 
 def run_of(folder: Path, spec: Spec, devices: int, attempt: int = 1) -> RunDirectory:
     return with_ranks(create_run(folder, spec, attempt=attempt), [1 / devices] * devices, "independent")
-
-
-def finished(run: RunDirectory) -> RunDirectory:
-    assert start_trainer(run).wait(SECONDS) == 0, run.log.read_text()[-3000:]
-    return run
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

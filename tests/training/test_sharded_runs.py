@@ -11,17 +11,12 @@ from app.contract.spec import MethodSpec, ValidationSpec
 from app.planning.changes import DEFAULT_LORA
 from tests.harness.runs import create_run, log_of, small_data, start_trainer, until, with_ranks
 from tests.harness.specs import make_spec
-from tests.harness.training import events_of_kind, log_of_run, weight_difference
+from tests.harness.training import events_of_kind, finished, log_of_run, trains_alike, weight_difference
 from workers.run_directory import INTERRUPTED, RunDirectory
 
 pytestmark = pytest.mark.thorough
 
 SECONDS = 240
-
-
-def finished(run: RunDirectory) -> RunDirectory:
-    assert start_trainer(run).wait(SECONDS) == 0, run.log.read_text()[-3000:]
-    return run
 
 
 def stopped_at(run: RunDirectory, step: int) -> None:
@@ -37,21 +32,7 @@ def test_a_divided_model_trains_as_a_whole_one(tmp_path: Path, ranks: int) -> No
     spec = make_spec(data=small_data(validation=validation), certificate=True, eval_every=4)
     alone = finished(create_run(tmp_path / "alone", spec))
     together = finished(with_ranks(create_run(tmp_path / "together", spec), [1 / ranks] * ranks, "fsdp"))
-    assert weight_difference(together, alone) <= 1e-5
-    for one, other in zip(log_of(together), log_of(alone), strict=True):
-        assert (one["step"], one["samples"], one["tokens"]) == (
-            other["step"],
-            other["samples"],
-            other["tokens"],
-        )
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    [certificate] = events_of_kind(together, "certificate")
-    assert certificate["data"]["gradient_error"] <= 1e-5
-    evaluated = [
-        [event["data"]["loss"] for event in events_of_kind(run, "evaluation")] for run in (together, alone)
-    ]
-    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    trains_alike(together, alone)
 
 
 def test_a_run_continues_with_another_strategy(tmp_path: Path) -> None:
