@@ -16,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
+from app.contract.spec import Strategy
 from tests.harness.ranked_windows import RankedWindow, accumulate
 from tests.harness.ranks import Ranks
+from tests.harness.runs import create_run, log_of, small_data, with_ranks
 from tests.harness.specs import cpu_plan, make_spec
+from tests.harness.training import finished
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.accumulate import divide, reduce_memory
 from workers.training.budget import Budget
@@ -233,6 +236,14 @@ def test_a_rank_without_memory_and_without_work_fails_the_job() -> None:
     training = training_of([FixedSize(samples=4)] * 2, [10])
     with pytest.raises(CannotTrain, match="out of memory"):
         reduce_memory(training, divide(training, np.arange(1)), (1,), np.array([10]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_step_with_fewer_samples_than_ranks(tmp_path: Path, strategy: Strategy) -> None:
+    spec = make_spec(data=small_data(), effective_batch_size=1, max_steps=3)
+    run = with_ranks(create_run(tmp_path / "run", spec), [1.0, 0.0], strategy)
+    assert len(log_of(finished(run))) == 3
 
 
 def test_a_stop_before_the_ranks_have_started_is_a_stop(tmp_path: Path) -> None:

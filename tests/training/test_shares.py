@@ -84,6 +84,12 @@ def test_recorded_changes_are_made_again_and_no_others_before_the_last_step() ->
     assert again.now == first.now
 
 
+def test_a_rank_for_which_the_plan_has_no_sample_can_get_one() -> None:
+    shares = make([1.0, 0.0])
+    assert min(shares.now) > 0
+    assert sorted(map(len, partition(np.array([5]), shares.now))) == [0, 1]
+
+
 def test_shares_of_another_number_of_ranks_are_not_used() -> None:
     assert make([0.5, 0.5], learned=LearnedShares(shares=[0.2, 0.3, 0.5])).now == [0.5, 0.5]
 

@@ -42,7 +42,9 @@ class Shares:
     """Each rank's share of a window's tokens.
 
     Args:
-        planned: the plan's shares, by rank.
+        planned: the plan's shares, by rank. One of 0 counts as the smallest of the others: a step of
+        full-length
+            samples has none for that rank, but there may be more of shorter ones.
         learned: what was learned from measurements, which checkpoints keep; changed in place.
         adapts: whether measurements change the shares.
         recorded: changes that earlier attempts made, by the step after which they made them.
@@ -58,7 +60,9 @@ class Shares:
         recorded: Mapping[int, Sequence[float]],
         until: int,
     ) -> None:
-        self._planned, self._learned, self._adapts = list(planned), learned, adapts
+        least = min((share for share in planned if share > 0), default=1.0)
+        self._planned = [share or least for share in planned]
+        self._learned, self._adapts = learned, adapts
         self._recorded, self._until = recorded, until
         self._is_warm = False
         if len(learned.shares) not in (0, len(planned)):  # of another number of ranks
