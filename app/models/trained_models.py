@@ -65,6 +65,8 @@ def remove(session: Session, settings: Settings, name: str) -> None:
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
     folder = _folder(find(session, settings, name), settings)
+    for replica in folder.parent.glob("replica-*"):
+        remove_tree(replica / "model")
     remove_tree(folder)
 
 
