@@ -108,12 +108,14 @@ def _dataset(spec: Spec) -> DatasetAnswer:
 
 
 def _split(job: Job, spec: Spec, plan: Plan, progress: Progress) -> tuple[int, int]:
-    """Accumulation steps and samples per micro-batch: the averages of a job that has ended, otherwise those
-    planned for samples of full length."""
+    """Accumulation steps of each device, and samples per micro-batch: the averages of a job that has ended,
+    otherwise those planned for samples of full length."""
     if job.status not in ENDED or not progress.step:
         return plan.accumulation_steps, plan.actual_batch_size_per_gpu
-    steps = max(1, round(progress.micro_step / (progress.step + progress.skipped)))
-    return steps, -(-spec.effective_batch_size // steps)
+    devices = len(progress.ranks or [None])
+    steps = max(1, round(progress.micro_step / (progress.step + progress.skipped) / devices))
+    shared = 1 if spec.strategy == "independent" else devices
+    return steps, -(-spec.effective_batch_size // (steps * shared))
 
 
 def _accumulation_status(job: Job, spec: Spec, steps: int, progress: Progress) -> AccumulationStatus:

@@ -204,6 +204,7 @@ def test_what_each_rank_did_is_stored_and_answered(
         assert series(session, fence.job_id, 0, None)[0]["ranks"] == [vars(rank) for rank in ranks]
         job = session.get_one(Job, fence.job_id)
         figures = of_job(session, job).stats.ranks
+        job.config = {"use_gradient_accumulation": True}
         progress = job_answer(WaitingReasons(session), job).progress
     assert figures is not None
     assert progress.ranks == figures
