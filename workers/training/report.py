@@ -30,7 +30,7 @@ def report_start(training: Training, prepared: Prepared) -> None:
         **asdict(prepared),
     )
     banner = _banner(training)
-    for name, value in banner.items():
+    for name, value in banner.items() if training.group.leads else ():
         log.info("%-18s %s", name, value)
     training.reporter.event(
         "training",
