@@ -39,7 +39,7 @@ from app.storage.group_commit import GroupCommit
 from app.storage.migrations import migrate
 from app.storage.waits import WaitLimiter
 from app.web import dashboard, documentation, error_bodies, openapi
-from app.web.concurrency import ConcurrencyLimit
+from app.web.concurrency import ConcurrencyLimit, SlowWork
 from app.web.dependencies import authorised
 from app.web.downloads import Downloads
 from app.web.error_bodies import Problem
@@ -160,6 +160,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.planning_cache = ShortCache()
     state.waits = WaitLimiter()
     state.downloads = Downloads()
+    state.slow_work = SlowWork()
     state.comparisons = ConcurrencyLimit("comparisons", per_key=2, total=6)
     state.group_commit = GroupCommit(state.database)
     state.authenticate = authenticate or by_key(Keyring(state.database))

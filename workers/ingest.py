@@ -179,7 +179,8 @@ def _store_events(
         if event.type == "training":
             position = replace(position, steps_total=_count(event.data.get("steps_total")))
         if event.type == "checkpoint":
-            step = max(position.checkpoint_step, _count(event.data.get("step")) or 0)
+            progress = event.data.get("progress", event.data.get("step"))  # of replicas: of all together
+            step = max(position.checkpoint_step, _count(progress) or 0)
             position = replace(position, checkpoint_step=step)
         if event.type == "tuned" and event.attempt == fence.attempt:
             position = replace(position, tuning=event.data)

@@ -53,8 +53,8 @@ class Running:
     position: Position = field(default_factory=Position)
     heard_at: float = field(default_factory=time.monotonic)
     """When the supervisor last checked for new output of the trainer."""
-    heard_bytes: int = 0
-    """The bytes of output that it had written by then."""
+    heard_signs: tuple[int, int] = (0, 0)
+    """What its run directory showed by then (`RunDirectory.signs_of_work`)."""
     requested: RequestedAction | None = None
     """The action that a user has requested (pause, cancel, stop), as of the last renewal."""
     stopping: str | None = None

@@ -20,6 +20,7 @@ The trainer writes all others:
     outcome.json     how a successful run ended
     failure.json     why an attempt failed, if the trainer could report it (failure-1.json, … of other ranks)
     trainer.log      what the trainer printed
+    at-work          changed now and then while the trainer works
     lock             held by the trainer while it lives
 
 Needs only the standard library and pydantic.
@@ -28,9 +29,11 @@ Needs only the standard library and pydantic.
 import contextlib
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -57,6 +60,9 @@ INTERRUPTED = 75
 
 DISK_FULL = 74
 """Exit status of a trainer that could not write, perhaps not even failure.json (EX_IOERR)."""
+
+_NOTE_WORK_EVERY_SECONDS = 20.0
+_LOOKED_AT_LEVELS, _MOST_LOOKED_AT = 4, 20_000
 
 OUT_OF_STEP = 77
 """Exit status of a rank after which all ranks start again from the last checkpoint."""
@@ -211,6 +217,14 @@ class RunDirectory:
                     found.append(RankShares.model_validate_json(line))
         return found
 
+    def keep_shares(self, until: int) -> None:
+        """Forgets what was recorded for later steps: no window that was reported has been divided by it."""
+        recorded = self.shares()
+        kept = [line for line in recorded if line.step <= until]
+        if len(kept) < len(recorded):
+            content = "".join(f"{line.model_dump_json()}\n" for line in kept)
+            write_atomically(self.path / "shares.jsonl", content)
+
     def last_step(self) -> int:
         """The step of the newest complete log line; 0 if there is none."""
         with (
@@ -230,13 +244,35 @@ class RunDirectory:
             return None if content is None else kind.model_validate_json(content)
         return None
 
-    def bytes_written(self) -> int:
-        """The size of all files in the directory, including output. It changes while the trainer works."""
-        sizes = 0
-        for path in (*self.path.glob("*"), *self.path.glob("*/*")):
+    def signs_of_work(self) -> tuple[int, int]:
+        """The size of all files in the directory, and the sum of the times of their last changes (in ns since
+        1970). One of them changes while the trainer works: see `note_work`."""
+        size = changed = 0
+        for path in islice(_within(self.path, _LOOKED_AT_LEVELS), _MOST_LOOKED_AT):
             with contextlib.suppress(OSError):
-                sizes += path.lstat().st_size
-        return sizes
+                found = path.lstat()
+                size, changed = size + found.st_size, changed + found.st_mtime_ns
+        return size, changed
+
+    def note_work(self) -> None:
+        """Shows that the trainer works, although it may report nothing for long."""
+        with contextlib.suppress(OSError):
+            (self.path / "at-work").touch()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Shows until the end of the block that the trainer works."""
+        ended = threading.Event()
+
+        def note() -> None:
+            while not ended.wait(_NOTE_WORK_EVERY_SECONDS):
+                self.note_work()
+
+        threading.Thread(target=note, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     @contextmanager
     def locked(self, wait_seconds: float = 30.0) -> Iterator[None]:
@@ -258,13 +294,25 @@ class RunDirectory:
             yield
 
 
+def _within(folder: Path, levels: int) -> Iterator[Path]:
+    """What is in a folder, and in the folders in it; links are not followed."""
+    folders = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            yield Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path))
+    for inner in folders if levels > 1 else []:
+        yield from _within(inner, levels - 1)
+
+
 class Reporter:
     """Appends a trainer's lines; each reaches the kernel before the next is made."""
 
     def __init__(self, run: RunDirectory, attempt: int) -> None:
         self.attempt = attempt
         self._run = run
-        self._progress_at = time.monotonic()
+        self._progress_at = self._worked_at = time.monotonic()
         self._metrics = _Appended(run.metrics)
         self._events = _Appended(run.events)
 
@@ -303,6 +351,13 @@ class Reporter:
             )
         )
 
+    def note_work(self) -> None:
+        """Shows that the trainer works, now and then."""
+        now = time.monotonic()
+        if now - self._worked_at >= _NOTE_WORK_EVERY_SECONDS:
+            self._worked_at = now
+            self._run.note_work()
+
     def sync(self) -> None:
         """Returns once every line so far is on the disk."""
         self._metrics.sync()
@@ -335,6 +390,9 @@ class SilentReporter(Reporter):
 
     def progress(self, step: int, micro_step: int, accumulation_step: int) -> None:
         """Rank 0 reports its own."""
+
+    def note_work(self) -> None:
+        """Rank 0 shows it."""
 
     def sync(self) -> None:
         """There is nothing to sync."""

@@ -42,6 +42,9 @@ from workers.slots import Slots
 
 log = structlog.get_logger("accrue.worker")
 
+_AT_ONCE = 0.001
+"""The seconds until a device is expected to be free, if nothing is known of the job that has it."""
+
 _TURN_SECONDS = 0.25
 """The maximum time that one turn spends on storing one trainer's reports."""
 
@@ -72,6 +75,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.locks = DeviceLocks(self.settings)
+        self.keeping = placement.Keeping()
         self.launcher = Launcher(self.settings, self.database)
         self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.available)
 
@@ -169,14 +173,14 @@ class Supervisor:
         return limit is not None and now is not None and now > limit
 
     def _is_stuck(self, running: Running) -> bool:
-        """Whether nothing in its run directory has grown for too long."""
+        """Whether nothing in its run directory has changed for too long."""
         now = time.monotonic()
         if now < running.heard_at + self.settings.no_progress_seconds:
             return False
-        written = running.run.bytes_written()
-        if written == running.heard_bytes:
+        signs = running.run.signs_of_work()
+        if signs == running.heard_signs:
             return True
-        running.heard_at, running.heard_bytes = now, written
+        running.heard_at, running.heard_signs = now, signs
         return False
 
     def _claim_for_free_devices(self) -> bool:
@@ -243,7 +247,8 @@ class Supervisor:
         """What the worker offers to the queue, in this order. If all of its devices are free, and no worker
         has more of them, it also offers them to jobs that need more devices than any worker has."""
         own = {device.id: each for each in (*self.running, *self.leaving) for device in each.devices}
-        busy = [device.id for device in self.slots.usable() if device.id in own]
+        offered_ids = {device.id for device in free}
+        busy = [device.id for device in self.slots.usable() if device.id not in offered_ids]
         most = self._most_devices(session)
         if not self.settings.trainer_network:  # each job trains on one device
             return [(free, _offer(free, beyond=1))]
@@ -251,12 +256,14 @@ class Supervisor:
             session, self.settings.reserve_after_seconds, [*(device.id for device in free), *busy], most
         )
         left = placement.seconds_left(session, [each.fence.job_id for each in own.values()]) if wanted else {}
+        expected = {device: left.get(each.fence.job_id, 0.0) for device, each in own.items()}
         found = placement.tiers(
-            wanted,
+            self.keeping.known(wanted),
             [device.id for device in free],
-            {device: max(0.001, left.get(own[device].fence.job_id, 0.0)) for device in busy},
+            {device: max(_AT_ONCE, expected.get(device, 0.0)) for device in busy},
             most,
         )
+        self.keeping.note(found)
         beyond = MAX_DEVICES if busy else most
         return [
             (offered, _offer(offered, tier.before_place, beyond if offered == free else MAX_DEVICES))

@@ -43,7 +43,8 @@ def serve() -> None:
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
     from app.storage.migrations import migrate
-    from app.web.connections import protocol, raise_connection_limit
+    from app.web.connections import raise_connection_limit
+    from app.web.supervised_protocol import SupervisedProtocol
 
     end_with_parent()
     settings = get_settings()
@@ -63,7 +64,8 @@ def serve() -> None:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STREAMS_END_SECONDS,
-        http=protocol(),
+        http=SupervisedProtocol,
+        ws="none",
         limit_concurrency=raise_connection_limit(),
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,

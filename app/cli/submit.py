@@ -56,7 +56,8 @@ def submit(
         typer.Option("--validation-split", help="Share of the samples to evaluate on, such as 0.1"),
     ] = None,
     num_gpus: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Devices to train on, all of one worker; default 1")
+        str | None,
+        typer.Option(help="Devices to train on, all of one worker, or auto; default 1", metavar="NUMBER"),
     ] = None,
     settings: Settings = None,
     tune: Annotated[
@@ -83,7 +84,7 @@ def submit(
         "gradient_checkpointing": checkpointing,
     }  # fmt: skip
     more = {
-        "accumulation_steps": steps, "num_gpus": num_gpus, "dry_run": dry_run,
+        "accumulation_steps": steps, "num_gpus": _devices(num_gpus), "dry_run": dry_run,
         "tune": "first" if tune else None,
     }  # fmt: skip
     with Client(url) as client:
@@ -96,6 +97,14 @@ def submit(
             show_plan(job)
         if watch_it and not dry_run:
             sys.exit(follow(client, job["id"]))
+
+
+def _devices(given: str | None) -> int | str | None:
+    if given is None or given == "auto":
+        return given
+    if not given.isdecimal():
+        raise typer.BadParameter(f"{given!r} is neither a number nor auto", param_hint="--num-gpus")
+    return int(given)
 
 
 @commands.command()

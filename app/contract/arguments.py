@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from app.contract.base import Flag, Request
+from app.contract.base import Flag, Request, ShortText
 from app.contract.spec import OptimizerName, ScheduleName
 
 
@@ -67,7 +67,7 @@ class LoraConfig(Request):
     r: int = Field(16, ge=1, le=1024, description="Rank of the adapters")
     alpha: int = Field(32, ge=1, le=10_000, description="The adapters' output is scaled by alpha / r")
     dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: list[str] | None = Field(
+    target_modules: list[ShortText] | None = Field(
         None,
         fail_fast=True,
         min_length=1,

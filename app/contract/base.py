@@ -1,39 +1,72 @@
 """Base classes of Accrue's schemas."""
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from contextvars import ContextVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Strict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    Strict,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
 
 from app.contract.text import path_to_unstorable, size_error
 
 Flag = Annotated[bool, Strict()]
 """A strict boolean: true or false, but not 1 or "yes"."""
 
+ShortText = Annotated[str, StringConstraints(max_length=200)]
+"""A name, or a pattern of names. Whatever a client sends has a limit: only samples may be long."""
+
 UNSTORABLE = "unstorable_text"
 """The error type for text that cannot be stored; the error's context names the field."""
 
 Item = TypeVar("Item")
 
+_is_checked: ContextVar[bool] = ContextVar("_is_checked", default=False)
+"""Whether the value that is being validated is a part of one that was checked."""
 
-class Request(BaseModel):
-    """What a client sends. Unknown fields are rejected by name; infinity and NaN are rejected as numbers."""
+
+class RequestPart(BaseModel):
+    """A part of what a client sends, of which there may be many thousands: its `Request` checks its text."""
 
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=()
     )
 
-    @model_validator(mode="before")
+
+class Request(RequestPart):
+    """What a client sends. Unknown fields are rejected by name; infinity and NaN are rejected as numbers."""
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _can_be_stored(cls, given: Any) -> Any:
-        """Runs before all validation, so that no field needs its own check; the error names the field."""
+    def _can_be_stored(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Runs before all validation, so that no field needs its own check; the error names the field. Parts
+        are checked with the whole."""
+        if _is_checked.get():
+            return validate(given)
         if (why := size_error(given)) is not None:
             raise PydanticCustomError("too_large", "the request {why}", {"why": why})
-        if (path := path_to_unstorable(given)) is not None:
+        if not _is_plainly_storable(given) and (path := path_to_unstorable(given)) is not None:
             raise PydanticCustomError(
                 UNSTORABLE, "has a NUL character or a lone surrogate", {"field": ".".join(path)}
             )
-        return given
+        before = _is_checked.set(True)
+        try:
+            return validate(given)
+        finally:
+            _is_checked.reset(before)
+
+
+def _is_plainly_storable(given: Any) -> bool:
+    """Whether a value has certainly no text that cannot be stored; much faster than a search for it."""
+    try:
+        return b"\\u0000" not in to_json(given)
+    except (PydanticSerializationError, ValueError):
+        return False
 
 
 class Answer(BaseModel):

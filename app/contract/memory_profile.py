@@ -30,6 +30,8 @@ class Recipe(Frozen):
     accumulate_on_cpu: bool = False
     optimizer_on_cpu: bool = False
     """Whether the optimizer and its states are on the CPU."""
+    parts: int = 1
+    """How many ranks each parameter is divided among (fsdp)."""
     expandable_segments: bool = False
     """Whether PyTorch's caching allocator uses expandable segments."""
 

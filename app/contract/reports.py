@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from app.contract.base import Frozen
+from app.contract.text import storable
 
 Level = Literal["info", "warning", "error"]
 
@@ -30,11 +31,12 @@ _MOST_ITEMS = 1000
 _DEEPEST = 6
 _MOST_DATA_BYTES = 2**17
 _LARGEST_INTEGER = 2**53
-_MOST_RANKS = 64
+MAX_REPLICAS = _MOST_RANKS = 64
 
-Text = Annotated[str, AfterValidator(lambda text: text[:_LONGEST_TEXT])]
+Text = Annotated[str, AfterValidator(lambda text: storable(text[:_LONGEST_TEXT]))]
 """At most 10,000 characters; the rest is cut off."""
-Name = Annotated[str, Field(max_length=255)]
+Name = Annotated[str, Field(max_length=255), AfterValidator(storable)]
+Code = Annotated[str, Field(max_length=100), AfterValidator(storable)]
 
 
 def _bounded(value: Any, depth: int = 0) -> Any:
@@ -180,7 +182,7 @@ class WindowProgress(Frozen):
 class EventLine(Frozen):
     attempt: Count
     time: Seconds
-    type: Annotated[str, Field(max_length=100)]
+    type: Code
     level: Level
     message: Text
     data: Annotated[dict[str, Any], AfterValidator(_bounded_data)]
@@ -297,6 +299,6 @@ class Outcome(Frozen):
 class Failure(Frozen):
     """Why a run failed; a retry after a permanent failure would fail the same way."""
 
-    code: Annotated[str, Field(max_length=100)]
+    code: Code
     message: Text
     permanent: bool

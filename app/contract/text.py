@@ -60,23 +60,17 @@ def path_to_unstorable(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...
     return None
 
 
-def size_error(value: Any, most_fields: int = MOST_FIELDS, depth: int = 0) -> str | None:
+def size_error(value: Any, most_fields: int = MOST_FIELDS) -> str | None:
     """Why a value is too large or too deep to be validated; None if it is not."""
-    if depth > MAX_DEPTH:
-        return f"is nested deeper than {MAX_DEPTH} levels"
-    if isinstance(value, dict):
-        if len(value) > most_fields:
-            return f"has {len(value)} fields, more than {most_fields}"
-        return next(
-            (why for each in value.values() if (why := size_error(each, most_fields, depth + 1))), None
-        )
-    if isinstance(value, list):
-        return next(
-            (
-                why
-                for each in value
-                if isinstance(each, dict | list) and (why := size_error(each, most_fields, depth + 1))
-            ),
-            None,
-        )
-    return None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        deeper = []
+        for each in level:
+            if isinstance(each, dict) and len(each) > most_fields:
+                return f"has {len(each)} fields, more than {most_fields}"
+            values = each.values() if isinstance(each, dict) else each
+            deeper += [inner for inner in values if isinstance(inner, dict | list)]
+        if not deeper:
+            return None
+        level = deeper
+    return f"is nested deeper than {MAX_DEPTH} levels"

@@ -1,10 +1,11 @@
 """Training files, on the OpenAI-compatible surface."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Form, Path, UploadFile
 from fastapi.responses import FileResponse, Response
-from sqlalchemy import select
+from sqlalchemy import Select, select
 
 from app.contract.base import Page
 from app.contract.text import is_storable
@@ -14,9 +15,11 @@ from app.errors import Conflict, NotFound, Unprocessable
 from app.maintenance.retention import delete_file
 from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 from app.results.csv_export import csv_bytes, csv_of_job, csv_response
+from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import File, Job
+from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -24,6 +27,7 @@ from app.web.dependencies import (
     CurrentSettings,
     FileOf,
     Limit,
+    Slowly,
     StreamOf,
 )
 from app.web.forms import SmallFormRoute
@@ -37,7 +41,8 @@ FileId = Annotated[str, Path(max_length=100, description="file-…")]
 
 
 @router.post("", summary="Upload a training file", response_model=FileAnswer)
-def upload(
+async def upload(
+    slowly: Slowly,
     database: CurrentDatabase,
     settings: CurrentSettings,
     once: CurrentIdempotentRequest,
@@ -48,8 +53,19 @@ def upload(
     name = (file.filename or "upload.jsonl")[-200:]
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
+    return await slowly(lambda: _stored(database, settings, once, file.file, name, purpose))
+
+
+def _stored(
+    database: Database,
+    settings: Settings,
+    once: IdempotentRequest,
+    content: BinaryIO,
+    name: str,
+    purpose: str,
+) -> FileAnswer | Response:
     with files.incoming(settings) as path:
-        checked = files.store_upload(file.file, path, settings)
+        checked = files.store_upload(content, path, settings)
         equal = files.find_duplicate(database, path, checked)
         once = once.with_content(f"{name} {checked.sha256}")
         with database.writing() as session:
@@ -57,22 +73,33 @@ def upload(
             if replayed is not None:
                 path.unlink()  # a repeated request: the file is already stored under the replayed id
                 return replayed
-            row = files.add(session, path, checked, filename=name, purpose=purpose, equal=equal)
+            row = files.add(
+                session, path, checked, filename=name, purpose=purpose, equal=equal,
+                most_bytes=settings.max_stored_bytes,
+            )  # fmt: skip
             made = answer(row)
             once.remember(session, made)
     return made
 
 
 @router.get("", summary="List files")
-def list_files(
-    database: CurrentDatabase, limit: Limit = 20, after: After = None, purpose: str | None = None
+async def list_files(
+    slowly: Slowly,
+    database: CurrentDatabase,
+    limit: Limit = 20,
+    after: After = None,
+    purpose: str | None = None,
 ) -> Page[FileAnswer]:
     """Uploaded files; with `purpose=fine-tune-results`, the step metrics of jobs that succeeded."""
     if purpose == RESULTS:
-        return _list_results(database, limit, after)
+        return await slowly(lambda: _list_results(database, limit, after))
     query = select(File).where(File.inline.is_(False))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
+    return await to_thread.run_sync(_page, database, query, limit, after)
+
+
+def _page(database: Database, query: "Select[Any]", limit: int, after: str | None) -> Page[FileAnswer]:
     with database.reading() as session:
         return page(session, query, File.id, limit, after, answer)
 

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import structlog
-from sqlalchemy import BindParameter, Connection, String, bindparam, or_, select
+from sqlalchemy import BindParameter, Connection, String, bindparam, func, or_, select
 from sqlalchemy.exc import DBAPIError
 
 from app.contract.data_formats import BadLine, DataFormat, parse_line
-from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
+from app.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, TooLarge
 from app.settings import Settings
 from app.storage import pending
 from app.storage.compiled import Prepared
-from app.storage.database import Database, database_now
+from app.storage.database import Database, database_now, lock_until_commit
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job
 
 _BLOCK = 2**20
+_MAX_COMPARED_NAMES = 100
 _MAX_VERIFIED_COPIES = 3
 """The most stored copies that are verified when another file with the same content arrives; usually there is
 one copy, with many names."""
@@ -136,12 +137,19 @@ def add(
     purpose: str,
     equal: str | None = None,
     inline: bool = False,
+    most_bytes: int | None = None,
 ) -> File:
     """Adds the row of a stored file, whose name on disk is its id.
 
     Args:
         equal: the id that `find_duplicate` returned, or None.
+        most_bytes: the maximum size of all files of the key together; None for no limit.
+
+    Raises:
+        QuotaExceeded: the key's files would be larger than that.
     """
+    if most_bytes is not None:
+        _check_room(session, checked.bytes, most_bytes)
     _link_duplicate(path, equal)
     file = File(
         id=path.name,
@@ -159,6 +167,17 @@ def add(
     return file
 
 
+def _check_room(session: Session, more: int, most: int) -> None:
+    lock_until_commit(session, f"files of {session.viewer.creator}")
+    own = File.owner.is_not_distinct_from(session.viewer.creator)
+    stored = session.scalar(select(func.coalesce(func.sum(File.bytes), 0)).where(own)) or 0
+    if stored + more > most:
+        raise QuotaExceeded(
+            f"The files of this key would take {stored + more} bytes, more than {most} "
+            "(ACCRUE_MAX_STORED_BYTES): delete some first; those of a job are deleted with it."
+        )
+
+
 def find_duplicate(database: Database, path: Path, checked: CheckedFile) -> str | None:
     """Finds a stored file with the same content, whoever owns it. Returns its id, or None.
 
@@ -169,6 +188,7 @@ def find_duplicate(database: Database, path: Path, checked: CheckedFile) -> str 
     table = File.__table__
     with database.reading() as session:
         equal = select(table.c.id).where(table.c.sha256 == checked.sha256).order_by(table.c.id.desc())
+        equal = equal.limit(_MAX_COMPARED_NAMES)
         names = [path.with_name(file_id) for file_id in session.scalars(equal)]
     by_inode: dict[int, list[Path]] = {}
     for name in names:

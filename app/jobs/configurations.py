@@ -14,7 +14,7 @@ def find(session: Session, config_id: str, field: str | None = None, *, lock: bo
     Raises:
         NotFound: no configuration has that id.
     """
-    row = session.get(Configuration, config_id, with_for_update=lock or None)
+    row = session.get(Configuration, config_id, with_for_update=lock or None, populate_existing=lock)
     if row is None:
         raise NotFound(f"No configuration has the id {config_id}.", field=field)
     return row

@@ -50,8 +50,8 @@ def record_event(
     data: dict[str, Any] | None = None,
 ) -> None:
     """Records an event of the service or a worker, and queues its webhook (`WEBHOOK_EVENTS`)."""
-    if kind in WEBHOOK_EVENTS and job.webhook_url is not None:
-        announced = f"fine_tuning.job.{kind}"
+    announced = f"fine_tuning.job.{kind}"
+    if kind in WEBHOOK_EVENTS and job.webhook_url is not None and not _is_due(session, job, announced):
         now = database_now()
         session.add(
             Delivery(
@@ -60,6 +60,18 @@ def record_event(
             )
         )  # fmt: skip
     record_event_without_webhook(session, job.id, job.attempt, kind, message, level=level, data=data)
+
+
+def _is_due(session: Session, job: Job, announced: str) -> bool:
+    """Whether the same notification of the job still waits to be delivered."""
+    same = select(Delivery.id).where(Delivery.job_id == job.id, Delivery.type == announced)
+    return session.scalar(same.where(Delivery.not_before.is_not(None)).limit(1)) is not None
+
+
+def is_recorded(session: Session, job_id: str, kind: str, *, times: int) -> bool:
+    """Whether a job has at least so many events of a kind."""
+    own = select(JobEvent.id).where(JobEvent.job_id == job_id, JobEvent.type == kind)
+    return session.scalar(own.offset(times - 1).limit(1)) is not None
 
 
 def record_event_without_webhook(

@@ -13,7 +13,7 @@ from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
 from app.errors import Conflict
-from app.jobs.events import record_event
+from app.jobs.events import is_recorded, record_event
 from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, reclaim_expired
 from app.jobs.transitions import change, get
 from app.statistics import counters
@@ -99,6 +99,10 @@ def submit(session: Session, submission: Submission) -> Job:
     return job
 
 
+MOST_PAUSES = 1000
+"""How often a waiting job can be paused: each time adds an event."""
+
+
 def cancel(session: Session, job_id: str) -> Job:
     """Cancels a waiting job at once; requests the cancellation of a running one.
 
@@ -127,6 +131,8 @@ def pause(session: Session, job_id: str) -> Job:
     if job.status == "running":
         _request(session, job, "pause")
     elif job.status == "queued":
+        if is_recorded(session, job_id, "paused", times=MOST_PAUSES):
+            raise Conflict(f"Job {job_id} has been paused {MOST_PAUSES} times: cancel it instead.")
         change(session, job, "paused")
         record_event(session, job, "paused", "Job paused.")
     return job

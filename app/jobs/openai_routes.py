@@ -44,6 +44,7 @@ from app.web.dependencies import (
     Reading,
     Writing,
     planning_inputs_of,
+    slowly_of,
 )
 from app.web.pagination import page, page_of
 
@@ -56,7 +57,9 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 async def create(request: Request, requested: FineTuningRequest, once: CurrentIdempotentRequest) -> Response:
     """All other options go in `extra_body={"accumulation": …, "training_config": …, "dataset_config": …}`."""
     inputs, settings = planning_inputs_of(request), request.app.state.settings
-    return await submit(_Handler(requested, inputs, settings, once), request.app.state.group_commit)
+    return await submit(
+        _Handler(requested, inputs, settings, once), request.app.state.group_commit, slowly_of(request)
+    )
 
 
 class _Handler(SubmissionHandler):

@@ -2,13 +2,14 @@
 
 Jobs start in the order of the queue, but a job that needs more devices than are free is overtaken by those
 behind it. So that it does not wait for ever, devices are kept for it once it has waited for some time: the
-free ones, and those that are expected to become free first. They are kept for at most as long as the job has
-waited already: nobody can make devices stand idle for longer than that, and a job that waits behind long
-ones gets its devices in the end.
-"""
+free ones, and those that are expected to become free first. This begins once the job is expected to start
+within as long as it has waited already, so that a job that waits behind long ones gets its devices in the
+end. Whatever was expected, devices are kept for at most half of a job's whole wait: nobody can make them
+stand idle for longer than that."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from sqlalchemy import and_, case, or_, select
@@ -31,6 +32,11 @@ class Need:
     gpu_ids: frozenset[int]
     """The GPUs that it must have; empty: any."""
     waited_seconds: float
+    job_id: str = ""
+    kept_seconds: float = 0.0
+    """For how long devices have been kept for it."""
+    is_kept: bool = False
+    """Whether they are kept for it now."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +45,45 @@ class Tier:
 
     before_place: float
     devices: tuple[DeviceId, ...]
+    kept_for: str | None = None
+    """The job for which later tiers have fewer devices."""
 
+
+class Keeping:
+    """For which jobs a worker keeps devices, and for how long it has done so."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._now: set[str] = set()
+        self._at = time.monotonic()
+
+    def known(self, needs: Iterable[Need]) -> list[Need]:
+        """The needs, with what is known of each. What is known of other jobs is forgotten."""
+        now = time.monotonic()
+        passed, self._at = min(now - self._at, _LONGEST_TURN_SECONDS), now
+        for job_id in self._now:
+            self._seconds[job_id] = self._seconds.get(job_id, 0.0) + passed
+        found = [
+            replace(need, kept_seconds=self._seconds.get(need.job_id, 0.0), is_kept=need.job_id in self._now)
+            for need in needs
+        ]
+        self._seconds = {need.job_id: need.kept_seconds for need in found if need.kept_seconds}
+        return found
+
+    def note(self, tiers: Iterable[Tier]) -> None:
+        """Notes for which jobs devices are kept from now on."""
+        self._now = {tier.kept_for for tier in tiers if tier.kept_for is not None}
+
+
+_LONGEST_TURN_SECONDS = 10.0
+"""A worker that has not looked for longer than this had no free device to keep."""
 
 _MAX_NEEDS = 100
 """The maximum number of jobs for which a worker keeps devices at once."""
 
 
 def needs(session: Session, after_seconds: float, devices: Sequence[DeviceId], most: int) -> list[Need]:
-    """The first queued jobs that need several devices, or certain ones, have waited for some time, and can
-    train on a worker.
+    """The first queued jobs that need several devices, have waited for some time, and can train on a worker.
 
     Args:
         after_seconds: how long they must have waited.
@@ -57,11 +93,11 @@ def needs(session: Session, after_seconds: float, devices: Sequence[DeviceId], m
     there = gpu_mask(device for device in devices if isinstance(device, int))
     queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
     waiting = (
-        select(Job.place, Job.device_count, Job.gpu_mask, database_now() - queued_at)
+        select(Job.place, Job.device_count, Job.gpu_mask, database_now() - queued_at, Job.id)
         .where(
             Job.status == "queued",
             Job.not_before <= database_now(),
-            or_(Job.device_count > 1, Job.gpu_mask != 0),
+            Job.device_count > 1,
             or_(Job.device_count <= len(devices), Job.device_count > most),
             Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
             queued_at <= database_now() - after_seconds,
@@ -70,8 +106,8 @@ def needs(session: Session, after_seconds: float, devices: Sequence[DeviceId], m
         .limit(_MAX_NEEDS)
     )
     return [
-        Need(place, count, frozenset(gpus_of(mask)), waited)
-        for place, count, mask, waited in session.execute(waiting)
+        Need(place, count, frozenset(gpus_of(mask)), waited, job_id)
+        for place, count, mask, waited, job_id in session.execute(waiting)
     ]
 
 
@@ -95,15 +131,15 @@ def tiers(
     Args:
         needs: in the order of the queue.
         free: the worker's free devices.
-        busy: its other devices that will become free, each with the seconds until then. Devices that
-            others hold, or that are set aside, are neither free nor busy.
+        busy: its other devices that will become free, each with the seconds until then. Devices that are
+            set aside are neither free nor busy.
         most: a job that needs more devices than this takes all of the worker's.
     """
     left, soon, found = list(free), dict(busy), []
     for need in needs:
         kept = _kept(need, left, soon, most)
         if kept:
-            found.append(Tier(need.place, tuple(left)))
+            found.append(Tier(need.place, tuple(left), need.job_id))
             left = [device for device in left if device not in kept]
             soon = {device: seconds for device, seconds in soon.items() if device not in kept}
     return [*found, Tier(inf, tuple(left))]
@@ -121,4 +157,6 @@ def _kept(need: Need, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], 
     if not chosen or len(chosen) < enough:
         return set()
     until_start = max(seconds[device] for device in chosen)
-    return set(chosen) if 0.0 < until_start <= need.waited_seconds else set()
+    without = need.waited_seconds - need.kept_seconds
+    is_soon = need.kept_seconds <= without if need.is_kept else until_start <= without - need.kept_seconds
+    return set(chosen) if until_start > 0.0 and is_soon else set()

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from anyio import to_thread
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
@@ -42,6 +41,7 @@ from app.web.dependencies import (
     Reading,
     Writing,
     planning_inputs_of,
+    slowly_of,
 )
 from app.web.event_stream import EventStream
 from app.web.pagination import page
@@ -236,21 +236,22 @@ async def _submitted(
     if requested.dry_run:
         checked = await _dry_run(request, handler)
         return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
-    return await submit(handler, request.app.state.group_commit)
+    return await submit(handler, request.app.state.group_commit, slowly_of(request))
 
 
 async def _dry_run(request: Request, handler: "_Handler") -> AdmittedRequest:
     """Waits a moment for a simulation, unless too many requests are waiting already."""
-    checked = await to_thread.run_sync(handler.check)
+    slowly = slowly_of(request)
     waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id
+    checked = await slowly(handler.check)
     if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
         return checked
     with waits.place(key_id):
         await profiles.wait_for(
             handler.inputs.database, checked.profile_key, _DRY_RUN_WAITS, request.is_disconnected
         )
-    return await to_thread.run_sync(handler.check)
+    return await slowly(handler.check)
 
 
 class _Handler(SubmissionHandler):

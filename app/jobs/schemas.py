@@ -15,7 +15,7 @@ from app.contract.arguments import (
     ScheduleArguments,
     reject_unknown_arguments,
 )
-from app.contract.base import Answer, Flag, Request
+from app.contract.base import Answer, Flag, Request, RequestPart, ShortText
 from app.contract.data_formats import DataFormat, Role, Weight
 from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
@@ -66,7 +66,7 @@ class DatasetOptions(Request):
     )
 
 
-class InlinePrompt(Request):
+class InlinePrompt(RequestPart):
     """A prompt with its completion; only the completion counts toward the loss."""
 
     prompt: str
@@ -74,12 +74,19 @@ class InlinePrompt(Request):
     weight: Weight = 1.0
 
 
-class InlineMessage(Request):
+class InlineMessage(RequestPart):
     """A turn of a chat; those of the assistant count for the loss."""
 
     role: Role
     content: str
     weight: Literal[0, 1] = 1
+
+
+_INLINE_FORMATS: dict[str, DataFormat] = {
+    "texts": "text",
+    "prompts": "prompt_completion",
+    "messages": "messages",
+}
 
 
 class DatasetConfig(DatasetOptions):
@@ -106,11 +113,10 @@ class DatasetConfig(DatasetOptions):
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError("give exactly one of texts, prompts, messages, file_id and dataset")
-        inline = self.inline()
-        if inline is None:
+        form = _INLINE_FORMATS.get(given[0])
+        if form is None:
             return self
-        form, lines = inline
-        if not lines:
+        if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty: give at least one sample")
         if self.format not in (None, form):
             raise ValueError(f"{given[0]} are of format {form}, not {self.format}: leave format out")
@@ -151,7 +157,7 @@ class TrainingConfig(Request):
         description="Scope of a mixture-of-experts model's balance loss: window (costs a forward pass "
         "without gradient), sequence (a different loss, at no cost) or none",
     )
-    freeze: list[str] = Field(
+    freeze: list[ShortText] = Field(
         default_factory=list,
         fail_fast=True,
         max_length=100,
@@ -240,7 +246,7 @@ class DistributedConfig(Request):
 class JobOptions(AccumulationConfig):
     """A job's options, and its accumulation configuration: by fields, by config_id, or both."""
 
-    config_id: str | None = Field(
+    config_id: ShortText | None = Field(
         None, description="The id of a stored configuration; fields given here override its fields"
     )
     accumulation_steps_by_device: list[Annotated[int, Field(ge=1, le=MAX_ACCUMULATION_STEPS)]] | None = Field(
@@ -336,6 +342,11 @@ class JobOptions(AccumulationConfig):
                 raise ValueError(
                     f"accumulation_steps names {len(by_device)} devices, but {named} are requested"
                 )
+        if self.gpu_ids is not None:  # a worker uses GPUs in the order of their numbers
+            if by_device is not None:
+                ordered = sorted(zip(self.gpu_ids, by_device, strict=True))
+                self.accumulation_steps_by_device = [steps for _, steps in ordered]
+            self.gpu_ids = sorted(self.gpu_ids)
         several = self.num_gpus == "auto" or max(self.num_gpus or 1, len(self.gpu_ids or by_device or ())) > 1
         if self.use_multi_gpu is False and several:
             raise ValueError("use_multi_gpu is false, but several devices are requested")

@@ -51,10 +51,14 @@ class Fence:
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     """Returns a job.
 
+    Args:
+        lock: returns it as it is now, even if the session has read it before; no other transaction can change
+            it until this one ends.
+
     Raises:
         NotFound: no job has that id.
     """
-    job = session.get(Job, job_id, with_for_update=lock or None)
+    job = session.get(Job, job_id, with_for_update=lock or None, populate_existing=lock)
     if job is None:
         raise NotFound(
             f"No job has the id {job_id}: GET /gradient-accumulation/training, or accrue jobs, lists them."

@@ -120,7 +120,9 @@ def _between(dialect: str) -> object:
 
 def _workers(dialect: str) -> object:
     length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
-    used = select(func.coalesce(func.sum(Job.device_count), 0)).where(Job.status == "running")
+    most = select(func.coalesce(func.max(length(Worker.devices)), 1)).scalar_subquery()
+    got = case((Job.device_count > most, most), else_=Job.device_count)  # others train on fewer
+    used = select(func.coalesce(func.sum(got), 0)).where(Job.status == "running")
     return select(
         database_now(), func.count(), func.sum(length(Worker.devices)) - used.scalar_subquery()
     ).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)

@@ -4,7 +4,6 @@ The measurements give the errors of predictions, the safety margin that follows 
 estimates, and the micro-batch beyond which throughput no longer grows.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Literal
@@ -78,17 +77,23 @@ def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
         )  # fmt: skip
 
 
-def points(session: Session, architecture: str, device_name: str | None) -> Mapping[str, list[MeasuredPeak]]:
-    """The measured peaks on such a device, by profile key; of several for one size, the newest."""
-    query = select(Measurement).where(
-        Measurement.architecture == architecture, Measurement.device_name == device_name
-    )
-    found: dict[str, dict[int, MeasuredPeak]] = {}
-    for row in session.scalars(query.order_by(Measurement.created_at)):
-        found.setdefault(row.key, {})[row.tokens] = MeasuredPeak(
-            row.tokens, row.accumulating, row.measured_bytes
+def points(session: Session, architecture: str, key: str, device_name: str | None) -> list[MeasuredPeak]:
+    """The measured peaks of a profile's key on such a device, by increasing size; of several for one size,
+    the newest."""
+    query = (
+        select(Measurement)
+        .where(
+            Measurement.architecture == architecture,
+            Measurement.device_name == device_name,
+            Measurement.key == key,
         )
-    return {key: [own[tokens] for tokens in sorted(own)] for key, own in found.items()}
+        .order_by(Measurement.created_at.desc())
+        .limit(_MAX_MEASUREMENTS)
+    )
+    found: dict[int, MeasuredPeak] = {}
+    for row in session.scalars(query):
+        found.setdefault(row.tokens, MeasuredPeak(row.tokens, row.accumulating, row.measured_bytes))
+    return [found[tokens] for tokens in sorted(found)]
 
 
 def throughput(session: Session, key: str, device_name: str | None) -> Throughput | None:

@@ -19,7 +19,7 @@ from app.errors import NotFound
 from app.memory_profiles import measurements
 from app.memory_profiles.measurements import Subject
 from app.planning.devices import Device
-from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, Estimate, EstimateOf
+from app.planning.estimate import ByDivision, ByFormula, ByMeasurement, ByProfile, Estimate, EstimateOf
 from app.planning.planner import Known
 from app.planning.recipes import recipe_of
 from app.planning.throughput import Throughput, ThroughputOf
@@ -42,6 +42,12 @@ _FREE = and_(ProfileRequest.error.is_(None), ProfileRequest.claimed_at.is_(None)
 _FORGOTTEN_AFTER = 24 * 3600.0
 """Seconds after which requests are deleted: no client waits any more, and failed ones may be retried."""
 
+_MOST_REQUESTS = 100
+"""The maximum number of requests of one key; older ones are forgotten."""
+
+_MOST_PROFILES = 10_000
+"""The maximum number of stored profiles; older ones are forgotten."""
+
 
 @dataclass(frozen=True)
 class ProfileKey:
@@ -61,9 +67,10 @@ class ProfileKey:
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     """The key that a profile is stored under: a digest of the architecture, the recipe, the sequence length,
     and the versions of torch and of the profiler."""
+    defaults = {"optimizer_on_cpu": False, "parts": 1}  # left out, which keeps older keys
     own = recipe.model_dump_json(
-        exclude=None if recipe.optimizer_on_cpu else {"optimizer_on_cpu"}
-    )  # keeps older keys
+        exclude={name for name, value in defaults.items() if getattr(recipe, name) == value}
+    )
     content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_PROFILER_VERSION}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -76,31 +83,33 @@ def exists(session: Session, key: str) -> bool:
 def estimates(session: Session, architecture: Architecture, device_name: str | None) -> EstimateOf:
     """The best available estimate for each recipe and length: by profile, else by formula.
 
-    Measurements with that recipe and length on such a device, if any, correct the estimate.
+    Measurements with that recipe and length on such a device, if any, correct the estimate. The estimates are
+    read from the session when they are asked for.
 
     Args:
         device_name: None: the devices are of several kinds.
     """
-    stored = select(StoredProfile.key, StoredProfile.content)
-    stored = stored.where(StoredProfile.architecture == architecture.fingerprint)
-    known: dict[str, Any] = {row.key: row.content for row in session.execute(stored)}
-    measured = measurements.points(session, architecture.fingerprint, device_name)
     error_of = cache(lambda source, device: measurements.mean_error(session, source, device))
 
+    @cache
     def best(recipe: Recipe, sequence: int) -> Estimate:
         key = key_of(architecture, recipe, sequence)
-        content = known.get(key)
+        content = session.scalar(select(StoredProfile.content).where(StoredProfile.key == key))
         profile = None if content is None else Profile.model_validate(content)
         estimate: Estimate
+        if profile is None and recipe.parts > 1:
+            whole = best(recipe.model_copy(update={"parts": 1}), sequence)
+            return ByDivision(whole, architecture, recipe, error_of("formula", recipe.device))
         if profile is None:
             estimate = ByFormula(architecture, recipe, sequence, error_of("formula", recipe.device))
         else:
             error = error_of(profile.source, recipe.device)
             estimate = ByProfile(profile.curve, recipe, profile.source, error)
-        if key not in measured:
+        measured = measurements.points(session, architecture.fingerprint, key, device_name)
+        if not measured:
             return estimate
         error = error_of("measured", recipe.device)
-        return ByMeasurement(estimate, recipe.device, sequence, tuple(measured[key]), error)
+        return ByMeasurement(estimate, recipe.device, sequence, tuple(measured), error)
 
     return best
 
@@ -154,6 +163,12 @@ def request(session: Session, wanted: ProfileKey) -> None:
         sequence=wanted.sequence,
     )
     session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
+    own = select(ProfileRequest.key).where(
+        ProfileRequest.requested_by.is_not_distinct_from(session.viewer.creator)
+    )
+    own = own.where(ProfileRequest.claimed_at.is_(None) | ProfileRequest.error.is_not(None))
+    older = own.order_by(ProfileRequest.created_at.desc()).offset(_MOST_REQUESTS)
+    session.execute(delete(ProfileRequest).where(ProfileRequest.key.in_(older)))
 
 
 def request_with_warnings(database: Database, wanted: ProfileKey) -> list[str] | None:
@@ -172,9 +187,11 @@ def request_with_warnings(database: Database, wanted: ProfileKey) -> list[str] |
 def request_warnings(database: Database, wanted: ProfileKey) -> list[str] | None:
     """Warnings about a profile that was requested; None while it is still being made."""
     with database.reading() as session:
-        row = session.get(ProfileRequest, wanted.key)
-    if row is None:
+        row, made = session.get(ProfileRequest, wanted.key), exists(session, wanted.key)
+    if made:
         return []
+    if row is None:
+        return ["the figures come from a formula: the simulation of this step was dropped for newer requests"]
     if row.error is not None:
         return [f"this model cannot be simulated, so the figures come from a formula: {row.error}"]
     return None
@@ -248,6 +265,8 @@ def store(session: Session, request: ProfileRequest, profile: Profile) -> None:
         statement.on_conflict_do_update(index_elements=["key"], set_={"content": statement.excluded.content})
     )
     session.execute(delete(ProfileRequest).where(ProfileRequest.key == request.key))
+    older = select(StoredProfile.id).order_by(StoredProfile.id.desc()).offset(_MOST_PROFILES)
+    session.execute(delete(StoredProfile).where(StoredProfile.id.in_(older)))
 
 
 def give_up(session: Session, request: ProfileRequest, reason: str) -> None:

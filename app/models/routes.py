@@ -6,8 +6,10 @@ from fastapi import APIRouter, Path
 
 from app.jobs.openai_schemas import ModelAnswer, ModelDeleted, ModelList
 from app.models import base_models, trained_models
+from app.settings import Settings
+from app.storage.database import Database
 from app.storage.tables import Job
-from app.web.dependencies import CurrentSettings, Reading
+from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading, Slowly
 
 router = APIRouter(prefix="/v1/models", tags=["OpenAI: models"])
 
@@ -15,9 +17,14 @@ ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/
 
 
 @router.get("", summary="Base and trained models")
-def list_models(session: Reading, settings: CurrentSettings) -> ModelList:
+async def list_models(slowly: Slowly, database: CurrentDatabase, settings: CurrentSettings) -> ModelList:
     """Lists trained models, newest first, then the base models that need no download."""
-    trained = [_trained(job) for job in trained_models.jobs_with_model(session, settings)]
+    return await slowly(lambda: _all(database, settings))
+
+
+def _all(database: Database, settings: Settings) -> ModelList:
+    with database.reading() as session:
+        trained = [_trained(job) for job in trained_models.jobs_with_model(session, settings)]
     return ModelList(data=trained + [_base(name) for name in base_models.local_names(settings)])
 
 

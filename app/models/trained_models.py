@@ -6,9 +6,8 @@ from pathlib import Path
 from sqlalchemy import select
 
 from app.errors import Conflict, NotFound
-from app.results.run_files import model_dir
+from app.results.run_files import model_dir, remove_models
 from app.settings import Settings
-from app.storage.disk import remove_tree
 from app.storage.session import Session
 from app.storage.tables import Job
 
@@ -64,10 +63,7 @@ def remove(session: Session, settings: Settings, name: str) -> None:
     """
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
-    folder = _folder(find(session, settings, name), settings)
-    for replica in folder.parent.glob("replica-*"):
-        remove_tree(replica / "model")
-    remove_tree(folder)
+    remove_models(settings, find(session, settings, name).id)
 
 
 def _folder(job: Job, settings: Settings) -> Path:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import floor
 
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, Source
 from app.contract.spec import MemoryLimits
@@ -142,10 +143,10 @@ def _device(rank: Rank, steps: int) -> DeviceSplit:
         memory_bytes=rank.device.memory_bytes,
         memory_limit_bytes=rank.capacity.limit_bytes,
         max_micro_batch_size=rank.capacity.largest_in(steps),
-        micro_batch_size=max(rank.micro_batches, default=0),
+        micro_batch_size=rank.micro_batches.largest,
         accumulation_steps=len(rank.micro_batches),
-        micro_batch_sizes=rank.micro_batches,
-        samples=sum(rank.micro_batches),
+        micro_batch_sizes=rank.micro_batches.sizes(MAX_ACCUMULATION_STEPS),
+        samples=rank.micro_batches.samples,
     )
 
 

@@ -118,16 +118,16 @@ def accumulation_steps(
             field="actual_batch_size",
         )
     devices = split_over(target_batch_size, [actual_batch_size] * num_gpus)
-    even = len({size for own in devices for size in own}) == 1
+    even = len({size for own in devices if own for size in (own.largest, own.smallest)}) == 1
     return AccumulationStepsAnswer(
         target_batch_size=target_batch_size,
         actual_batch_size=actual_batch_size,
         num_gpus=num_gpus,
         accumulation_steps=steps,
-        effective_batch_size=sum(map(sum, devices)),
+        effective_batch_size=sum(own.samples for own in devices),
         exact=True,
-        micro_batch_sizes=devices[0],
-        devices=devices,
+        micro_batch_sizes=devices[0].sizes(),
+        devices=[own.sizes() for own in devices],
         explanation=f"{target_batch_size} samples in {steps} accumulation step{'s' * (steps > 1)} of at most "
         f"{actual_batch_size} on {num_gpus} device{'s' * (num_gpus > 1)}"
         + (

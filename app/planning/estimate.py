@@ -46,6 +46,67 @@ class ByFormula:
         return step_memory(self.architecture, self.recipe, rows, self.sequence)
 
 
+_WHOLE_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class ByDivision:
+    """An estimate for a rank that holds only a part of the model (fsdp), from that of the whole model.
+
+    A rank keeps 1/N of the weights, gradients and optimizer states. While a layer runs, its weights are
+    whole, and so are those of the next layer, which are fetched ahead; in the backward pass, so are the
+    layer's gradients. What is outside of the layers (embeddings and output head) stays whole during a step
+    (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)."""
+
+    whole: Estimate
+    """The estimate for one device that holds the whole model."""
+    architecture: Architecture
+    recipe: Recipe
+    expected_error: float | None = None
+    source: Source = "formula"
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        whole, ranks = self.whole.memory(rows, accumulating=accumulating), self.recipe.parts
+        outside = min(1.0, 2 * self.architecture.vocabulary * self.architecture.hidden_size
+                      / self.architecture.parameters)  # fmt: skip
+        layer = (1 - outside) / self.architecture.layers
+        together = outside + _WHOLE_LAYERS * layer
+        copies = self._cast_copies(whole.weights_bytes)
+        kept = whole.weights_bytes - copies
+        casts = copies * together if self.recipe.gradient_checkpointing else copies
+        return whole.model_copy(
+            update={
+                "weights_bytes": int(kept / ranks + kept * together + casts),
+                "gradients_bytes": int(whole.gradients_bytes * (1 / ranks + together)),
+                "optimizer_bytes": whole.optimizer_bytes // ranks,
+            }
+        )
+
+    def _cast_copies(self, weights_bytes: int) -> float:
+        """Bytes of autocast's copies of the weights in half precision, which the backward pass needs."""
+        casts = self.recipe.precision in ("bf16", "fp16") and self.recipe.lora is None
+        return weights_bytes / 3 if casts else 0.0
+
+
+@dataclass(frozen=True)
+class InBuckets:
+    """An estimate for a rank that keeps its gradients between windows (ddp): as if earlier micro-batches had
+    always left some."""
+
+    alone: Estimate
+
+    @property
+    def source(self) -> Source:
+        return self.alone.source
+
+    @property
+    def expected_error(self) -> float | None:
+        return self.alone.expected_error
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        return self.alone.memory(rows, accumulating=True)
+
+
 @dataclass(frozen=True)
 class ByProfile:
     """An estimate from a simulated profile."""
@@ -152,7 +213,12 @@ EstimateOf = Callable[[Recipe, int], Estimate]
 
 def by_formula(architecture: Architecture) -> EstimateOf:
     """Estimates by formula, from the architecture alone."""
-    return lambda recipe, sequence: ByFormula(architecture, recipe, sequence)
+
+    def estimate(recipe: Recipe, sequence: int) -> Estimate:
+        whole = ByFormula(architecture, recipe, sequence)
+        return whole if recipe.parts == 1 else ByDivision(whole, architecture, recipe)
+
+    return estimate
 
 
 def comparable_estimates(

@@ -23,6 +23,7 @@ def question_of(spec: Spec, devices: Sequence[Device]) -> Question:
         effective_batch=spec.effective_batch_size,
         split=spec.split,
         constant_batch=spec.ramp.name == "constant",
+        tunes=spec.tune is not None,
         shrink_to_fit=spec.auto_adjust_batch_size,
     )
 
@@ -113,7 +114,7 @@ def _ranks(solution: Solution) -> tuple[RankPlan, ...]:
             micro_batch_size=rank.micro_batch,
             predicted_peak_bytes=rank.memory.peak_process_bytes,
             memory_limit_bytes=rank.capacity.limit_bytes,
-            share_of_tokens=sum(rank.micro_batches) / solution.effective_batch,
+            share_of_tokens=rank.micro_batches.samples / solution.effective_batch,
         )
         for number, rank in enumerate(solution.ranks)
     )
@@ -138,7 +139,8 @@ def samples_of(spec: Spec, steps_total: int | None) -> int | None:
         return None
     if spec.epochs is not None:
         return (spec.data.examples - spec.data.held_out()) * spec.epochs
-    return steps_total * spec.effective_batch_size
+    replicas = spec.split.devices if spec.strategy == "independent" else 1
+    return steps_total * spec.effective_batch_size * replicas
 
 
 def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -> float | None:
@@ -192,6 +194,10 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
+    unused = {"report_to": spec.report_to, "profile": spec.profile}
+    without = [name for name, value in unused.items() if value] if spec.strategy == "independent" else []
+    if without:
+        warnings.append(f"independent replicas ignore {' and '.join(without)}")
     if spec.strategy == "independent" and spec.split.devices > len(solution.ranks):
         warnings.append(
             f"{spec.split.devices} independent replicas take turns on {len(solution.ranks)} devices"

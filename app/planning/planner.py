@@ -16,11 +16,16 @@ from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule
 from app.contract.spec import MemoryLimits, RequestedSplit, Strategy
 from app.planning.changes import changes
 from app.planning.devices import Device
-from app.planning.estimate import Estimate, EstimateOf, comparable_estimates, largest_micro_batch
+from app.planning.estimate import (
+    Estimate,
+    EstimateOf,
+    InBuckets,
+    comparable_estimates,
+    largest_micro_batch,
+)
 from app.planning.estimate import by_formula as estimates_by_formula
 from app.planning.memory import Memory
-from app.planning.sharding import OfOneRank
-from app.planning.split import even, shares, split_over
+from app.planning.split import NO_MICRO_BATCH, MicroBatches, even, shares, split_over
 from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
 
 DEFAULT_EFFECTIVE_BATCH = 32
@@ -67,6 +72,8 @@ class Question:
     split: RequestedSplit = PLANNED
     constant_batch: bool = True
     """Whether every window has that many samples; false: the effective batch grows during training."""
+    tunes: bool = False
+    """Whether a sweep will choose the micro-batch, up to a token budget."""
     shrink_to_fit: bool = False
     """Replace a requested micro-batch that is predicted not to fit by the largest that does."""
     at_most: int | None = None
@@ -109,8 +116,8 @@ class Rank:
 
     capacity: Capacity
     rule: MicroBatchRule
-    micro_batches: list[int]
-    """Samples of each micro-batch, if all have full length; empty: other ranks process the whole batch."""
+    micro_batches: MicroBatches
+    """Its micro-batches, if all samples have full length; empty: other ranks process the whole batch."""
     memory: Memory
     """Memory at the peak of a step, with the largest micro-batch."""
 
@@ -121,7 +128,7 @@ class Rank:
     @property
     def micro_batch(self) -> int:
         """Samples of the largest micro-batch."""
-        return max(self.micro_batches, default=1)
+        return self.micro_batches.largest or 1
 
     @property
     def fits(self) -> bool:
@@ -155,7 +162,7 @@ class Solution:
 
     @property
     def effective_batch(self) -> int:
-        return sum(sum(rank.micro_batches) for rank in self.ranks)
+        return sum(rank.micro_batches.samples for rank in self.ranks)
 
     @property
     def tightest(self) -> Rank:
@@ -179,17 +186,35 @@ def solve(question: Question, known: Known) -> Solution:
     otherwise in as few accumulation steps as memory allows, with micro-batches no larger than the size
     beyond which throughput stops growing.
     """
-    estimate = known.estimates(question.recipe, question.sequence)
-    if question.strategy == "fsdp" and len(question.devices) > 1 and known.architecture is not None:
-        estimate = OfOneRank(estimate, known.architecture, question.recipe, len(question.devices))
+    estimate = _estimate(question, known)
     throughput = known.throughput(question.recipe, question.sequence)
-    capacities = [capacity_of(device, question, estimate, throughput) for device in question.devices]
+    by_kind: dict[Device, Capacity] = {}
+    for device in question.devices:
+        alike = replace(device, id=0)
+        if alike not in by_kind:
+            by_kind[alike] = capacity_of(alike, question, estimate, throughput)
+    capacities = [replace(by_kind[replace(device, id=0)], device=device) for device in question.devices]
     rules, sizes, adjusted = _split(question, capacities)
     ranks = [
-        Rank(capacity, rule, own, estimate.memory(max(own, default=1), accumulating=len(own) > 1))
+        Rank(capacity, rule, own, estimate.memory(own.largest or 1, accumulating=len(own) > 1))
         for capacity, rule, own in zip(capacities, rules, sizes, strict=True)
     ]
     return Solution(question, ranks, estimate, throughput, adjusted)
+
+
+def _estimate(question: Question, known: Known) -> Estimate:
+    """The memory of one of the question's devices."""
+    ranks = len(question.devices)
+    if ranks == 1 or known.architecture is None:
+        return known.estimates(question.recipe, question.sequence)
+    if question.strategy == "fsdp":
+        return known.estimates(divided(question.recipe, ranks), question.sequence)
+    return InBuckets(known.estimates(question.recipe, question.sequence))
+
+
+def divided(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe of a rank's step if each parameter is divided among several."""
+    return recipe.model_copy(update={"parts": ranks})
 
 
 def capacity_of(
@@ -221,7 +246,7 @@ def _useful_tokens(largest: int, question: Question, device: Device, throughput:
 
 def _split(
     question: Question, capacities: list[Capacity]
-) -> tuple[list[MicroBatchRule], list[list[int]], str | None]:
+) -> tuple[list[MicroBatchRule], list[MicroBatches], str | None]:
     """Each device's rule, its micro-batches at full length, and a warning if the request was changed."""
     if question.is_planned:
         return *_planned(question, capacities), None
@@ -242,20 +267,22 @@ def _split(
     if split.micro_batch_size is not None and not by_device:
         return [FixedSize(samples=requested)] * devices, split_over(batch, [requested] * devices), None
     each = even(batch, micro_batches)
-    sizes = [each[start::devices] for start in range(devices)]
+    sizes = [each.chosen(slice(start, None, devices)) for start in range(devices)]
     if by_device and len(by_device) == devices:
         ends = [0, *accumulate(by_device)]
-        sizes = [each[start:end] for start, end in pairwise(ends)]
+        sizes = [each.chosen(slice(start, end)) for start, end in pairwise(ends)]
     return [FixedCount(micro_batches=max(1, len(own))) for own in sizes], sizes, None
 
 
-def _planned(question: Question, capacities: list[Capacity]) -> tuple[list[MicroBatchRule], list[list[int]]]:
+def _planned(
+    question: Question, capacities: list[Capacity]
+) -> tuple[list[MicroBatchRule], list[MicroBatches]]:
     """One micro-batch per device if the batch fits only without accumulation; otherwise token budgets."""
     useful = [capacity.useful for capacity in capacities]
     alone = [capacity.useful_alone for capacity in capacities]
     batch = question.effective_batch or _default_batch(sum(useful), 1)
-    if question.constant_batch and sum(useful) < batch <= sum(alone):
-        sizes = [[share] if share else [] for share in shares(batch, alone)]
+    if question.constant_batch and not question.tunes and sum(useful) < batch <= sum(alone):
+        sizes = [MicroBatches(share, 1) if share else NO_MICRO_BATCH for share in shares(batch, alone)]
         return [FixedCount(micro_batches=1)] * len(sizes), sizes
     budgets: list[MicroBatchRule] = [TokenBudget(tokens=capacity.useful_tokens) for capacity in capacities]
     return budgets, split_over(batch, useful)

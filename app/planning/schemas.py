@@ -101,7 +101,7 @@ class DeviceSplit(Answer):
     max_micro_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
-    micro_batch_sizes: list[int]
+    micro_batch_sizes: list[int] = Field(description="Of at most the first 4096 micro-batches")
     samples: int
 
 

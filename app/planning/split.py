@@ -90,20 +90,57 @@ def without_accumulation(requested: RequestedBatch, recommended: int) -> Resolve
     return ResolvedBatch(resolved.effective_batch_size, 1, per_device)
 
 
-def even(samples: int, parts: int) -> list[int]:
-    """Divides samples into parts whose sizes differ by at most one, larger parts first; no part is empty.
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of a device: their sizes in samples differ by at most one, larger ones first. There
+    may be a million of them, so they are not listed until they are needed."""
 
-    >>> even(30, 4)
-    [8, 8, 7, 7]
-    """
-    parts = min(samples, parts)
-    if parts == 0:
-        return []
-    small, larger = divmod(samples, parts)
-    return [small + 1] * larger + [small] * (parts - larger)
+    samples: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest; 0 if there is none."""
+        return ceil(self.samples / self.count) if self.count else 0
+
+    @property
+    def smallest(self) -> int:
+        """The size of the smallest; 0 if there is none."""
+        return self.samples // self.count if self.count else 0
+
+    def sizes(self, most: int | None = None) -> list[int]:
+        """The sizes of all, or of the first `most`.
+
+        >>> MicroBatches(30, 4).sizes()
+        [8, 8, 7, 7]
+        """
+        larger = self.samples - self.count * self.smallest
+        listed = self.count if most is None else min(most, self.count)
+        return [self.smallest + (number < larger) for number in range(listed)]
+
+    def chosen(self, places: slice) -> "MicroBatches":
+        """Those at some of the places.
+
+        >>> MicroBatches(30, 4).chosen(slice(1, None, 2)).sizes()
+        [8, 7]
+        """
+        larger = self.samples - self.count * self.smallest
+        count = len(range(self.count)[places])
+        return MicroBatches(count * self.smallest + len(range(larger)[places]), count)
 
 
-def split_over(target: int, capacities: Sequence[int]) -> list[list[int]]:
+NO_MICRO_BATCH = MicroBatches(0, 0)
+
+
+def even(samples: int, parts: int) -> MicroBatches:
+    """Divides samples into parts whose sizes differ by at most one; no part is empty."""
+    return MicroBatches(samples, min(samples, parts))
+
+
+def split_over(target: int, capacities: Sequence[int]) -> list[MicroBatches]:
     """The micro-batches of each device: as few steps as the capacities allow, evened out.
 
     Args:
@@ -111,7 +148,7 @@ def split_over(target: int, capacities: Sequence[int]) -> list[list[int]]:
         capacities: the largest micro-batch of each device, in samples, each at least 1.
 
     Returns:
-        For each device its micro-batch sizes; they sum to the target over all devices.
+        The micro-batches of each device; together they have `target` samples.
     """
     steps = ceil(target / sum(capacities))
     taken = shares(target, [steps * capacity for capacity in capacities])

@@ -132,6 +132,7 @@ def _interpolate(grid: Sequence[float], x: Sequence[float], y: Sequence[float]) 
         while right < len(x) - 1 and x[right] < point:
             right += 1
         left = right - 1
-        share = (point - x[left]) / (x[right] - x[left])
+        width = x[right] - x[left]
+        share = (point - x[left]) / width if width else 0.0
         found.append(y[left] + min(1.0, max(0.0, share)) * (y[right] - y[left]))
     return found

@@ -1,6 +1,7 @@
 """The parts of a run directory that the service hands out, and their removal with the job."""
 
 import os
+import re
 import tarfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -10,6 +11,7 @@ from typing import BinaryIO, TypeVar
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from app.contract.plain_files import folder as open_folder
 from app.contract.plain_files import open_plain, plain_files, read_plain
 from app.contract.reports import Completions, Operators
 from app.settings import Settings
@@ -20,6 +22,7 @@ log = structlog.get_logger("accrue.service")
 Content = TypeVar("Content", bound=BaseModel)
 
 _BLOCK = 2**20
+_REPLICA = re.compile(r"replica-\d+")
 
 
 def model_dir(settings: Settings, job_id: str) -> Path:
@@ -33,7 +36,16 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 
 def remove_run(settings: Settings, job_id: str) -> bool:
     """Deletes the run directory of a deleted job. Returns whether it is completely gone."""
-    return remove_tree(settings.runs_dir / job_id)
+    return remove_tree(settings.runs_dir, job_id)
+
+
+def remove_models(settings: Settings, job_id: str) -> None:
+    """Deletes the files of a job's model, and of its replicas' models."""
+    with suppress(OSError), open_folder(settings.runs_dir, job_id) as run, os.scandir(run) as entries:
+        names = [entry.name for entry in entries]
+        for replica in filter(_REPLICA.fullmatch, names):
+            remove_tree(settings.runs_dir, job_id, replica, "model")
+    remove_tree(settings.runs_dir, job_id, "model")
 
 
 def completions(settings: Settings, job_id: str) -> Completions:

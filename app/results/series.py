@@ -15,6 +15,9 @@ _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
 _AT_ONCE = 500
 """The maximum number of steps in one query."""
 PAGE = 1000
+_LISTS = ("micro_losses", "gradient_norms", "ranks")
+_MOST_DETAILED = 2000
+"""The maximum number of points whose lists are read: with many ranks, a line takes kilobytes."""
 
 
 def last_step(where: Session | Connection, job_id: str) -> int:
@@ -25,12 +28,13 @@ def last_step(where: Session | Connection, job_id: str) -> int:
 def series(
     where: Session | Connection, job_id: str, from_step: int, points: int | None
 ) -> list[dict[str, Any]]:
-    """A job's log lines from a step on; with `points`, at most that many, evenly spread."""
+    """A job's log lines from a step on; with `points`, at most that many, evenly spread. Of very many, the
+    lists within them (`_LISTS`) are left out."""
     if points is not None:
         first, last = _first_and_last(where, job_id, from_step)
         if first is not None and last is not None and last - first >= points:
             chosen = {first + round(i * (last - first) / (points - 1)) for i in range(points)}
-            return _lines_at(where, job_id, sorted(chosen))
+            return _lines_at(where, job_id, sorted(chosen), detailed=points <= _MOST_DETAILED)
     return list(each_step(where, job_id, from_step))
 
 
@@ -76,12 +80,18 @@ def _first_and_last(
     return first, last
 
 
-def _lines_at(where: Session | Connection, job_id: str, steps: Sequence[int]) -> list[dict[str, Any]]:
+def _lines_at(
+    where: Session | Connection, job_id: str, steps: Sequence[int], *, detailed: bool
+) -> list[dict[str, Any]]:
     """The log lines of some steps, in their order."""
+    names = _NAMES if detailed else [name for name in _NAMES if name not in _LISTS]
+    without = {} if detailed else dict.fromkeys(_LISTS)
+    columns = [getattr(StepMetric, name) for name in names]
     lines: list[dict[str, Any]] = []
     for i in range(0, len(steps), _AT_ONCE):
-        chosen = _steps(_COLUMNS, job_id, 0).where(StepMetric.step.in_(steps[i : i + _AT_ONCE]))
-        lines += _lines(where.execute(chosen.order_by(StepMetric.step)).all())
+        chosen = _steps(columns, job_id, 0).where(StepMetric.step.in_(steps[i : i + _AT_ONCE]))
+        rows = where.execute(chosen.order_by(StepMetric.step)).all()
+        lines += [{**dict(zip(names, row, strict=True)), **without} for row in rows]
     return lines
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Awaitable, Callable
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from app.errors import Unauthorized
 from app.security.keys import LOCAL, PREFIX, Caller, Keyring
 from app.security.rates import RateLimiter
+
+_KEY_LOOKUPS = CapacityLimiter(4)
+"""Keys are looked up in threads of their own: other requests may occupy all others."""
 
 Authenticate = Callable[[Request], Awaitable[Caller]]
 """Returns the caller of a request, or raises `Unauthorized`."""
@@ -53,7 +56,9 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
     key = bearer(request.headers)
     if key is None or not key.startswith(PREFIX):
         closed = keyring.requires_key()
-        if await to_thread.run_sync(keyring.read_requires_key) if closed is None else closed:
+        if closed is None:
+            closed = await to_thread.run_sync(keyring.read_requires_key, limiter=_KEY_LOOKUPS)
+        if closed:
             raise Unauthorized(
                 "A key is needed: send Authorization: Bearer ak_…, made with accrue keys create; the accrue "
                 "command takes it from ACCRUE_API_KEY."
@@ -61,7 +66,7 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
         return LOCAL
     known, caller = keyring.cached(key)
     if not known:
-        caller = await to_thread.run_sync(keyring.find, key)
+        caller = await to_thread.run_sync(keyring.find, key, limiter=_KEY_LOOKUPS)
     if caller is None:
         raise Unauthorized(
             "This key is not valid: it is mistyped, revoked, expired, or belongs to another service."

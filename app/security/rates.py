@@ -45,9 +45,9 @@ class RateLimiter:
         # The event loop must not wait for Redis: limits' own asynchronous storages.
         return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}"))
 
-    async def count(self, key_id: str) -> None:
-        """Counts a request. If the storage does not answer, the request passes uncounted, so that a failing
-        storage does not block everyone.
+    async def count(self, key_id: str, requests: int = 1) -> None:
+        """Counts a request, or one that costs as much as several. If the storage does not answer, the
+        request passes uncounted, so that a failing storage does not block everyone.
 
         Raises:
             TooManyRequests: the key has reached its limit; the error says how long to wait.
@@ -56,7 +56,8 @@ class RateLimiter:
             return
         try:
             async with asyncio.timeout(_STORAGE_SECONDS):
-                if await self._limiter.hit(self._limit, key_id):
+                cost = max(1, min(requests, self._limit.amount // 10))
+                if await self._limiter.hit(self._limit, key_id, cost=cost):
                     return
                 again = (await self._limiter.get_window_stats(self._limit, key_id)).reset_time
         except Exception as error:  # the type depends on the storage's client library

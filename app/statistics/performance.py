@@ -75,6 +75,7 @@ def _is_comparable(
         all(other[name] == value for name, value in wanted.items())
         and all(other["data"][name] == getattr(spec.data, name) for name in data)
         and len(plan["devices"]) == 1
+        and other.get("strategy") != "independent"
         and plan["devices"][0].get("name") in (None, device.name)
     )
 
@@ -85,7 +86,7 @@ def _speed_of(session: Session, job_id: str) -> Speed | None:
             StepMetric.job_id == job_id
         )
     ).one()
-    return Speed(job_id, samples / seconds, tokens / samples) if seconds else None
+    return Speed(job_id, samples / seconds, tokens / samples) if seconds and samples else None
 
 
 def of_job(session: Session, job: Job) -> JobStatistics:
@@ -104,6 +105,9 @@ def _ranks(job: Job) -> list[RankFigures] | None:
     return ranks and [RankFigures.model_validate(rank) for rank in ranks]
 
 
+_MOST_LISTED = 100
+
+
 def of_configuration(session: Session, configuration: Configuration) -> ConfigurationStatistics:
     """The figures of a configuration's jobs, together and each."""
     jobs = session.scalars(select(Job).where(Job.config_id == configuration.id).order_by(Job.id)).all()
@@ -117,7 +121,7 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
             {"effective_batch_size": configuration.effective_batch_size},
             {"accumulation_steps": configuration.given.get("accumulation_steps")},
         ),
-        jobs=[of_job(session, job) for job in jobs],
+        jobs=[of_job(session, job) for job in jobs[-_MOST_LISTED:]],
     )
 
 
@@ -195,7 +199,7 @@ def _by_steps(session: Session, job: Job) -> list[CostByAccumulationSteps]:
             accumulation_steps=count,
             windows=windows,
             seconds_per_window=each,
-            seconds_per_micro_batch=computing / (windows * count),
+            seconds_per_micro_batch=computing / (windows * max(1, count)),
             padded_tokens_per_second=padded / computing if computing else None,
             optimizer_share=optimizer / whole if whole else 0.0,
         )

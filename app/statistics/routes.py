@@ -12,7 +12,7 @@ from app.results.comparison import MAX_POINTS, compare
 from app.results.schemas import Comparison
 from app.statistics import performance, totals
 from app.statistics.schemas import ConfigurationStatistics, JobStatistics, Totals
-from app.web.dependencies import CurrentCaller, CurrentDatabase, Reading
+from app.web.dependencies import CurrentCaller, CurrentDatabase, Slowly
 
 router = APIRouter(prefix="/stats", tags=["statistics"])
 
@@ -50,10 +50,17 @@ def compare_jobs(
 
 
 @router.get("/{identifier}", summary="Statistics of a job or of a configuration's jobs")
-def statistics_of_job(
-    session: Reading,
+async def statistics_of_job(
+    slowly: Slowly,
+    database: CurrentDatabase,
     identifier: Annotated[str, Path(max_length=100, description="ftjob-… or accumulation_…")],
 ) -> JobStatistics | ConfigurationStatistics:
-    if identifier.startswith("accumulation_"):
-        return performance.of_configuration(session, configurations.find(session, identifier))
-    return performance.of_job(session, transitions.get(session, identifier))
+    """Of a configuration with many jobs, those of the newest 100 are listed; its own figures are of all."""
+
+    def found() -> JobStatistics | ConfigurationStatistics:
+        with database.reading() as session:
+            if identifier.startswith("accumulation_"):
+                return performance.of_configuration(session, configurations.find(session, identifier))
+            return performance.of_job(session, transitions.get(session, identifier))
+
+    return await slowly(found)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
+from app.contract.plain_files import folder
+
 _POSTGRESQL_DISK_FULL = "53100"
 _PATIENCE_SECONDS = 60.0
 """The time limit for deleting a folder, since a process may keep filling it."""
@@ -32,8 +34,12 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) == _POSTGRESQL_DISK_FULL
 
 
-def remove_tree(path: Path) -> bool:
+def remove_tree(root: Path, *parts: str) -> bool:
     """Deletes a folder and everything in it that permissions allow to delete.
+
+    Args:
+        root: a folder; its own path is trusted.
+        parts: the path below it. Nothing is deleted if a part of it is a link.
 
     Another process may still change the folder: folders are opened only through descriptors, so that
     replacing one by a link cannot redirect the deletion. Nested folders are moved to the top before they
@@ -43,16 +49,14 @@ def remove_tree(path: Path) -> bool:
         Whether the folder is completely gone.
     """
     until, in_vain = time.monotonic() + _PATIENCE_SECONDS, 0
+    name = parts[-1] if parts else root.name
     try:
-        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return not os.path.lexists(path)
-    try:
-        while _is_there(path.name, parent) and time.monotonic() < until and in_vain < _MAX_FAILED_PASSES:
-            in_vain = 0 if _remove_once(path.name, parent) else in_vain + 1
-        return not _is_there(path.name, parent)
-    finally:
-        os.close(parent)
+        with folder(root, *parts[:-1]) if parts else folder(root.parent) as parent:
+            while _is_there(name, parent) and time.monotonic() < until and in_vain < _MAX_FAILED_PASSES:
+                in_vain = 0 if _remove_once(name, parent) else in_vain + 1
+            return not _is_there(name, parent)
+    except OSError:  # a link, or no such folder
+        return not os.path.lexists(root.joinpath(*parts))
 
 
 def _remove_once(name: str, parent: int) -> bool:
@@ -62,8 +66,8 @@ def _remove_once(name: str, parent: int) -> bool:
         return _succeeds(lambda: os.unlink(name, dir_fd=parent))
     try:
         removed = False
-        for folder in _delete_files(top):
-            inner = _opened(folder, top)
+        for nested in _delete_files(top):
+            inner = _opened(nested, top)
             if inner is None:
                 continue
             try:
@@ -72,21 +76,21 @@ def _remove_once(name: str, parent: int) -> bool:
                     removed |= _succeeds(partial(os.rename, deeper, new, src_dir_fd=inner, dst_dir_fd=top))
             finally:
                 os.close(inner)
-            removed |= _succeeds(partial(os.rmdir, folder, dir_fd=top))
+            removed |= _succeeds(partial(os.rmdir, nested, dir_fd=top))
     finally:
         os.close(top)
     return _succeeds(lambda: os.rmdir(name, dir_fd=parent)) or removed
 
 
-def _delete_files(folder: int) -> list[str]:
+def _delete_files(within: int) -> list[str]:
     """Deletes the files of an open folder. Returns the names of the folders in it."""
     found = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    with contextlib.suppress(OSError), os.scandir(within) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 found.append(entry.name)
             else:
-                _succeeds(partial(os.unlink, entry.name, dir_fd=folder))
+                _succeeds(partial(os.unlink, entry.name, dir_fd=within))
     return found
 
 

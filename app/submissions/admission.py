@@ -21,6 +21,7 @@ from app.models.base_models import PlannableModel
 from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
 from app.planning.plan import devices_worth_using, make_plan
+from app.planning.planner import divided
 from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
 from app.statistics.performance import Speed
@@ -82,6 +83,8 @@ def check(
     sharing = requested.sharing()
     if sharing.cpu_offload:
         config = config.model_copy(update={"use_cpu_offload": True})
+    if requested.parallel_independent:
+        config = config.model_copy(update={"sync_gradients": False})
     spec = freeze(
         model,
         data or own_data_spec,
@@ -104,6 +107,9 @@ def check(
         used = devices_worth_using(spec, devices.planned, known)
         devices = _Devices(devices.requested, devices.planned[:used], used)
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
+    if plan.strategy == "fsdp" and len(plan.ranks) > 1:  # each rank has a part of the model
+        profile_key = _profile_key(spec, base, devices.planned[0], len(plan.ranks))
+        inputs.request_profile(profile_key)
     if sharing.strategy == "dataparallel":
         warning = "dataparallel is treated as ddp, which gives the same results faster"
         plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
@@ -226,8 +232,8 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _profile_key(spec: Spec, base: PlannableModel, device: Device) -> ProfileKey:
-    recipe = recipe_of(spec, device)
+def _profile_key(spec: Spec, base: PlannableModel, device: Device, parts: int = 1) -> ProfileKey:
+    recipe = divided(recipe_of(spec, device), parts)
     return ProfileKey(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
 
 
@@ -328,6 +334,12 @@ def _devices(inputs: PlanningInputs, requested: TrainingRequest, stored: int, se
                 field="gpu_ids",
             )
         named = select_devices(requested.gpu_ids, inputs.gpus() if by_worker else there)
+        together = [{device.id for device in own} for own in by_worker]
+        if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
+            raise Unprocessable(
+                "gpu_ids: no worker has all of these GPUs, and a job trains on those of one worker.",
+                field="gpu_ids",
+            )
         return _Devices(len(named), named, len(named))
     available = by_worker[0] if by_worker else there
     if requested.num_gpus == "auto":

@@ -11,6 +11,7 @@ from app.contract.arguments import (
     SCHEDULE_ARGUMENTS,
 )
 from app.contract.data_formats import DataFormat
+from app.contract.reports import MAX_REPLICAS
 from app.contract.spec import (
     DataSpec,
     OptimizerSpec,
@@ -66,6 +67,8 @@ def resolve_batch(
     target, micro = config.target_effective_batch_size, config.micro_batch_size
     if by_device is None:
         requested = RequestedBatch(target, config.accumulation_steps, micro, devices)
+    elif max(by_device) == 1 and not config.use_gradient_accumulation:
+        requested = RequestedBatch(target, 1, micro, len(by_device))
     else:
         requested, devices = RequestedBatch(target, sum(by_device), micro), 1
     try:
@@ -134,6 +137,11 @@ def freeze(
             "use_cpu_offload: adamw_8bit runs only on a GPU: choose adamw, whose states then take no GPU "
             "memory at all.",
             field="use_cpu_offload",
+        )
+    if strategy == "independent" and devices > MAX_REPLICAS:
+        raise Unprocessable(
+            f"parallel_independent: at most {MAX_REPLICAS} replicas are possible.",
+            field="parallel_independent",
         )
     if strategy == "independent" and data.examples - own.held_out() < devices:
         raise Unprocessable(

@@ -6,11 +6,11 @@ check may take long.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pydantic
-from anyio import to_thread
 from fastapi import Response
 
 from app.contract.fail_points import fail_point
@@ -26,6 +26,8 @@ from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.admission import AdmittedRequest, check_quota
 from app.submissions.idempotency import IdempotentRequest
+
+RunSlowly = Callable[[Callable[[], Response]], Awaitable[Response]]
 
 
 class SubmissionHandler(ABC):
@@ -76,7 +78,9 @@ class SubmissionHandler(ABC):
                     return replayed
                 submission = checked.submission
                 if stored is not None:
-                    submission = _add_file(session, checked, path, stored, equal)
+                    submission = _add_file(
+                        session, checked, path, stored, equal, self.settings.max_stored_bytes
+                    )
                 check_quota(session, self.settings)
                 _hold_validation_file(session, submission)
                 answer = self.answer(session, lifecycle.submit(session, submission))
@@ -85,11 +89,15 @@ class SubmissionHandler(ABC):
         return as_json(answer, self.status)
 
 
-async def submit(handler: SubmissionHandler, group: GroupCommit) -> Response:
-    """The answer, once the job is on disk."""
+async def submit(handler: SubmissionHandler, group: GroupCommit, slowly: RunSlowly) -> Response:
+    """The answer, once the job is on disk.
+
+    Args:
+        slowly: runs work that may take seconds in a thread.
+    """
     database = handler.inputs.database
     if handler.is_slow():  # other submissions do not wait for it
-        response = await to_thread.run_sync(_check_and_store, handler)
+        response = await slowly(lambda: _check_and_store(handler))
     else:
         response = await group.write(database, handler.check, handler.store)
     fail_point("service.committed")
@@ -119,11 +127,19 @@ def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> fil
 
 
 def _add_file(
-    session: Session, checked: AdmittedRequest, path: Path, stored: files.CheckedFile, equal: str | None
+    session: Session,
+    checked: AdmittedRequest,
+    path: Path,
+    stored: files.CheckedFile,
+    equal: str | None,
+    most_bytes: int | None,
 ) -> Submission:
     """Adds the file of a job's own samples. Returns the submission with that file as its data."""
     name = checked.own_data.name if isinstance(checked.own_data, Path) else "texts.jsonl"
-    files.add(session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True)
+    files.add(
+        session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True,
+        most_bytes=most_bytes,
+    )  # fmt: skip
     spec = checked.submission.spec
     data = spec.data.model_copy(update={"file_id": path.name, "sha256": stored.sha256})
     return replace(checked.submission, spec=spec.model_copy(update={"data": data}))

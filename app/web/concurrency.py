@@ -1,11 +1,20 @@
-"""Limits on requests that one client can keep open for as long as it likes, such as slow transfers."""
+"""Limits on requests that take long: slow transfers, and work that takes seconds."""
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from anyio import CapacityLimiter, Semaphore, to_thread
 
 from app.errors import TooManyRequests
+
+Result = TypeVar("Result")
+
+_THREADS, _THREADS_PER_KEY = 8, 2
+_MAX_WAITING_PER_KEY = 100
 
 
 class ConcurrencyLimit:
@@ -56,3 +65,43 @@ class ConcurrencyLimit:
             yield
         finally:
             end()
+
+
+@dataclass
+class _Turns:
+    """One key's requests for slow work."""
+
+    running: Semaphore = field(default_factory=lambda: Semaphore(_THREADS_PER_KEY))
+    requests: int = 0
+    """Those that run, and those that wait."""
+
+
+class SlowWork:
+    """Runs work that may take seconds in a few threads of its own, so that all other requests find a thread,
+    and one key's work leaves threads to others. What finds no thread waits.
+    """
+
+    def __init__(self) -> None:
+        self._threads = CapacityLimiter(_THREADS)
+        self._of_keys: dict[str | None, _Turns] = {}
+
+    async def run(self, key_id: str | None, work: Callable[[], Result]) -> Result:
+        """The result of `work`.
+
+        Raises:
+            TooManyRequests: too many requests of the key wait already.
+        """
+        turns = self._of_keys.setdefault(key_id, _Turns())
+        if turns.requests >= _MAX_WAITING_PER_KEY:
+            raise TooManyRequests(
+                f"{turns.requests} slow requests of this key wait already: try again once some have ended.",
+                retry_after_seconds=5,
+            )
+        turns.requests += 1
+        try:
+            async with turns.running:
+                return await to_thread.run_sync(work, limiter=self._threads)
+        finally:
+            turns.requests -= 1
+            if not turns.requests:
+                del self._of_keys[key_id]

@@ -5,9 +5,9 @@ longer than the function itself.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 from fastapi import Depends, Header, Path, Query, Request
 from starlette.responses import Response
@@ -21,10 +21,19 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session, Viewer
 from app.submissions.idempotency import IdempotentRequest
+from app.web.concurrency import SlowWork
 from app.web.content_type import is_multipart
+from app.web.middleware import CALCULATORS
 from app.web.query_parameters import check_names
 
-CALCULATORS = "calculators"
+Result = TypeVar("Result")
+
+
+class RunSlowly(Protocol):
+    """Runs work that may take seconds (`SlowWork.run`)."""
+
+    def __call__(self, work: Callable[[], Result]) -> Awaitable[Result]: ...
+
 
 SendStream = Callable[..., Response]
 SendFile = Callable[..., Response]
@@ -104,6 +113,16 @@ def _writing(database: Annotated[Database, Depends(_database)]) -> Iterator[Sess
         yield session
 
 
+async def _slowly(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
+    return slowly_of(request)
+
+
+def slowly_of(request: Request) -> RunSlowly:
+    """Runs work that may take seconds, for the caller of an authorised request."""
+    slow: SlowWork = request.app.state.slow_work
+    return partial(slow.run, request.state.caller.key_id)
+
+
 def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:
     return partial(request.app.state.downloads.stream, caller.key_id)
 
@@ -112,6 +131,8 @@ def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> Send
     return partial(request.app.state.downloads.file, caller.key_id)
 
 
+Slowly = Annotated[RunSlowly, Depends(_slowly)]
+"""Runs work that may take seconds in a thread; called with the work, as `SlowWork.run`."""
 StreamOf = Annotated[SendStream, Depends(_stream)]
 """Responds with a stream; called with `(parts, close, **options)`, as `Downloads.stream`."""
 FileOf = Annotated[SendFile, Depends(_file)]

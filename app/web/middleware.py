@@ -3,7 +3,8 @@
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 
 import structlog
@@ -46,10 +47,14 @@ _SENT_AT_ONCE = 2**15
 _MAX_VALUES = 150_000
 """The maximum number of values in a body with samples, counted by commas and brackets: validation takes
 time."""
+_VALUES_OF_A_REQUEST = 1500
+"""Toward the rate limit, a large body counts as one request for each 1,500 values."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"
 """The prefix of the routes whose body may contain samples."""
+CALCULATORS = "calculators"
+"""The tag of routes that change nothing, although their method is POST."""
 _PAGES = ("/", "/docs")
 _PUBLIC_PATHS = ("/healthz", "/readyz")
 _BODY_SECONDS = 60.0
@@ -131,7 +136,8 @@ class RequestMiddleware:
     def _note(self, scope: Scope, status: int, identifier: str) -> None:
         """Writes requests that change something, and refused ones, to the audit log."""
         refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-        if scope["method"] in _READ_METHODS and not (self.settings.audit_reads or refused):
+        reads = scope["method"] in _READ_METHODS or CALCULATORS in getattr(scope.get("route"), "tags", [])
+        if reads and not (self.settings.audit_reads or refused):
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
         key_id = caller.key_id if caller is not None else None
@@ -146,7 +152,8 @@ class RequestMiddleware:
         if response is not None:
             await response(scope, receive, send)
             return
-        limited = _limited(receive, self._limit(scope), whole=not self._is_upload(scope))
+        charge = partial(_charge, scope)
+        limited = _limited(receive, self._limit(scope), charge, whole=not self._is_upload(scope))
         if not self._is_transfer(scope, headers):
             await self.app(scope, limited, send)
             return
@@ -282,10 +289,29 @@ _TOO_MANY_VALUES = (
 )
 
 
-def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
+async def _charge(scope: Scope, values: int) -> None:
+    """Counts a request with a large body as several ones of its key, since its validation takes as long.
+
+    Raises:
+        HTTPException: the key has reached its rate limit.
+    """
+    caller: Caller | None = scope.get("state", {}).get("caller")
+    if caller is None or caller.key_id is None or values < _VALUES_OF_A_REQUEST:
+        return
+    try:
+        await scope["app"].state.rates.count(caller.key_id, values // _VALUES_OF_A_REQUEST)
+    except TooManyRequests as error:
+        headers = {"Retry-After": str(error.retry_after_seconds)}
+        raise HTTPException(HTTPStatus.TOO_MANY_REQUESTS, error.message, headers) from None
+
+
+def _limited(
+    receive: Receive, limit: int, charge: Callable[[int], Awaitable[None]], *, whole: bool
+) -> Receive:
     """Limits the size of a body, even without a content-length, and the time in which it must arrive.
 
     Args:
+        charge: called with the number of values in a whole body.
         whole: whether the time limit is for the whole body; otherwise it is for each part.
     """
     taken, values, arrived = 0, 0, False
@@ -310,6 +336,9 @@ def _limited(receive: Receive, limit: int, *, whole: bool) -> Receive:
         values += sum(map(body.count, (b",", b"[", b"{"))) if whole else 0
         if values > _MAX_VALUES:
             raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)
+        if arrived and values:
+            await charge(values)
+            values = 0
         return message
 
     return receive_limited

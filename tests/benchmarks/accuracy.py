@@ -20,6 +20,7 @@ from random import randrange
 from statistics import fmean, quantiles
 from typing import Any
 
+from app.contract.spec import Strategy
 from tests.benchmarks.true_peak import ROOT
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,6 +71,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
     """Fields that override the family's config."""
+    ranks: int = 1
+    strategy: Strategy = "ddp"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -79,7 +82,8 @@ class Case:
     def label(self) -> str:
         options = ", ".join(f"{name} {value}" if value is not True else name
                             for name, value in self.options.items())  # fmt: skip
-        return options or "full, AdamW, fp32"
+        ranks = f"{self.strategy} on {self.ranks} ranks" if self.ranks > 1 else ""
+        return ", ".join(filter(None, (ranks, options))) or "full, AdamW, fp32"
 
 
 CASES = [
@@ -116,27 +120,44 @@ CASES = [
     Case("phi3", rows=3, sequence=200, micro_batches=3),
     Case("falcon", rows=2, sequence=300, options={"method": "lora"}),
     Case("bloom", rows=6, sequence=100, options={"optimizer": "sgd", "checkpointing": True}),
+    Case("llama", ranks=2),
+    Case("llama", ranks=2, micro_batches=1),
+    Case("gpt2", ranks=4, micro_batches=1, options={"method": "lora"}),
+    Case("qwen3", ranks=2, micro_batches=1, options={"precision": "bf16", "checkpointing": True}),
+    Case("llama", ranks=2, strategy="fsdp"),
+    Case("llama", ranks=3, strategy="fsdp", options={"checkpointing": True}),
+    Case("llama", ranks=4, strategy="fsdp", micro_batches=1),
+    Case("gpt2", ranks=2, strategy="fsdp", options={"method": "lora"}),
+    Case("qwen2", ranks=3, strategy="fsdp", rows=8, options={"precision": "bf16"}),
+    Case("gemma2", ranks=2, strategy="fsdp", options={"precision": "bf16", "checkpointing": True}),
+    Case("mixtral", ranks=2, strategy="fsdp", options={"optimizer": "sgd"}),
+    Case("opt", ranks=8, strategy="fsdp", rows=2, sequence=256, options={"optimizer": "lion"}),
 ]
 
 
 def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
     """The peak that a simulation predicts, with the recipe that the service would use."""
     from app.contract.memory_profile import Recipe
-    from app.planning.estimate import ByProfile
+    from app.planning.estimate import ByProfile, Estimate, InBuckets
+    from app.planning.planner import divided
     from workers.profiling.profile import make_profile
 
     recipe = Recipe.model_validate(requested["recipe"])
-    profile = make_profile(case.config, recipe, case.sequence)
-    memory = ByProfile(profile.curve, recipe, "simulated").memory(
-        case.rows, accumulating=case.micro_batches > 1
+    if case.strategy == "fsdp":
+        recipe = divided(recipe, case.ranks)
+    estimate: Estimate = ByProfile(
+        make_profile(case.config, recipe, case.sequence).curve, recipe, "simulated"
     )
-    return memory.peak_allocated_bytes
+    if case.ranks > 1 and case.strategy == "ddp":
+        estimate = InBuckets(estimate)
+    return estimate.memory(case.rows, accumulating=case.micro_batches > 1).peak_allocated_bytes
 
 
 def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
     """The peak of the trainer itself, in its own process, and the recipe of that run."""
     requested = {"config": case.config, "rows": case.rows, "sequence": case.sequence,
-             "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder)}  # fmt: skip
+             "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder),
+             "ranks": case.ranks, "strategy": case.strategy}  # fmt: skip
     command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(requested)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if "RESULT " not in done.stdout:

@@ -1,6 +1,7 @@
 """The true peak of the trainer's second window on the CPU, in a process of its own: prints it as JSON.
 
-`python -m tests.benchmarks.true_peak '{"config": {...}, "rows": 4, ...}'`
+`python -m tests.benchmarks.true_peak '{"config": {...}, "rows": 4, ...}'`. With `ranks` and a `strategy`, it
+is that of the first of several ranks, of which the others do not exist.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.contract.architecture import ModelReference
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
@@ -22,9 +25,12 @@ from app.planning.architectures import from_config
 from app.planning.devices import Device
 from app.planning.recipes import recipe_of
 from tests.harness.live_bytes import peak_of
+from tests.harness.runs import with_ranks
 from tests.harness.specs import cpu_plan, make_optimizer, make_spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training.accumulate import train_window
+from workers.training.distributed.buckets import Buckets
+from workers.training.distributed.group import ALONE, Group, ProcessGroup
 from workers.training.fit import advance
 from workers.training.loss import head_of
 from workers.training.start import Training, start
@@ -47,12 +53,14 @@ class Inline(Executor):
 def prepare_run(requested: dict[str, Any], folder: Path) -> RunDirectory:
     """A model made from its config, data of full length, and a run directory for two windows."""
     folder.mkdir()
-    examples = 2 * requested["rows"] * requested["micro_batches"]
+    ranks = requested.get("ranks", 1)
+    examples = 2 * requested["rows"] * requested["micro_batches"] * ranks
     text = "".join(chr(97 + i % 26) for i in range(2 * requested["sequence"]))
     data = write_lines(folder / "data.jsonl", [text] * examples)
     spec = spec_of(requested, data, examples)
     plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=requested["rows"]))
-    return create_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
+    run = create_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
+    return run if ranks == 1 else with_ranks(run, [1 / ranks] * ranks, requested["strategy"])
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -98,7 +106,7 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
     freeze = options.pop("freeze", None)
     spec = make_spec(
         model=ModelReference(name="case", source="local", architecture=from_config(requested["config"])),
-        effective_batch_size=requested["rows"] * requested["micro_batches"],
+        effective_batch_size=requested["rows"] * requested["micro_batches"] * requested.get("ranks", 1),
         max_steps=2,
         optimizer=optimizer,
         method=method or MethodSpec(name="full", lora=None),
@@ -127,15 +135,19 @@ def held_bytes(training: Training) -> int:
     tensors = [*training.replica.model.parameters(), *training.replica.model.buffers()]
     for state in training.replica.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    gradients = training.replica.window._gradients
+    if isinstance(gradients, Buckets):
+        tensors += [bucket.sums for bucket in gradients._buckets]
+    own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in own}
     return sum(storages.values())
 
 
-def measure(run: RunDirectory) -> dict[str, Any]:
+def measure(run: RunDirectory, group: Group = ALONE) -> dict[str, Any]:
     """Trains one window, and measures the peak of the next."""
     assignment = run.assignment()
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
-        training, _ = start(run, assignment, reporter, trackers, lambda: False)
+        training, _ = start(run, assignment, reporter, trackers, lambda: False, group)
         training.loader.executor = Inline()  # type: ignore[assignment]
         advance(training)
         window = training.next_window()
@@ -154,6 +166,21 @@ def measure(run: RunDirectory) -> dict[str, Any]:
     }
 
 
+class FirstOfSeveral(ProcessGroup):
+    """Rank 0, whose exchanges return at once. So nothing is measured but what this rank itself allocates:
+    gloo would copy what it exchanges, in other threads."""
+
+    sum, any, from_first, wait = Group.sum, Group.any, Group.from_first, Group.wait  # type: ignore[assignment]
+    begin_sum, training, waiting, close = Group.begin_sum, Group.training, Group.waiting, Group.close  # type: ignore[assignment]
+    note_window = Group.note_window
+
+    def __init__(self, size: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        self.rank, self.size, self.gradients = 0, size, dist.group.WORLD
+
+
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    print("RESULT " + json.dumps(measure(prepare_run(told, Path(told["folder"])))))
+    size = told.get("ranks", 1)
+    measured = measure(prepare_run(told, Path(told["folder"])), FirstOfSeveral(size) if size > 1 else ALONE)
+    print("RESULT " + json.dumps(measured))

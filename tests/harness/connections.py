@@ -7,7 +7,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from app.web import connections
+from app.web.supervised_protocol import SupervisedProtocol
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -51,7 +51,7 @@ class Clock:
 class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
-        self.unread, self.closed, self.aborted = 0, False, False
+        self.unread, self.closed, self.aborted, self.is_reading = 0, False, False, True
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -72,10 +72,10 @@ class Transport(asyncio.Transport):
         self.unread += len(data)
 
     def pause_reading(self) -> None:
-        pass
+        self.is_reading = False
 
     def resume_reading(self) -> None:
-        pass
+        self.is_reading = True
 
 
 class Connections:
@@ -86,13 +86,12 @@ class Connections:
         self.config = uvicorn.Config(self.app, log_config=None, limit_concurrency=most)
         self.config.load()
         self.state = ServerState()
-        self.kind = connections.protocol()
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         """Never runs."""
 
     def open(self) -> tuple[Any, Transport]:
-        made, transport = self.kind(self.config, self.state, {}, self.clock), Transport()
+        made, transport = SupervisedProtocol(self.config, self.state, {}, self.clock), Transport()
         made.connection_made(transport)
         return made, transport
 

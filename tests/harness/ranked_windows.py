@@ -17,7 +17,7 @@ from workers.training.batches import Groups, cut_window
 from workers.training.decision import Verdict, decide
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.distributed.partition import partition
-from workers.training.distributed.sharding import ShardedParameters, ShardedSums, shard
+from workers.training.distributed.sharding import ShardedParameters, ShardedSums, mesh_of, shard
 from workers.training.gradients import gradients_for
 from workers.training.loss import TokenLoss
 from workers.training.model import with_adapters
@@ -93,7 +93,7 @@ def accumulate(
     token_loss = TokenLoss(model, smoothing=given.smoothing, routed=balance is not None)
     own: Parameters = Parameters(model)
     if given.sharded and isinstance(group, ProcessGroup):
-        own = shard(token_loss, group, torch.device("cpu"))
+        own = shard(token_loss, group, mesh_of(group, torch.device("cpu")))
     parameters = list(own.trained.values())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     host = torch.device("cpu") if given.on_cpu else None

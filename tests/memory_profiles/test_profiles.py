@@ -8,7 +8,7 @@ import pytest
 from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
 from app.errors import NotFound
 from app.memory_profiles import profiles
-from app.memory_profiles.profiles import ProfileKey
+from app.memory_profiles.profiles import ProfileKey, key_of
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB
@@ -46,6 +46,23 @@ def make(database: Database, one: ProfileKey, made: Profile) -> None:
         request = profiles.claim(session, {})
         assert request is not None
         profiles.store(session, request, made)
+
+
+def test_a_divided_model_has_a_profile_of_its_own(database: Database) -> None:
+    """Until it is made, the estimate is the whole model's, divided by formula."""
+    divided = CPU.model_copy(update={"parts": 2})
+    assert key_of(ARCHITECTURE, CPU, 64) != key_of(ARCHITECTURE, divided, 64)
+    make(database, wanted(), profile())
+    with database.reading() as session:
+        best = profiles.estimates(session, ARCHITECTURE, None)
+        assert best(divided, 64).source == "formula"
+        assert best(divided, 64).memory(3).activations_bytes == best(CPU, 64).memory(3).activations_bytes
+    make(database, wanted(parts=2), profile(per_row=2 * GIB))
+    with database.reading() as session:
+        best = profiles.estimates(session, ARCHITECTURE, None)
+        assert best(divided, 64).source == "simulated"
+        assert best(divided, 64).memory(3).activations_bytes == 6 * GIB
+        assert best(CPU, 64).memory(3).activations_bytes == 3 * GIB
 
 
 def test_a_stored_profile_is_found_by_its_inputs(database: Database) -> None:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,9 +47,9 @@ def test_without_accumulation_one_micro_batch_is_the_step() -> None:
 
 
 def test_known_splits() -> None:
-    assert split_over(30, [8]) == [[8, 8, 7, 7]]
+    assert [own.sizes() for own in split_over(30, [8])] == [[8, 8, 7, 7]]
     assert [len(own) for own in split_over(256, [40])] == [7]
-    assert sum(map(sum, split_over(256, [40]))) == 256
+    assert sum(sum(own.sizes()) for own in split_over(256, [40])) == 256
 
 
 @given(
@@ -55,7 +57,7 @@ def test_known_splits() -> None:
     capacities=st.lists(st.integers(1, 5000), min_size=1, max_size=16),
 )
 def test_a_split_is_exact_fits_and_has_the_fewest_steps(target: int, capacities: list[int]) -> None:
-    split = split_over(target, capacities)
+    split = [own.sizes() for own in split_over(target, capacities)]
     assert sum(map(sum, split)) == target
     assert all(size <= capacity for own, capacity in zip(split, capacities, strict=True) for size in own)
     assert all(size >= 1 for own in split for size in own)
@@ -65,8 +67,27 @@ def test_a_split_is_exact_fits_and_has_the_fewest_steps(target: int, capacities:
 
 @given(samples=st.integers(0, 10_000), parts=st.integers(1, 500))
 def test_even_parts_differ_by_at_most_one(samples: int, parts: int) -> None:
-    sizes = even(samples, parts)
+    sizes = even(samples, parts).sizes()
     assert sum(sizes) == samples
     assert len(sizes) == min(samples, parts)
     assert sorted(sizes, reverse=True) == sizes
     assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@given(
+    samples=st.integers(0, 10_000),
+    parts=st.integers(1, 500),
+    places=st.builds(slice, st.integers(0, 600), st.none() | st.integers(0, 600), st.integers(1, 9)),
+)
+def test_chosen_micro_batches_are_those_of_the_list(samples: int, parts: int, places: slice) -> None:
+    whole = even(samples, parts)
+    assert whole.chosen(places).sizes() == whole.sizes()[places]
+    assert whole.largest == max(whole.sizes(), default=0)
+    assert whole.smallest == min(whole.sizes(), default=0)
+
+
+def test_a_million_micro_batches_take_no_time() -> None:
+    began = time.process_time()
+    for _ in range(1000):
+        split_over(10**6, [1] * 8)
+    assert time.process_time() - began < 5

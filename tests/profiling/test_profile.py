@@ -9,7 +9,7 @@ from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.estimate import ByFormula, ByProfile, largest_micro_batch
 from tests.benchmarks.accuracy import FAMILIES, Case, predicted_bytes, true_bytes
-from workers.profiling.depth import Depth, layers_in
+from workers.profiling.depth import Depth, depth_for, layers_in
 from workers.profiling.profile import make_profile
 from workers.profiling.simulate import Simulation
 from workers.profiling.tape import peaks
@@ -22,6 +22,8 @@ from workers.profiling.tape import peaks
         Case("llama", rows=2, sequence=64),
         Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
         Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}),
+        Case("gpt2", rows=2, sequence=64, micro_batches=1, ranks=2),
+        Case("llama", rows=2, sequence=64, ranks=3, strategy="fsdp", options={"checkpointing": True}),
     ],
     ids=lambda case: f"{case.family} {case.label}",
 )
@@ -41,6 +43,31 @@ def test_the_curve_equals_traces_at_other_micro_batches() -> None:
         true = max(peak.bytes for peak in peaks(whole.whole(rows, 128)))
         memory = estimate.memory(rows)
         assert memory.peak_allocated_bytes - 32 * 2**20 == pytest.approx(true, rel=off)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_layers_of_a_divided_model_repeat(checkpointing: bool) -> None:
+    """Although what one layer fetches ahead or sums late belongs to the next."""
+    recipe = Recipe(device="cuda", precision="bf16", parts=4, gradient_checkpointing=checkpointing)
+    config = {**FAMILIES["llama"], "num_hidden_layers": 12}
+    depth = depth_for(12, 1)
+    assert depth.copies
+    shallow, whole = Simulation(config, recipe, depth), Simulation(config, recipe, Depth(1, 12, 0))
+    for rows in (2, 5):
+        found, true = (max(peak.bytes for peak in peaks(each.whole(rows, 64))) for each in (shallow, whole))
+        assert found == true
+
+
+def test_a_divided_model_needs_less_memory_on_more_ranks() -> None:
+    estimates = [
+        ByProfile(make_profile(TINY_GPT2, recipe, 64).curve, recipe, "simulated")
+        for recipe in (Recipe(device="cuda", precision="fp32", parts=parts) for parts in (1, 2, 4))
+    ]
+    peaks_by_parts = [estimate.memory(1).peak_allocated_bytes for estimate in estimates]
+    assert peaks_by_parts == sorted(peaks_by_parts, reverse=True)
+    states = [estimate.memory(1).optimizer_bytes for estimate in estimates]
+    assert states[0] / 4 <= states[2] <= 1.1 * states[0] / 4
 
 
 def test_one_micro_batch_needs_less_memory_than_accumulating() -> None:

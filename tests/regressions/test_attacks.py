@@ -470,9 +470,9 @@ def test_an_endless_request_head_is_rejected(settings: Settings) -> None:
 
     import uvicorn
 
-    from app.web.connections import MAX_HEAD_BYTES, protocol
+    from app.web.supervised_protocol import MAX_HEAD_BYTES, SupervisedProtocol
 
-    config = uvicorn.Config(create_app(settings), http=protocol(), log_config=None, port=0)
+    config = uvicorn.Config(create_app(settings), http=SupervisedProtocol, log_config=None, port=0)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -63,7 +63,7 @@ def reads_of_a_window(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tup
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
         training, _ = start(run, assignment, reporter, trackers, lambda: False)
         window = training.next_window()
-        groups = accumulate.cut(training, window, training.rule)
+        [groups] = accumulate.divide(training, window)
         batches = [training.loader.fetch(window[group].tolist()) for group in groups]
         training.replica.window.open(training.loader.samples.denominator(window), len(groups))
         with HostReads() as reads:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.contract.spec import ValidationSpec
+from app.contract.plan import TokenBudget
+from app.contract.spec import Strategy, ValidationSpec
 from tests.harness.runs import (
     create_run,
     events_of,
@@ -78,6 +79,34 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert (one["step"], one["samples"]) == (other["step"], other["samples"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
     assert weight_difference(run, alone) <= 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_with_unequal_budgets_agree_on_the_certificate(tmp_path: Path, strategy: Strategy) -> None:
+    spec = make_spec(data=small_data(), certificate=True, effective_batch_size=20, max_steps=3)
+    run = with_ranks(create_run(tmp_path / "run", spec), [0.7, 0.3], strategy)
+    assignment = run.assignment()
+    ranks = tuple(
+        rank.model_copy(update={"micro_batch_rule": TokenBudget(tokens=tokens)})
+        for rank, tokens in zip(assignment.plan.ranks, (512, 64), strict=True)
+    )
+    plan = assignment.plan.model_copy(update={"ranks": ranks})
+    run.write_assignment(assignment.model_copy(update={"plan": plan}))
+    finished(run)
+    (certificate,) = events_of_kind(run, "certificate")
+    assert certificate["data"]["gradient_error"] <= certificate["data"]["tolerance"]
+
+
+def test_a_tuned_run_continues_on_more_ranks(tmp_path: Path) -> None:
+    """The new rank has measured nothing yet."""
+    spec = make_spec(data=small_data(), max_steps=12, save_every=1, tune="first")
+    run = create_run(tmp_path / "run", spec)
+    ended_at(run, 4)
+    assert len(events_of_kind(run, "tuned")) == 1
+    create_run(tmp_path / "run", spec, attempt=2)
+    finished(with_ranks(run, [0.5, 0.5]))
+    assert [line["step"] for line in log_of(run)] == list(range(1, 13))
+    assert len(events_of_kind(run, "tuned")) == 2
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "crash"])

@@ -97,6 +97,12 @@ def test_an_interrupted_job_continues_each_replica(tmp_path: Path) -> None:
     assert all(torch.equal(own[name], weight) for name, weight in expected.items())
     steps = [line["step"] for line in log_of_run(run)]
     assert steps == list(range(1, 31))
+    told = [event["message"] for event in events_of(run) if event["attempt"] == 2]
+    assert not any("samples" in message and "attempt" in message for message in told)
+    for number in (0, 1):
+        own = raw_log(replica_folder(run, number))
+        last = {line["step"]: line["input_tokens"] for line in own}
+        assert raw_log(run)[-1]["ranks"][number]["total_tokens"] == sum(last.values())
 
 
 @pytest.mark.thorough

@@ -94,6 +94,13 @@ def test_shares_of_another_number_of_ranks_are_not_used() -> None:
     assert make([0.5, 0.5], learned=LearnedShares(shares=[0.2, 0.3, 0.5])).now == [0.5, 0.5]
 
 
+def test_measurements_of_another_number_of_ranks_are_not_used() -> None:
+    learned = LearnedShares(tokens=[100.0, 300.0], seconds=[1.0, 1.0], windows=2)
+    shares = make([0.4, 0.3, 0.3], learned=learned)
+    trained(shares, [1.0, 1.0, 1.0], range(1, 20))
+    assert len(shares.now) == 3
+
+
 def test_a_fixed_number_of_micro_batches_keeps_the_plan_s_shares() -> None:
     assert trained(make([0.5, 0.5], adapts=False), [3.0, 1.0], range(1, 100)) == {}
 

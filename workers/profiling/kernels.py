@@ -53,6 +53,14 @@ def _flash_backward_on_cuda(args: tuple[Any, ...]) -> int:
     return taken
 
 
+def _padded_on_cpu(args: tuple[Any, ...]) -> int:
+    """Copies of gradients whose rows cannot be divided evenly among ranks, padded so that they can
+    (aten/src/ATen/native/TensorShape.cpp, _pad_chunk); a GPU's kernel pads as it writes."""
+    gradients, _, parts = args[:3]
+    uneven = [each for each in gradients if len(each) % parts]
+    return sum(-(-len(each) // parts) * parts * (each.nbytes // len(each)) for each in uneven)
+
+
 def _flash_on_cpu(args: tuple[Any, ...]) -> int:
     """A tile of scores, two running rows and a tile of outputs for each thread, in fp32
     (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention)."""
@@ -107,6 +115,7 @@ def _chunked_cross_entropy(args: tuple[Any, ...]) -> int:
 _WORKSPACES: dict[tuple[str, Target], Callable[[tuple[Any, ...]], int]] = {
     ("aten.mm.default", "cpu"): _product_on_cpu,
     ("aten.addmm.default", "cpu"): _product_on_cpu,
+    ("fsdp.chunk_cat.default", "cpu"): _padded_on_cpu,
     ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "cuda"): _flash_backward_on_cuda,
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", "cpu"): _flash_on_cpu,
     ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "cpu"): _flash_backward_on_cpu,

@@ -52,11 +52,12 @@ def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> lis
         if not recorder.phase.startswith("backward") and inputs and inputs[0].requires_grad:
             inputs[0].register_hook(_backward(recorder, recorder.phase, None))
 
-    hooks.append(layers[0].register_forward_pre_hook(enters))
+    # The first hooks, so that what other hooks do is recorded in the right group.
+    hooks.append(layers[0].register_forward_pre_hook(enters, prepend=True))
     for number, layer in enumerate(layers):
         group = depth.group_of(number)
-        hooks.append(layer.register_forward_pre_hook(begins(group)))
-        hooks.append(layer.register_forward_hook(ends(group, number == len(layers) - 1)))
+        hooks.append(layer.register_forward_pre_hook(begins(group), prepend=True))
+        hooks.append(layer.register_forward_hook(ends(group, number == len(layers) - 1), prepend=True))
     return hooks
 
 

@@ -1,10 +1,10 @@
 """Records a tape while a training step runs, under fake tensors or for real."""
 
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +17,7 @@ _DEVICE = torch.ops.prim.device.default
 _READS = (aten._local_scalar_dense.default,)
 _COPIES = (aten._to_copy.default,)
 _SUM = aten.add.Tensor
+_RESIZE = UntypedStorage.resize_
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -30,9 +31,12 @@ class Recorder(TorchDispatchMode):
     Args:
         target: the kind of device whose kernels' workspaces are added.
         boolean_value: the value that a boolean fake tensor has when it is read.
+        divided: the type of tensors of which a rank has only a part; None if there are none.
     """
 
-    def __init__(self, target: Target, *, boolean_value: bool = True) -> None:
+    def __init__(
+        self, target: Target, *, boolean_value: bool = True, divided: type[Tensor] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.by_origin = False
@@ -41,6 +45,7 @@ class Recorder(TorchDispatchMode):
         """Quantised blocks, and the bytes that each takes when it is dequantised for use."""
         self._target = target
         self._boolean_value = boolean_value
+        self._divided = divided
         self._place = Place("start", None)
         self._kind: Kind = "activations"
         self._summed: tuple[int, int] | None = None
@@ -94,6 +99,8 @@ class Recorder(TorchDispatchMode):
                 if args[0].is_floating_point()
                 else 1
             )
+        if self._divided is not None and self._divided in types:
+            return NotImplemented  # it runs the same operator on the part that this rank has
         kwargs = kwargs or {}
         output = fake_output(func, args, kwargs)
         if output is None:
@@ -126,11 +133,31 @@ class Recorder(TorchDispatchMode):
             self._allocated(tensor, kind)
 
     def _allocated(self, tensor: Tensor, kind: Kind) -> int:
-        storage = tensor.untyped_storage()
+        return self._add_storage(tensor.untyped_storage(), kind)
+
+    def _add_storage(self, storage: UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
         block = self.tape.allocate(self._place, storage.nbytes(), kind)
         self._blocks[address] = (weakref.ref(storage, lambda _: self._freed(address)), block)
         return block
+
+    def __enter__(self) -> Self:
+        UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)  # type: ignore
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]
+
+    def _resized(self, storage: UntypedStorage, size: int) -> None:
+        """FSDP empties the storage of whole parameters, and fills it again when they are needed."""
+        _RESIZE(storage, size)
+        known = self._blocks.pop(storage._cdata, None)
+        if known is not None:
+            self.tape.free(self._place, known[1])
+        if size:
+            self._add_storage(storage, "weights")
 
     def _freed(self, address: int) -> None:
         _, block = self._blocks.pop(address)

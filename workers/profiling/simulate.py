@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,12 @@ from workers.training.loss import Forward, Head, TokenLoss, head_of
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add
 from workers.training.window import Clipping, LossScale, Window
+
+if TYPE_CHECKING:
+    from workers.profiling.divided import Divided
+
+_WARM_UP = 8
+"""Rows and tokens of the first passes of a divided model, which also set up what later ones use again."""
 
 MICRO_BATCHES = 2
 """The first micro-batch and one that accumulates: all further ones are like the second."""
@@ -90,6 +96,13 @@ class Simulation:
             self._model = self._build(config)
         with self._mode:
             _materialise(self._model)
+        self._balance = balance_of(self._model, recipe.aux_scope)
+        smoothing = 0.1 if recipe.label_smoothing else 0.0
+        self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
+        self.chunks_at_once = self._are_chunks_at_once()
+        self._divided = None if recipe.parts == 1 else _divided(self._token_loss, recipe.parts)
+        if self._divided is not None:
+            self.trace(_WARM_UP, _WARM_UP)  # the first passes also set up what later ones use again
 
     def whole(self, rows: int, sequence: int) -> Tape:
         """Traces the model, and extends the tape to the model's full depth.
@@ -115,13 +128,16 @@ class Simulation:
             sequence: tokens of each sample.
             chunks: the sizes of the loss's chunks, if they must differ from the trainer's.
         """
-        recorder = Recorder(self.recipe.device, boolean_value=not self.recipe.packing)
+        recorder = Recorder(
+            self.recipe.device,
+            boolean_value=not self.recipe.packing,
+            divided=None if self._divided is None else self._divided.tensor_type,
+        )
         on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
         with self._mode, _quiet(), _as_if_real(), on_target:
             return self._trace(recorder, rows, sequence, chunks)
 
-    @property
-    def chunks_at_once(self) -> bool:
+    def _are_chunks_at_once(self) -> bool:
         """Whether one operator processes all chunks of the loss. The loss itself is run to find out."""
         head = head_of(self._model)
         if head is None:
@@ -137,7 +153,7 @@ class Simulation:
             dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
             hidden = torch.zeros(3, head.weight.shape[1], dtype=dtype)
             batch = _batch(1, 4, packed=False, routed=False)
-            self._loss(routed=False)._of_hidden(hidden, batch, Watched(**vars(head), requested=Chunks(2)))
+            self._token_loss._of_hidden(hidden, batch, Watched(**vars(head), requested=Chunks(2)))
         return not requested
 
     @property
@@ -189,36 +205,39 @@ class Simulation:
             precision=self.recipe.precision,
         )
 
-    def _loss(self, *, routed: bool) -> TokenLoss:
-        return TokenLoss(self._model, smoothing=0.1 if self.recipe.label_smoothing else 0.0, routed=routed)
-
     def _trace(self, recorder: Recorder, rows: int, sequence: int, chunks: Chunks | None) -> Tape:
         model, recipe = self._model, self.recipe
         recorder.enter("load")
         for tensor, group in weights_by_group(self._model, self._depth):
-            block = recorder.add_existing(tensor, "weights", group)
+            own = tensor if self._divided is None else self._divided.own_part(tensor)
+            block = recorder.add_existing(own, "weights", group)
             if block is not None and self.recipe.quantised and quantised_sizes.is_quantised(tensor, group):
                 recorder.tape.blocks[block].size = quantised_sizes.stored_bytes(tensor)
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()
-        parameters = list(model.parameters())
+        parameters = list(
+            model.parameters() if self._divided is None else self._divided.parameters.trained.values()
+        )
         optimizer = (
             _OffDeviceOptimizer(parameters)
             if recipe.optimizer_on_cpu
             else make_optimizer(_optimizer(recipe), parameters)
         )
         scale = LossScale(1.0) if recipe.precision == "fp16" else None
-        gradients = gradients_for(parameters, in_fp32=recipe.accumulate_in_fp32, host=_host(recipe))
+        gradients = (
+            gradients_for(parameters, in_fp32=recipe.accumulate_in_fp32, host=_host(recipe))
+            if self._divided is None
+            else self._divided.sums()
+        )
         clipping = Clipping(1.0 if recipe.clips else None)
         window = Window(parameters, optimizer, clipping, scale, gradients=gradients)
-        balance = balance_of(model, recipe.aux_scope)
-        loss = self._loss(routed=balance is not None)
-        if loss.head is not None:
-            loss.head = _FewChunks(**vars(loss.head), requested=chunks)
+        balance, loss, head = self._balance, self._token_loss, head_of(model)
+        if head is not None:
+            loss.head = _FewChunks(**vars(head), requested=chunks)
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
             with recorder:
-                self._make_states(recorder, optimizer)
+                self._make_states(recorder, optimizer, parameters)
                 self._window(recorder, step, rows, sequence)
             return recorder.stop()
         finally:
@@ -226,18 +245,20 @@ class Simulation:
                 hook.remove()
             gradients.release()
 
-    def _make_states(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+    def _make_states(
+        self, recorder: Recorder, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+    ) -> None:
         """Runs one step of the optimizer, which creates its states."""
         recorder.enter("states")
         recorder.by_origin = True
-        for parameter in self._model.parameters():
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         for tensor in _states(optimizer):
             block = recorder.label(tensor, "optimizer")
             if block is not None and self.recipe.optimizer == "adamw_8bit":
                 recorder.tape.blocks[block].size = quantised_sizes.state_bytes(tensor)
-        for parameter in self._model.parameters():
+        for parameter in parameters:
             parameter.grad = None
         recorder.by_origin = False
 
@@ -271,6 +292,12 @@ class _OffDeviceOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing, since the step takes no memory on the device."""
+
+
+def _divided(token_loss: TokenLoss, parts: int) -> "Divided":
+    from workers.profiling.divided import Divided  # rarely needed, and slow to load
+
+    return Divided(token_loss, parts)
 
 
 def _materialise(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from app.contract.reports import Failure
 from workers.run_directory import (
@@ -73,7 +74,7 @@ def main() -> int:
     limit()
     stop = StopSignal()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _as_rank(run, stop)
+        _end_at_once(_as_rank(run, stop))
     if (part := os.environ.get(PART_VARIABLE)) is not None:
         return _as_part(run, stop, part)
     isolated = bool(os.environ.get(HIDDEN_VARIABLE))
@@ -98,8 +99,21 @@ def main() -> int:
         except RunDirectoryInUse as error:
             log.error("%s", error)
             return INTERRUPTED  # no fault of the job's: another attempt is about to end
+        except OSError as error:  # of the process that watches over ranks or replicas
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return DISK_FULL
 
     return run_enclosed(train, isolated=isolated, lifeline=inherited())
+
+
+def _end_at_once(status: int) -> NoReturn:
+    """Ends this process without Python's finalisation, in which threads of torch.distributed that have not
+    ended yet can abort it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _as_rank(run: RunDirectory, stop: StopSignal) -> int:
@@ -140,7 +154,8 @@ def _fetch(run: RunDirectory) -> int:
     end_with_supervisor()
     assignment = run.assignment()
     try:
-        fetch(assignment.spec.model, assignment.model_path)
+        with run.at_work():  # nothing is reported during a download
+            fetch(assignment.spec.model, assignment.model_path)
     except (OSError, ValueError, ImportError) as error:
         first = first_line(error, assignment, run.base)
         message = f"the model {assignment.spec.model.name} could not be loaded: {first}"

@@ -116,7 +116,9 @@ def observe(
     out_of_memory = stop_requested = False
     replica.memory.begin()
     try:
-        added = accumulate(training, window, groups, denominator, record_first_norm=record_first_norm)
+        # The passes of a divided model exchange its parameters, so that they wait for other ranks.
+        with training.group.waiting() if replica.is_sharded else contextlib.nullcontext():
+            added = accumulate(training, window, groups, denominator, record_first_norm=record_first_norm)
         out_of_memory = replica.memory.exceeded()
     except StopRequested:
         stop_requested = True
@@ -238,11 +240,6 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
     """Rank 0's rule if it took a whole window: fixed numbers of micro-batches are added up."""
     counts = [rule.micro_batches for rule in rules if isinstance(rule, FixedCount)]
     return FixedCount(micro_batches=sum(counts)) if isinstance(rules[0], FixedCount) else rules[0]
-
-
-def cut(training: Training, window: Indices, rule: MicroBatchRule) -> Groups:
-    """A window's micro-batches if this rank takes all of it, as groups of positions in it."""
-    return training.budget.cut(training.loader.lengths(window), rule)
 
 
 def _cost(training: Training, window: Indices, groups: list[Groups]) -> Cost | None:

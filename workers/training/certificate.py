@@ -17,7 +17,6 @@ from app.contract.plan import FixedCount
 from workers.training import guards
 from workers.training import model as models
 from workers.training.accumulate import (
-    cut,
     divide,
     filler,
     in_step,
@@ -150,11 +149,13 @@ def certify(training: Training) -> None:
 
 
 def _all_on_one(training: Training, window: Indices, plan: list[Groups]) -> Groups:
-    """The window's micro-batches if rank 0 takes all of it. If the plan fixes a number of
-    micro-batches for each rank, it is their sum."""
-    if isinstance(training.rule, FixedCount):
+    """The window's micro-batches if rank 0 takes all of it; the same on every rank. If the plan fixes a
+    number of micro-batches for each rank, it is their sum."""
+    leader = training.budgets[0]
+    rule = leader.rule(training.batch)
+    if len(plan) == 1 or isinstance(rule, FixedCount):
         return [group for groups in plan for group in groups]
-    return plan[0] if len(plan) == 1 else cut(training, window, training.rule)
+    return leader.cut(training.loader.lengths(window), rule)
 
 
 def _accumulate(

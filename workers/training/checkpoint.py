@@ -153,6 +153,11 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.exists() else []
 
 
+def newest_whole(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint, or None."""
+    return next(filter(_is_whole, newest_first(folder)), None)
+
+
 def _load(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> RunState:
     content = json.loads((path / "state.json").read_text())
     version = content.get("version", 1)

@@ -25,7 +25,7 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
     the replica with the lowest validation loss, or without validation data, the lowest training loss.
 
     Raises:
-        CannotTrain: a replica has no weights.
+        CannotTrain: all checkpoints of a replica are damaged.
         Interrupted: a stop was requested.
     """
     assignment = run.assignment()
@@ -53,12 +53,12 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
     return Outcome(
         files=files,
         steps=max(each.steps for each in outcomes),
-        first_loss=outcomes[best].first_loss,
-        final_loss=outcomes[best].final_loss,
+        first_loss=None if spec.average else outcomes[best].first_loss,
+        final_loss=None if spec.average else outcomes[best].final_loss,
         trained_tokens=sum(each.trained_tokens for each in outcomes),
         effective_batch_size=spec.effective_batch_size,
         eval_loss=loss,
-        best_step=outcomes[best].best_step,
+        best_step=None if spec.average else outcomes[best].best_step,
         equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),
         replicas=tuple(
             ReplicaOutcome(
@@ -90,9 +90,10 @@ def _weights(run: RunDirectory) -> Path:
     """The checkpoint with a replica's final weights."""
     chosen = checkpoint.best(run.checkpoints) if run.assignment().spec.early_stopping else None
     if chosen is None:
-        chosen = next(iter(checkpoint.newest_first(run.checkpoints)), None)
+        chosen = checkpoint.newest_whole(run.checkpoints)
     if chosen is None:
-        raise CannotTrain("no_checkpoint", f"{run.path.name} has no checkpoint: submit the job again")
+        message = f"{run.path.name} has no undamaged checkpoint: check the disk, and submit the job again"
+        raise CannotTrain("checkpoints_damaged", message)
     return chosen
 
 

@@ -97,7 +97,8 @@ def train(training: Training) -> None:
         if state.step and finish:
             _stop_early(training)
             break
-        if spec.tune is not None and not training.budget.learned.measured and state.step >= sweep.AFTER_STEPS:
+        measured = all(budget.learned.measured for budget in training.budgets)
+        if spec.tune is not None and not measured and state.step >= sweep.AFTER_STEPS:
             sweep.apply(training, sweep.sweep(training))
         advance(training)
         _evaluate_if_due(training)

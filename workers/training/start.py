@@ -110,12 +110,13 @@ class Training:
         return stop
 
     def check_stop(self) -> None:
-        """Discards the current window and raises, if a stop was requested. Ranks that run each pass at the
-        same time stop only between windows.
+        """Called between micro-batches: discards the current window and raises, if a stop was requested.
+        Ranks that run each pass at the same time stop only between windows.
 
         Raises:
             StopRequested: a stop was requested.
         """
+        self.reporter.note_work()
         if not self.replica.is_sharded and self.stop():
             self.replica.window.abandon()
             raise StopRequested
@@ -164,10 +165,10 @@ def start(
     balance = balance_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     if plan.strategy == "fsdp" and group.size > 1:
-        from workers.training.distributed.sharding import shard
+        from workers.training.distributed.sharding import mesh_of, shard
 
         assert isinstance(group, ProcessGroup)
-        parameters: Parameters = shard(token_loss, group, device)
+        parameters: Parameters = shard(token_loss, group, mesh_of(group, device))
     else:
         if spec.method.name != "qlora":
             model.to(device)
@@ -234,10 +235,12 @@ def _shares(
     run: RunDirectory, assignment: Assignment, state: RunState, budgets: Sequence[Budget], group: Group
 ) -> Shares:
     """Each rank's share of the work. What earlier attempts have learned is repeated."""
+    until: int = group.from_first(run.last_step() if group.size > 1 and group.leads else 0)
+    if group.size > 1 and group.leads:
+        run.keep_shares(until)
     recorded: list[Any] = group.from_first(
         [[each.step, each.shares] for each in run.shares()] if group.size > 1 and group.leads else []
     )
-    until: int = group.from_first(run.last_step() if group.size > 1 and group.leads else 0)
     return Shares(
         [rank.share_of_tokens for rank in assignment.plan.ranks],
         state.shares,
@@ -349,10 +352,13 @@ def apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Repo
     )
     for rank, found in learned:
         own, budget = RankMemory.model_validate(found), state.budgets[rank]
+        before = (budget.tokens, budget.failed_tokens, state.fallbacks.checkpointing)
         if own.tokens is not None and own.failed_tokens is not None:
             budget.tokens = min(own.tokens, budget.tokens or own.tokens)
             budget.failed_tokens = min(own.failed_tokens, budget.failed_tokens or own.failed_tokens)
         state.fallbacks.checkpointing |= own.checkpointing
+        if before == (budget.tokens, budget.failed_tokens, state.fallbacks.checkpointing):
+            continue  # another rank has learned more since
         reporter.event(
             "out_of_memory",
             f"Out of memory on rank {rank}: all ranks started again from the last checkpoint, with "

@@ -13,7 +13,7 @@ import numpy as np
 from app.contract.plan import TokenBudget
 from app.contract.reports import MeasuredSize, Tuning, smallest_of_the_fastest
 from workers.training import guards, memory
-from workers.training.accumulate import accumulate, cut
+from workers.training.accumulate import accumulate
 from workers.training.batches import Groups, tokens_of
 from workers.training.distributed.group import ALONE
 from workers.training.exceptions import StopRequested
@@ -59,7 +59,7 @@ def _sweep(training: Training) -> Tuning:
     window = _samples_to_measure(whole, loader.lengths(whole), ladder[0])
     cuts: dict[int, Groups] = {}
     for size in ladder:  # of sizes that give equally many micro-batches, keep the smallest
-        groups = cut(training, window, TokenBudget(tokens=size))
+        groups = budget.cut(loader.lengths(window), TokenBudget(tokens=size))
         cuts = {other: own for other, own in cuts.items() if len(own) != len(groups)} | {size: groups}
     seconds, peaks = _measure(training, window, cuts)
     lengths = loader.lengths(window)

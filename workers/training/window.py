@@ -288,7 +288,7 @@ class Window:
         norms = _norms(gradients)
         self._grad_norm = _norm(norms)
         totals = self._read(self._grad_norm, dict(zip(sums, norms, strict=True)))
-        if self._gradients.is_divided:
+        if self._group.size > 1:  # the factor of clipping is the same on all ranks
             self._grad_norm = torch.full_like(self._grad_norm, totals.grad_norm)
         return totals
 

@@ -117,7 +117,7 @@ class ProcessGroup(Group):
             LostRank: another rank ended first.
         """
         file = os.environ.get(RENDEZVOUS_VARIABLE)
-        with _connected():
+        with _connecting():
             dist.init_process_group(
                 backend,
                 init_method=f"file://{file}" if file else "env://",
@@ -129,8 +129,10 @@ class ProcessGroup(Group):
         return cls(rank, size, dist.group.WORLD, host)
 
     def begin_sum(self, tensor: Tensor) -> Pending | None:
+        on_host = tensor.device.type == "cpu" and dist.get_backend(self.gradients) != "gloo"
         with self.waiting():
-            return _Pending(self, dist.all_reduce(tensor, group=self.gradients, async_op=True))
+            group = self._host if on_host else self.gradients
+            return _Pending(self, dist.all_reduce(tensor, group=group, async_op=True))
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64)
@@ -203,8 +205,8 @@ def connect(plan: Plan, rank: int, size: int) -> Iterator[Group]:
 
 
 @contextlib.contextmanager
-def _connected() -> Iterator[None]:
-    """Recognises errors of the connection to other ranks.
+def _connecting() -> Iterator[None]:
+    """Recognises errors while ranks connect.
 
     Raises:
         LostRank: another rank has ended or does not answer.
@@ -212,6 +214,27 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
             raise
-        raise LostRank(str(error).splitlines()[0]) from error
+        raise LostRank(_first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Recognises errors of the connection to other ranks, among those of a device or of the model.
+
+    Raises:
+        LostRank: another rank has ended or does not answer.
+    """
+    try:
+        yield
+    except dist.DistError as error:  # NCCL's, and those of the store
+        raise LostRank(_first_line(error)) from error
+    except RuntimeError as error:
+        if "/gloo/" not in str(error):  # gloo's errors name their place in its source
+            raise
+        raise LostRank(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -28,8 +28,8 @@ RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
 (MASTER_ADDR and others)."""
 
 _MOST_STARTS = 30
-"""How often ranks start again after running out of memory. Each time, a rank uses smaller micro-batches than
-ever before, so a few times are enough."""
+"""How often ranks start again after running out of memory, for each of them. Each time, a rank uses smaller
+micro-batches than ever before, so a few times are enough."""
 
 _LOOK_EVERY_SECONDS = 0.05
 
@@ -54,14 +54,13 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Call
     Returns:
         The exit status: that of the rank that failed first; 0 if all succeeded.
     """
-    for _ in range(_MOST_STARTS):
+    most = _MOST_STARTS * len(ranks)
+    for _ in range(most):
         status = _launch_once(run, ranks, kind, stop)
         if status != OUT_OF_STEP:
             return status
         log.warning("all ranks start again from the last checkpoint")
-    message = (
-        f"the ranks ran out of memory {_MOST_STARTS} times: use ddp, more devices, or a smaller max_length"
-    )
+    message = f"the ranks ran out of memory {most} times: use ddp, more devices, or a smaller max_length"
     run.write_failure(Failure(code="out_of_memory", message=message, permanent=True))
     return 1
 
@@ -69,7 +68,7 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Call
 def _launch_once(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Callable[[], bool]) -> int:
     for rank in ranks:
         _failure_file(run, rank.rank).unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="accrue-ranks-") as private:
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir=run.path) as private:
         shared = {RENDEZVOUS_VARIABLE: f"{private}/rendezvous", "WORLD_SIZE": str(len(ranks))}
         started = [_start(run, rank, kind, shared) for rank in ranks]
         try:
@@ -165,6 +164,8 @@ def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
 def _cause(ranks: list[subprocess.Popen[bytes]]) -> int | None:
     """A rank that failed, and not because it lost another one; None if there is none yet."""
     statuses = [rank.poll() for rank in ranks]
+    if OUT_OF_STEP in statuses:  # what it has learned would be lost with a failure of another rank
+        return statuses.index(OUT_OF_STEP)
     return next((n for n, status in enumerate(statuses) if status not in (None, 0, LOST_RANK)), None)
 
 

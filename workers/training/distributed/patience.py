@@ -46,7 +46,9 @@ class Cost:
     def relative_to(self, other: "Cost") -> float:
         """How many times as long as the other this window takes at most."""
         return max(
-            self.micro_batches / other.micro_batches, self.tokens / other.tokens, self.pairs / other.pairs
+            self.micro_batches / max(1.0, other.micro_batches),
+            self.tokens / max(1.0, other.tokens),
+            self.pairs / max(1.0, other.pairs),
         )
 
 
@@ -62,7 +64,13 @@ class Patience:
         self._longest: tuple[float, Cost] | None = None
         self._limit: float | None = None
         self._deadline: float | None = None
+        self._suspended = 0.0
+        """Seconds for which this process did not run, and so neither did others if all were suspended."""
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def _clock(self) -> float:
+        """Seconds for which this process has run."""
+        return time.monotonic() - self._suspended
 
     @contextlib.contextmanager
     def training(self, cost: Cost) -> Iterator[None]:
@@ -82,17 +90,23 @@ class Patience:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Gives up if the block takes too long."""
-        self._deadline = None if self._limit is None else time.monotonic() + self._limit
+        """Gives up if the block takes too long. A block within another one has the time limit of the
+        whole."""
+        if self._deadline is not None:
+            yield
+            return
+        self._deadline = None if self._limit is None else self._clock() + self._limit
         try:
             yield
         finally:
             self._deadline = None
 
     def _watch(self) -> None:
-        late = 0
-        while late < _LOOKS:  # the first look may be late itself, if all ranks were suspended
+        late, looked_at = 0, time.monotonic()
+        while late < _LOOKS:
             time.sleep(_LOOK_EVERY_SECONDS)
+            before, looked_at = looked_at, time.monotonic()
+            self._suspended += max(0.0, looked_at - before - _LOOK_EVERY_SECONDS)
             deadline = self._deadline
-            late = late + 1 if deadline is not None and time.monotonic() > deadline else 0
+            late = late + 1 if deadline is not None and self._clock() > deadline else 0
         self._give_up(f"another rank did not answer for {self._limit or 0.0:.0f} s")

@@ -32,6 +32,11 @@ _LOOK_EVERY_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 """After a requested stop, replicas have this long for their checkpoints, before they are killed."""
 
+_MOST_STEPS_AHEAD = 10_000
+"""Of a replica's log, so many steps are held in memory that other replicas have not made yet."""
+
+_SECONDS = ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
+
 _OWN_EVENTS = ("checkpoint", "evaluation", "training", "resumed", "tuned", "skipped")
 """Events from which a job's state is computed: those of a replica are forwarded under another type."""
 
@@ -56,10 +61,9 @@ def train_replicas(run: RunDirectory, assignment: Assignment, stop: Callable[[],
     """
     replicas = replicas_of(run, assignment)
     waiting = [number for number, own in enumerate(replicas) if own.outcome() is None]
-    for number in waiting:
-        replicas[number].write_assignment(_assignment_of(assignment, number, assignment.plan.ranks[0]))
     with Reporter(run, assignment.attempt) as reporter:
-        status = _Team(run, assignment, replicas, waiting, _Merged(replicas, reporter)).train(stop)
+        merged = _Merged(replicas, reporter, len(assignment.plan.ranks), run.last_step())
+        status = _Team(run, assignment, replicas, waiting, merged).train(stop)
     if status != 0:
         return status
     combine = start_process(run, assignment.plan.ranks[0], assignment.plan.device, {PART_VARIABLE: "combine"})
@@ -149,6 +153,7 @@ class _Team:
 
     def _failed(self, number: int, status: int) -> int:
         """Stores a replica's failure as that of the job."""
+        self.merged.update()
         found = self.replicas[number].failure()
         if found is not None:
             message = f"replica {number}: {found.message}"
@@ -178,32 +183,61 @@ class _Tail:
 
 
 class _Merged:
-    """The replicas' logs and events as one."""
+    """The replicas' logs and events as one.
 
-    def __init__(self, replicas: list[RunDirectory], reporter: Reporter) -> None:
+    Steps up to the last one of which every replica has a checkpoint are never repeated. Later ones are
+    reported in each attempt.
+
+    Args:
+        devices: how many replicas train at the same time.
+        reported: the last step that an earlier attempt has reported.
+    """
+
+    def __init__(self, replicas: list[RunDirectory], reporter: Reporter, devices: int, reported: int) -> None:
         self._reporter, self._replicas = reporter, replicas
+        self._at_once = min(devices, len(replicas))
         self._logs = [_Tail(own.metrics) for own in replicas]
         self._events = [_Tail(own.events) for own in replicas]
         self._lines: list[dict[int, LogLine]] = [{} for _ in replicas]
         self._totals = [_Totals() for _ in replicas]
         self._steps_total = 0
         self._checkpoints = [0] * len(replicas)
-        self._next = 1
+        self._read_events()
+        self._done = min(reported, *self._checkpoints)
 
     def update(self) -> None:
         """Reports what is new."""
+        self._read_events()
+        self._report_steps()  # a replica that has ended since holds back no more
+        while self._read_logs():
+            self._report_steps()
+
+    def _report_steps(self) -> None:
+        while (own := self._complete(self._done + 1)) is not None:
+            self._done += 1
+            self._reporter.step(self._combined(self._done, own))
+            for lines, totals in zip(self._lines, self._totals, strict=True):
+                lines.pop(self._done, None)
+                totals.forget(self._done)
+
+    def _read_logs(self) -> bool:
+        """Reads what is new in the logs, but of one that is far ahead only a part. Returns whether there was
+        any."""
+        found = False
+        for tail, lines, totals in zip(self._logs, self._lines, self._totals, strict=True):
+            for raw in tail.lines() if len(lines) < _MOST_STEPS_AHEAD else ():
+                found = True
+                line = _parsed(raw)
+                if line is not None and totals.add(line) and line.step > self._done:
+                    lines[line.step] = line
+                if len(lines) >= _MOST_STEPS_AHEAD:
+                    break
+        return found
+
+    def _read_events(self) -> None:
         for number, tail in enumerate(self._events):
             for raw in tail.lines():
-                self._forward(number, raw)
-        for number, tail in enumerate(self._logs):
-            for raw in tail.lines():
-                line = _parsed(raw)
-                if line is not None:
-                    self._lines[number][line.step] = line
-                    self._next = min(self._next, line.step)  # a new attempt repeats steps
-        while (own := self._complete(self._next)) is not None:
-            self._reporter.step(self._combined(self._next, own))
-            self._next += 1
+                self._take_event(number, raw)
 
     def _complete(self, step: int) -> dict[int, LogLine] | None:
         """Each replica's line of a step, if all that are still training have made it."""
@@ -221,7 +255,8 @@ class _Merged:
             found = list(values)
             return sum(found) / len(found)
 
-        ranks = tuple(self._totals[number].add(number, line) for number, line in own.items())
+        share = min(1.0, self._at_once / len(lines))
+        ranks = tuple(self._totals[number].of(number, line) for number, line in own.items())
         memory = [line.memory_gb for line in lines if line.memory_gb is not None]
         peaks = [line.peak_gb for line in lines if line.peak_gb is not None]
         return lines[0].model_copy(
@@ -235,7 +270,8 @@ class _Merged:
                 "tokens": tokens,
                 "input_tokens": sum(line.input_tokens for line in lines),
                 "padded_tokens": sum(line.padded_tokens for line in lines),
-                "tokens_per_second": sum(line.tokens_per_second for line in lines),
+                "tokens_per_second": share * sum(line.tokens_per_second for line in lines),
+                **{name: sum(getattr(line, name) for line in lines) / self._at_once for name in _SECONDS},
                 "memory_gb": max(memory, default=None),
                 "peak_gb": max(peaks, default=None),
                 "noise_scale": None,
@@ -247,60 +283,77 @@ class _Merged:
             }
         )
 
-    def _forward(self, number: int, raw: bytes) -> None:
+    def _take_event(self, number: int, raw: bytes) -> None:
+        """Takes an event into account, and forwards it, unless an earlier attempt has done so."""
         try:
             event = EventLine.model_validate_json(raw)
         except ValidationError:
             return
-        report = self._reporter.event
         if event.type == "training":
             self._steps_total = max(self._steps_total, _whole(event.data.get("steps_total")))
-            report(
-                "training",
-                f"Replica {number}: {event.message}",
-                steps_total=self._steps_total,
-                replica=number,
-            )
-            return
         if event.type == "checkpoint":
             self._checkpoints[number] = max(self._checkpoints[number], _whole(event.data.get("step")))
-            if min(self._checkpoints) > 0:
-                message = f"Replica {number}: {event.message}"
-                report("checkpoint", message, step=min(self._checkpoints), replica=number)
-            return
-        kind = f"replica_{event.type}" if event.type in _OWN_EVENTS else event.type
-        data = {**event.data, "replica": number}
-        report(kind, f"Replica {number}: {event.message}", event.level, **data)
+        if event.attempt == self._reporter.attempt:
+            self._forward(number, event)
+
+    def _forward(self, number: int, event: EventLine) -> None:
+        kind, data = event.type, {**event.data, "replica": number}
+        if kind == "training":
+            data["steps_total"] = self._steps_total
+        elif kind == "checkpoint":
+            data["progress"] = sum(self._checkpoints)
+        elif kind in _OWN_EVENTS:
+            kind = f"replica_{kind}"
+        self._reporter.event(kind, f"Replica {number}: {event.message}", event.level, **data)
 
 
-@dataclass
 class _Totals:
-    """What a replica has done so far."""
+    """What a replica has done up to each of its steps; a step that is repeated counts once."""
 
-    micro_batches: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self._up_to: dict[int, tuple[int, int, float]] = {0: (0, 0, 0.0)}
+        self._first = 0
 
-    def add(self, number: int, line: LogLine) -> RankLine:
-        """Adds a step; returns the replica's part of the job's line."""
-        seconds = line.data_seconds + line.forward_backward_seconds
-        micro_batches = line.gradient_accumulation_steps
-        self.micro_batches += micro_batches
-        self.tokens += line.input_tokens
-        self.seconds += seconds
+    def add(self, line: LogLine) -> bool:
+        """Takes a step into account; those before it were added earlier. Returns whether it is one of the
+        steps that are still remembered."""
+        before = self._up_to.get(line.step - 1)
+        if before is None:
+            return False
+        micro_batches, tokens, seconds = before
+        self._up_to[line.step] = (
+            micro_batches + line.gradient_accumulation_steps,
+            tokens + line.input_tokens,
+            seconds + _seconds(line),
+        )
+        return True
+
+    def forget(self, until: int) -> None:
+        """Forgets the steps before one that is never repeated."""
+        for step in range(self._first, until):
+            self._up_to.pop(step, None)
+        self._first = max(self._first, until)
+
+    def of(self, number: int, line: LogLine) -> RankLine:
+        """The replica's part of the job's line of a step."""
+        micro_batches, tokens, seconds = self._up_to[line.step]
         return RankLine(
             rank=number,
-            micro_batches=micro_batches,
+            micro_batches=line.gradient_accumulation_steps,
             samples=line.samples,
             tokens=line.input_tokens,
-            seconds=seconds,
+            seconds=_seconds(line),
             idle_seconds=0.0,
             peak_gb=line.peak_gb,
-            total_micro_batches=self.micro_batches,
-            total_tokens=self.tokens,
-            total_seconds=self.seconds,
+            total_micro_batches=micro_batches,
+            total_tokens=tokens,
+            total_seconds=seconds,
             total_idle_seconds=0.0,
         )
+
+
+def _seconds(line: LogLine) -> float:
+    return line.data_seconds + line.forward_backward_seconds
 
 
 def _parsed(raw: bytes) -> LogLine | None:

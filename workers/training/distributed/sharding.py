@@ -23,13 +23,17 @@ from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
 
 
-def shard(token_loss: TokenLoss, group: ProcessGroup, device: torch.device) -> "ShardedParameters":
+def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The ranks among which parameters are divided, and the kind of their devices."""
+    return DeviceMesh.from_group(group.gradients, device.type)
+
+
+def shard(token_loss: TokenLoss, group: Group, mesh: DeviceMesh) -> "ShardedParameters":
     """Divides the parameters of a model, and moves this rank's parts to its device.
 
     Args:
         token_loss: the module whose forward pass trains.
     """
-    mesh = DeviceMesh.from_group(group.gradients, device.type)
     for layer in layers_of(token_loss):
         fully_shard(layer, mesh=mesh)
     fully_shard(token_loss, mesh=mesh)

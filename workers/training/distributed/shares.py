@@ -65,8 +65,8 @@ class Shares:
         self._learned, self._adapts = learned, adapts
         self._recorded, self._until = recorded, until
         self._is_warm = False
-        if len(learned.shares) not in (0, len(planned)):  # of another number of ranks
-            learned.use([])
+        if any(len(own) not in (0, len(planned)) for own in (learned.shares, learned.tokens)):
+            learned.use([])  # it was of another number of ranks
 
     @property
     def now(self) -> list[float]:
