@@ -20,7 +20,7 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
 COPY app app
 COPY workers workers
 COPY alembic alembic
-RUN pip install --no-deps -e .
+RUN pip install --no-deps -e . && python -m compileall -q app workers alembic
 
 USER 10001
 VOLUME /data

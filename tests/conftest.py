@@ -11,7 +11,7 @@ from app.logs import configure
 from app.main import create_app
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.migrations import migrate
+from app.storage.migrations import upgrade
 from tests.harness.postgresql import Server
 
 configure("INFO", "json")
@@ -76,10 +76,9 @@ def settings(tmp_path: Path, database_url: str | None) -> Settings:
 
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite database as a service builds it when it starts, to be copied: that takes a hundredth of the
-    time."""
+    """A SQLite database as all migrations make it, to be copied: that takes a hundredth of the time."""
     path = tmp_path_factory.mktemp("migrated") / "accrue.db"
-    migrate(f"sqlite:///{path}")
+    upgrade(f"sqlite:///{path}")
     return path
 
 

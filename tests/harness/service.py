@@ -32,7 +32,7 @@ class Accrue:
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self._log = (folder / "processes.log").open("wb")
         self.env = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
             "ACCRUE_DATA_DIR": str(self.data),
             "ACCRUE_MODELS_DIR": str(folder / "models"),
             "ACCRUE_PORT": str(self.port),

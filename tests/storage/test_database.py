@@ -11,6 +11,7 @@ from sqlalchemy import JSON, MetaData, String, Table, insert, inspect, select, t
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, OperationalError
 
 from app.settings import Settings
+from app.storage import migrations
 from app.storage.compiled import Prepared
 from app.storage.database import Database, database_now, is_unavailable
 from app.storage.migrations import alembic_config, current_revision, migrate, newest_revision, upgrade
@@ -33,15 +34,30 @@ def test_the_migrations_create_the_columns_and_indexes_of_the_models(database: D
 
 @pytest.mark.sqlite
 def test_the_migrations_make_exactly_the_tables_of_the_models(tmp_path: Path) -> None:
-    """Types, keys and references, too."""
-    migrated, declared = (Database(f"sqlite:///{tmp_path / name}.db") for name in ("migrated", "declared"))
-    migrate(migrated.url)
-    Base.metadata.create_all(declared.engine)
-    found = structure(migrated)
-    del found["alembic_version"]
-    assert found == structure(declared)
+    """Types, keys and references, too; `migrate` gives an empty database those of the models."""
+    migrated, created = (Database(f"sqlite:///{tmp_path / name}.db") for name in ("migrated", "created"))
+    upgrade(migrated.url)
+    migrate(created.url)
+    assert structure(migrated) == structure(created)
+    assert current_revision(migrated) == current_revision(created) == newest_revision()
     migrated.close()
-    declared.close()
+    created.close()
+
+
+@pytest.mark.sqlite
+def test_a_database_is_created_completely_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    database = Database(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "newest_revision", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            migrate(url)
+    assert inspect(database.engine).get_table_names() == []
+    migrate(url)
+    assert current_revision(database) == newest_revision()
+    database.close()
 
 
 def structure(database: Database) -> dict[str, Any]:
