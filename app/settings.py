@@ -138,7 +138,7 @@ class Settings(BaseSettings):
         None,
         ge=30,
         le=150,
-        description="Degrees Celsius above which a GPU is given ten minutes to cool down",
+        description="Degrees Celsius above which training pauses until the GPU is 5 degrees cooler",
     )
 
     @field_validator("gpus")

@@ -23,7 +23,7 @@ RUN torch="$(grep '^torch==' constraints.txt)" \
 COPY app app
 COPY workers workers
 COPY alembic alembic
-RUN pip install -c constraints.txt -e '.[postgresql]'
+RUN pip install -c constraints.txt -e '.[postgresql]' && python -m compileall -q app workers alembic
 
 USER 10001
 VOLUME /data

@@ -11,7 +11,7 @@ from app.logs import configure
 from app.main import create_app
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.migrations import upgrade
+from app.storage.migrations import migrate, upgrade
 from tests.harness.postgresql import Server
 
 configure("INFO", "json")
@@ -79,6 +79,7 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SQLite database as all migrations make it, to be copied: that takes a hundredth of the time."""
     path = tmp_path_factory.mktemp("migrated") / "accrue.db"
     upgrade(f"sqlite:///{path}")
+    migrate(f"sqlite:///{path}")  # opens it as the service does, which turns on the write-ahead log
     return path
 
 

@@ -79,6 +79,7 @@ class Launcher:
                 )
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.write_assignment(assignment)
+        run.end_cooling_down()  # a request of an earlier attempt
         if job.requested == "stop":
             run.request_finish()
         fail_point("supervisor.ordered")

@@ -59,6 +59,8 @@ class Running:
     """The action that a user has requested (pause, cancel, stop), as of the last renewal."""
     stopping: str | None = None
     """Why the trainer must stop, or None."""
+    cooling_since: float | None = None
+    """When training was paused because a GPU was too hot, or None if it is not paused."""
     timed_out: bool = False
     stuck: bool = False
     """Whether the trainer was ended because it made no progress."""

@@ -2,6 +2,7 @@
 
     spec.json        the assignment: written by the supervisor before each attempt, read by the trainer
     finish           requests that training ends early, with a model: written by the supervisor
+    cooling          makes training pause between windows while it exists; says why: written by the supervisor
 
 The trainer writes all others:
 
@@ -42,7 +43,15 @@ from pydantic import BaseModel, ValidationError
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.plain_files import MAX_BYTES, NotPlain, append_plain, create_plain, open_plain, read_plain
+from app.contract.plain_files import (
+    MAX_BYTES,
+    NotPlain,
+    append_plain,
+    create_plain,
+    folder,
+    open_plain,
+    read_plain,
+)
 from app.contract.reports import (
     Completions,
     EventLine,
@@ -86,7 +95,7 @@ out."""
 
 PROGRESS_EVERY_SECONDS = 1.0
 
-_FINISH = "finish"
+_FINISH, _COOLING = "finish", "cooling"
 
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
 """A folder that is hidden from the trainer, and the files in it that the trainer needs (JSON)."""
@@ -101,6 +110,7 @@ Content = TypeVar("Content", bound=BaseModel)
 
 _MAX_BYTES = {
     "base_weights": 2**10,
+    "cooling": 2**10,
     "log line": 2**20,
     "shares.jsonl": 2**24,
     "progress.json": 2**16,
@@ -170,6 +180,23 @@ class RunDirectory:
 
     def finish_requested(self) -> bool:
         return os.path.lexists(self.path / _FINISH)  # even if the trainer has put a broken link there
+
+    def request_cooling_down(self, why: str) -> None:
+        """Requests that the trainer pauses between windows."""
+        with contextlib.suppress(OSError), create_plain(self.path / _COOLING) as file:
+            file.write(why.encode()[: _MAX_BYTES[_COOLING]])
+
+    def end_cooling_down(self) -> None:
+        """Lets the trainer continue."""
+        with contextlib.suppress(OSError), folder(self.path) as within:
+            os.unlink(_COOLING, dir_fd=within)
+
+    def why_cooling_down(self) -> str | None:
+        """Why the trainer is to pause, or None if it is to train."""
+        with contextlib.suppress(NotPlain):
+            content = read_plain(self.path, _COOLING, max_bytes=_MAX_BYTES[_COOLING])
+            return None if content is None else content.decode(errors="replace")
+        return None
 
     def write_digest_of_base(self, digest: str) -> None:
         write_atomically(self.path / "base_weights", digest)

@@ -30,7 +30,7 @@ from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Job
-from workers import job_measurements
+from workers import job_measurements, temperature
 from workers.device_locks import DeviceLocks
 from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
@@ -39,6 +39,7 @@ from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
 from workers.run_directory import DISK_FULL_FAILURE
 from workers.slots import Slots
+from workers.temperature import Heat
 
 log = structlog.get_logger("accrue.worker")
 
@@ -151,11 +152,8 @@ class Supervisor:
         elif running.times_out is not None and now > running.times_out and not running.stopping:
             running.timed_out = True
             self._request_stop(running, "timeout")
-        elif (hot := self._first(running, self._is_too_hot)) and not running.stopping:
-            limit = self.settings.max_gpu_temperature
-            why = f"its GPU {hot.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
-            self.slots.set_aside(hot, why)
-            self._request_stop(running, why)
+        elif not running.stopping and self._is_too_hot(running):
+            pass
         elif self._is_stuck(running) and not running.stopping:
             running.stuck = True
             running.trainer.kill()
@@ -168,9 +166,12 @@ class Supervisor:
         """The first of a trainer's devices for which `is_so` returns true."""
         return next((device for device in running.devices if is_so(device)), None)
 
-    def _is_too_hot(self, device: Device) -> bool:
-        limit, now = self.settings.max_gpu_temperature, self.slots.temperature(device)
-        return limit is not None and now is not None and now > limit
+    def _is_too_hot(self, running: Running) -> bool:
+        """Pauses a trainer whose GPU is too hot, and stops it if its GPU does not cool down."""
+        heat = temperature.enforce(running, self.slots, self.settings.max_gpu_temperature)
+        if heat is Heat.STAYS_HOT:
+            self._request_stop(running, "its GPU stayed too hot (ACCRUE_MAX_GPU_TEMPERATURE)")
+        return heat is not Heat.BELOW_LIMIT
 
     def _is_stuck(self, running: Running) -> bool:
         """Whether nothing in its run directory has changed for too long."""

@@ -19,10 +19,10 @@ from workers.training.loss import Forward
 from workers.training.replica import Replica
 
 
-def run_to_end(run: RunDirectory) -> Outcome:
+def run_to_end(run: RunDirectory, stop: Callable[[], bool] = lambda: False) -> Outcome:
     assignment = run.assignment()
     with Reporter(run, assignment.attempt) as reporter:
-        return training.fit(run, assignment, reporter, lambda: False)
+        return training.fit(run, assignment, reporter, stop)
 
 
 def weights(run: RunDirectory) -> dict[str, torch.Tensor]:

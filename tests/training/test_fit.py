@@ -1,6 +1,7 @@
 """The trainer as a whole, in this process."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from tests.harness.runs import create_run, events_of, log_of, small_data, write_texts
+from tests.harness.runs import create_run, events_of, log_of, small_data, until, write_texts
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import interrupted_at, run_to_end, scale_losses, weights
+from workers.run_directory import RunDirectory
 from workers.training import model as models
 from workers.training.checkpoint import newest_first
-from workers.training.exceptions import CannotTrain
+from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.model import recompute_activations
 
 
@@ -274,6 +276,41 @@ def test_damaged_checkpoints_are_reported_and_the_job_fails_if_all_are(tmp_path:
     with pytest.raises(CannotTrain, match="every checkpoint is damaged"):
         run_to_end(run)
     assert older.exists()
+
+
+def test_a_run_pauses_between_windows_while_a_gpu_is_too_hot(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=2)
+    plain, paused = (create_run(tmp_path / name, spec) for name in ("plain", "paused"))
+    run_to_end(plain)
+    paused.request_cooling_down("its GPU cpu is hotter than 80 °C")
+    with ThreadPoolExecutor(1) as others:
+        cooled = others.submit(cool_down, paused)
+        run_to_end(paused)
+        cooled.result()
+    assert [kind for kind in kinds_of(paused) if kind.startswith("cool")] == ["cooling_down", "cooled_down"]
+    assert "Training pauses after step 0: its GPU cpu is hotter than 80 °C." in {
+        event["message"] for event in events_of(paused)
+    }
+    assert distance(weights(plain), weights(paused)) == 0
+
+
+def test_a_run_that_pauses_can_be_stopped_and_finished(tmp_path: Path) -> None:
+    spec = make_spec(data=small_data(), max_steps=1000)
+    run = create_run(tmp_path / "run", spec)
+    run.request_cooling_down("hot")
+    with pytest.raises(Interrupted):
+        run_to_end(run, stop=lambda: "cooling_down" in kinds_of(run))
+    run.request_finish()
+    assert run_to_end(run).steps == 1
+
+
+def cool_down(run: RunDirectory) -> None:
+    until(lambda: "cooling_down" in kinds_of(run))
+    run.end_cooling_down()
+
+
+def kinds_of(run: RunDirectory) -> list[str]:
+    return [event["type"] for event in events_of(run)] if run.events.exists() else []
 
 
 def test_stopping_a_run_saves_the_model_of_the_current_step(tmp_path: Path) -> None:

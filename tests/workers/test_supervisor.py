@@ -24,6 +24,7 @@ from app.storage.tables import Job, JobEvent, StepMetric
 from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
+from workers import temperature
 from workers.slots import Slots
 from workers.supervisor import Supervisor
 
@@ -424,7 +425,7 @@ def test_an_error_while_handling_one_trainer_counts_as_its_job_s_crash(
     assert "Attempt 1 ended: crashed: NotADirectoryError" in told(database, job_id)
 
 
-def test_a_gpu_that_is_too_hot_is_given_time_to_cool_down(
+def test_training_pauses_until_a_hot_gpu_is_cooler_and_then_leaves_it(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = endless(settings, database)
@@ -434,12 +435,27 @@ def test_a_gpu_that_is_too_hot_is_given_time_to_cool_down(
     supervisor.turn()
     assert supervisor.running[0].stopping is None  # no limit is set
     until(lambda: bool(supervisor.turn() or warmth(database, job_id) == 91.5))
-    supervisor.settings = supervisor.settings.model_copy(update={"max_gpu_temperature": 90.0})
+    supervisor.settings = supervisor.settings.model_copy(
+        update={"max_gpu_temperature": 90.0, "no_progress_seconds": 0.3}
+    )
+    until(lambda: bool(supervisor.turn() or "hotter than 90 °C" in told(database, job_id)))
+    monkeypatch.setattr(supervisor.slots, "temperature", lambda device: 85.5)  # not by 5 degrees yet
+    supervisor.turn()
+    paused_at = job(database, job_id).progress["step"]
+    for _ in range(10):
+        time.sleep(0.1)
+        supervisor.turn()
+    assert supervisor.running[0].stopping is None
+    assert job(database, job_id).progress["step"] == paused_at
+    supervisor.settings = supervisor.settings.model_copy(update={"no_progress_seconds": 60.0})
+    monkeypatch.setattr(supervisor.slots, "temperature", lambda device: 84.5)
+    until(lambda: bool(supervisor.turn() or job(database, job_id).progress["step"] > paused_at))
+    assert "Training continues after a pause of" in told(database, job_id)
+    monkeypatch.setattr(supervisor.slots, "temperature", lambda device: 91.5)
+    monkeypatch.setattr(temperature, "MAX_COOLING_SECONDS", 0.5)
     until(lambda: bool(supervisor.turn() or job(database, job_id).status == "queued"))
     assert supervisor.slots.usable() == []
-    with database.reading() as session:
-        told = session.scalars(select(JobEvent.message).where(JobEvent.type == "queued")).one()
-    assert "hotter than 90 °C" in told
+    assert "stayed too hot (ACCRUE_MAX_GPU_TEMPERATURE)" in told(database, job_id)
 
 
 def warmth(database: Database, job_id: str) -> float | None:

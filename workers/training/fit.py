@@ -13,6 +13,7 @@ from workers.training import (
     certificate,
     checkpoint,
     completions,
+    cooling,
     evaluation,
     guards,
     loading,
@@ -91,12 +92,19 @@ def train(training: Training) -> None:
     saved_at = state.step
     _evaluate_if_due(training)  # repeats an evaluation that was interrupted
     while not training.finished:
-        stop, finish = training.group.any(training.stop(), training.run.finish_requested())
+        stop, finish, is_hot = training.group.any(
+            training.stop(),
+            training.run.finish_requested(),
+            training.run.why_cooling_down() is not None,
+        )
         if stop:
             raise StopRequested
         if state.step and finish:
             _stop_early(training)
             break
+        if is_hot and not finish:
+            cooling.wait_until_cool(training)
+            continue
         measured = all(budget.learned.measured for budget in training.budgets)
         if spec.tune is not None and not measured and state.step >= sweep.AFTER_STEPS:
             sweep.apply(training, sweep.sweep(training))

@@ -108,10 +108,7 @@ class _Team:
                 if stop():
                     return self._interrupt()
                 self._start_on_free_devices()
-                if self.run.finish_requested():
-                    for own in self.replicas:
-                        if own.path.exists():
-                            own.request_finish()
+                self._pass_on_requests()
                 self.merged.update()
                 for number, (process, _) in list(self.running.items()):
                     status = process.poll()
@@ -128,6 +125,19 @@ class _Team:
                 process.kill()
             for process, _ in self.running.values():
                 process.wait()
+
+    def _pass_on_requests(self) -> None:
+        """Passes on the supervisor's requests to the replicas."""
+        finish, why_cooling_down = self.run.finish_requested(), self.run.why_cooling_down()
+        for own in self.replicas:
+            if not own.path.exists():
+                continue
+            if finish:
+                own.request_finish()
+            if why_cooling_down is None:
+                own.end_cooling_down()
+            elif own.why_cooling_down() is None:
+                own.request_cooling_down(why_cooling_down)
 
     def _start_on_free_devices(self) -> None:
         used = [rank.gpu_id for _, rank in self.running.values()]
