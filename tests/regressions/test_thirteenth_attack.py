@@ -436,25 +436,47 @@ def test_a_replica_that_is_far_ahead_takes_little_memory(
 
 def test_steps_are_reported_once_another_replica_has_ended(tmp_path: Path) -> None:
     """Although no replica writes anything after that."""
-    runs = [RunDirectory(tmp_path / f"replica-{number}") for number in range(2)]
+    runs = _replicas_with_steps(tmp_path, 3, 1)
     job = RunDirectory(tmp_path)
-    for run, steps in zip(runs, (3, 1), strict=True):
-        run.path.mkdir()
-        with Reporter(run, 1) as own:
-            for step in range(1, steps + 1):
-                own.step(line(step))
     with Reporter(job, 1) as reporter:
         merged = replicas._Merged(runs, reporter, 2, 0)
         merged.update()
         assert len(job.metrics.read_bytes().splitlines()) == 1
-        runs[1].write_outcome(
-            Outcome(
-                files=(), steps=1, first_loss=1.0, final_loss=1.0, trained_tokens=1, effective_batch_size=1,
-                eval_loss=None, best_step=None, equivalence_error=None,
-            )
-        )  # fmt: skip
+        runs[1].write_outcome(_OUTCOME)
         merged.update()
     assert len(job.metrics.read_bytes().splitlines()) == 3
+
+
+def test_the_last_steps_of_a_replica_that_has_just_ended_count(tmp_path: Path) -> None:
+    """Although the other replica's steps were read before them."""
+    runs = _replicas_with_steps(tmp_path, 3, 0)
+    job = RunDirectory(tmp_path)
+    with Reporter(job, 1) as reporter:
+        merged = replicas._Merged(runs, reporter, 2, 0)
+        merged.update()
+        assert not job.metrics.read_bytes()
+        _replicas_with_steps(tmp_path, 0, 2)
+        runs[1].write_outcome(_OUTCOME)
+        merged.update()
+    steps = [json.loads(raw) for raw in job.metrics.read_text().splitlines()]
+    assert [len(each["ranks"]) for each in steps] == [2, 2, 1]
+
+
+_OUTCOME = Outcome(
+    files=(), steps=1, first_loss=1.0, final_loss=1.0, trained_tokens=1, effective_batch_size=1,
+    eval_loss=None, best_step=None, equivalence_error=None,
+)  # fmt: skip
+
+
+def _replicas_with_steps(folder: Path, *counts: int) -> list[RunDirectory]:
+    """The run directories of replicas, with a log of so many steps each."""
+    runs = [RunDirectory(folder / f"replica-{number}") for number in range(len(counts))]
+    for run, steps in zip(runs, counts, strict=True):
+        run.path.mkdir(exist_ok=True)
+        with Reporter(run, 1) as own:
+            for step in range(1, steps + 1):
+                own.step(line(step))
+    return runs
 
 
 def test_the_files_of_a_key_have_a_limit(settings: Settings) -> None:

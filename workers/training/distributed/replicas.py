@@ -209,6 +209,8 @@ class _Merged:
         self._logs = [_Tail(own.metrics) for own in replicas]
         self._events = [_Tail(own.events) for own in replicas]
         self._lines: list[dict[int, LogLine]] = [{} for _ in replicas]
+        self._is_read = [False for _ in replicas]
+        """Whether each replica has ended, and its whole log was read after that."""
         self._totals = [_Totals() for _ in replicas]
         self._steps_total = 0
         self._checkpoints = [0] * len(replicas)
@@ -218,23 +220,28 @@ class _Merged:
     def update(self) -> None:
         """Reports what is new."""
         self._read_events()
-        self._report_steps()  # a replica that has ended since holds back no more
-        while self._read_logs():
-            self._report_steps()
+        while self._read_logs() | self._report_steps():  # both: each may make room for the other
+            pass
 
-    def _report_steps(self) -> None:
+    def _report_steps(self) -> bool:
+        """Reports the steps of which all lines are known. Returns whether there was any."""
+        before = self._done
         while (own := self._complete(self._done + 1)) is not None:
             self._done += 1
             self._reporter.step(self._combined(self._done, own))
             for lines, totals in zip(self._lines, self._totals, strict=True):
                 lines.pop(self._done, None)
                 totals.forget(self._done)
+        return self._done > before
 
     def _read_logs(self) -> bool:
         """Reads what is new in the logs, but of one that is far ahead only a part. Returns whether there was
         any."""
         found = False
-        for tail, lines, totals in zip(self._logs, self._lines, self._totals, strict=True):
+        for number, (tail, lines, totals) in enumerate(
+            zip(self._logs, self._lines, self._totals, strict=True)
+        ):
+            has_ended = self._replicas[number].outcome() is not None  # looked up before its log is read
             for raw in tail.lines() if len(lines) < _MOST_STEPS_AHEAD else ():
                 found = True
                 line = _parsed(raw)
@@ -242,6 +249,7 @@ class _Merged:
                     lines[line.step] = line
                 if len(lines) >= _MOST_STEPS_AHEAD:
                     break
+            self._is_read[number] = has_ended and len(lines) < _MOST_STEPS_AHEAD
         return found
 
     def _read_events(self) -> None:
@@ -253,7 +261,7 @@ class _Merged:
         """Each replica's line of a step, if all that are still training have made it."""
         own = {number: lines[step] for number, lines in enumerate(self._lines) if step in lines}
         missing = [number for number in range(len(self._replicas)) if number not in own]
-        if not own or any(self._replicas[number].outcome() is None for number in missing):
+        if not own or not all(self._is_read[number] for number in missing):
             return None
         return own
 
