@@ -127,6 +127,10 @@ Strategy = Literal["ddp", "fsdp", "independent"]
 trains a model of its own on its own part of the data (independent)."""
 
 
+GradientCompression = Literal["bf16", "fp16"]
+"""The precision in which ranks send gradients to each other (workers/training/distributed/compression.py)."""
+
+
 class Shard(Frozen):
     """Every `count`-th sample, from the sample `index` on."""
 
@@ -198,6 +202,8 @@ class Spec(Frozen):
     split: RequestedSplit
     strategy: Strategy | None = None
     """None: ddp, or fsdp if only that fits."""
+    gradient_compression: GradientCompression | None = None
+    """None: ranks send gradients in their own precision, so that their sum is exact."""
     average: bool = False
     """Whether the weights of independent replicas are averaged in the end."""
     shard: Shard | None = None

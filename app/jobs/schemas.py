@@ -23,6 +23,7 @@ from app.contract.spec import (
     Attention,
     AuxScope,
     EarlyStopping,
+    GradientCompression,
     Overlength,
     ScheduleName,
     Tracker,
@@ -241,6 +242,17 @@ class DistributedConfig(Request):
     cpu_offload: Flag = Field(
         False, description="Keep the optimizer's states in host memory, as use_cpu_offload does"
     )
+    gradient_compression: GradientCompression | None = Field(
+        None,
+        description="Send gradients between devices in 16 bits: half the traffic, and training only "
+        "approximates that of one device; needs ddp. Null: exact",
+    )
+
+    @model_validator(mode="after")
+    def _copies_exchange_whole_gradients(self) -> "DistributedConfig":
+        if self.gradient_compression is not None and self.strategy == "fsdp":
+            raise ValueError("gradient_compression needs strategy ddp: fsdp exchanges gradients itself")
+        return self
 
 
 class JobOptions(AccumulationConfig):

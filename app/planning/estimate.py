@@ -94,6 +94,9 @@ class InBuckets:
     always left some."""
 
     alone: Estimate
+    compresses: bool = False
+    """Whether gradients are sent in 16 bits: buffers for what is sent and what is received then take up to
+    as much as gradients in fp32."""
 
     @property
     def source(self) -> Source:
@@ -104,7 +107,11 @@ class InBuckets:
         return self.alone.expected_error
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
-        return self.alone.memory(rows, accumulating=True)
+        memory = self.alone.memory(rows, accumulating=True)
+        if not self.compresses:
+            return memory
+        buffers = memory.gradients_bytes
+        return memory.model_copy(update={"workspace_bytes": memory.workspace_bytes + buffers})
 
 
 @dataclass(frozen=True)

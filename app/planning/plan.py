@@ -25,6 +25,7 @@ def question_of(spec: Spec, devices: Sequence[Device]) -> Question:
         constant_batch=spec.ramp.name == "constant",
         tunes=spec.tune is not None,
         shrink_to_fit=spec.auto_adjust_batch_size,
+        compresses=spec.gradient_compression is not None,
     )
 
 
@@ -190,6 +191,11 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         warnings.append(
             f"a copy of the model does not fit each device, so its parameters are divided among "
             f"{len(solution.ranks)} devices (fsdp)"
+        )
+    if spec.gradient_compression is not None and len(solution.ranks) > 1:
+        warnings.append(
+            f"gradient_compression: gradients are rounded to {spec.gradient_compression} when they are sent, "
+            "so training only approximates that of one device"
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")

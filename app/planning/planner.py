@@ -80,6 +80,8 @@ class Question:
     """The largest micro-batch to consider, in samples; None: any that fits."""
     strategy: Strategy = "ddp"
     """How several devices share the work."""
+    compresses: bool = False
+    """Whether ranks send gradients in 16 bits."""
 
     @property
     def is_planned(self) -> bool:
@@ -209,7 +211,7 @@ def _estimate(question: Question, known: Known) -> Estimate:
         return known.estimates(question.recipe, question.sequence)
     if question.strategy == "fsdp":
         return known.estimates(divided(question.recipe, ranks), question.sequence)
-    return InBuckets(known.estimates(question.recipe, question.sequence))
+    return InBuckets(known.estimates(question.recipe, question.sequence), question.compresses)
 
 
 def divided(recipe: Recipe, ranks: int) -> Recipe:

@@ -98,6 +98,7 @@ def check(
         by_device=requested.accumulation_steps_by_device,
         strategy=_strategy(requested, devices.requested),
         average=requested.average,
+        gradient_compression=sharing.gradient_compression,
         measured_margin=inputs.margin(devices.planned[0].kind),
     )
     _check_that_workers_can(spec, inputs)
@@ -143,8 +144,10 @@ def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
                 "parallel_independent needs several devices: set num_gpus.", field="parallel_independent"
             )
         return "independent"
-    strategy = requested.sharing().strategy
-    return "ddp" if strategy == "dataparallel" else strategy
+    sharing = requested.sharing()
+    if sharing.strategy == "dataparallel" or sharing.gradient_compression is not None:
+        return "ddp"
+    return sharing.strategy
 
 
 def _own_data(

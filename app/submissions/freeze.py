@@ -14,6 +14,7 @@ from app.contract.data_formats import DataFormat
 from app.contract.reports import MAX_REPLICAS
 from app.contract.spec import (
     DataSpec,
+    GradientCompression,
     OptimizerSpec,
     RampSpec,
     RequestedSplit,
@@ -118,6 +119,7 @@ def freeze(
     tune: Tune | None = None,
     strategy: Strategy | None = None,
     average: bool = False,
+    gradient_compression: GradientCompression | None = None,
     by_device: Sequence[int] | None = None,
     measured_margin: float | None = None,
 ) -> Spec:
@@ -201,6 +203,7 @@ def freeze(
         tune=tune,
         strategy=strategy,
         average=average,
+        gradient_compression=gradient_compression,
     )
     if strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
         raise Unprocessable(f"{why}.", field="distributed")

@@ -17,7 +17,7 @@ from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, create_run, o
 
 if TYPE_CHECKING:
     from workers.training.batches import MicroBatch
-    from workers.training.start import Training
+    from workers.training.training import Training
 
 
 def resident(name: str) -> int:

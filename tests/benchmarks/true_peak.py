@@ -33,9 +33,10 @@ from workers.training.distributed.buckets import Buckets
 from workers.training.distributed.group import ALONE, Group, ProcessGroup
 from workers.training.fit import advance
 from workers.training.loss import head_of
-from workers.training.start import Training, start
+from workers.training.start import start
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 from workers.training.trackers import Trackers
+from workers.training.training import Training
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", "CPU", 2**40, "cpu")

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from app.contract.plan import MicroBatchRule, TokenBudget
-from app.contract.spec import LoraSpec
+from app.contract.spec import GradientCompression, LoraSpec
 from tests.harness.small_models import make_model, make_window64
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import Groups, cut_window
-from workers.training.decision import Verdict, decide
+from workers.training.decision import Observed, Verdict, decide
+from workers.training.distributed.compression import Exact, In16Bits
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.distributed.partition import partition
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, mesh_of, shard
@@ -42,6 +43,7 @@ class RankedWindow:
     autocast: bool = False
     on_cpu: bool = False
     sharded: bool = False
+    compression: GradientCompression | None = None
     rule: MicroBatchRule = _BY_TOKENS
     shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
 
@@ -70,6 +72,7 @@ class Counted(Group):
     def __init__(self, group: Group) -> None:
         self.rank, self.size = group.rank, group.size
         self.sum, self.any, self.from_first = group.sum, group.any, group.from_first  # type: ignore[method-assign]
+        self.begin_swap, self.begin_gather = group.begin_swap, group.begin_gather  # type: ignore[method-assign]
         self._begin = group.begin_sum
         self.exchanges = 0
 
@@ -85,7 +88,7 @@ def accumulate(
 
     Args:
         troubles: by rank, what goes wrong in its part of the first window.
-        scale: the loss scale, as for fp16.
+        scale: the loss scale, as for fp16. It is a power of two, so that it changes no gradient.
     """
     counted = Counted(group)
     model = _model(given)
@@ -97,7 +100,9 @@ def accumulate(
     parameters = list(own.trained.values())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     host = torch.device("cpu") if given.on_cpu else None
-    sums = gradients_for(parameters, in_fp32=True, host=host, group=counted)
+    exact = Exact(counted) if group.size > 1 else None
+    exchange = In16Bits(counted, given.compression) if given.compression and exact else exact
+    sums = gradients_for(parameters, in_fp32=True, host=host, exchange=exchange)
     window = Window(
         parameters,
         optimizer,
@@ -160,8 +165,9 @@ def _seen(
         with torch.autocast("cpu", torch.bfloat16, enabled=given.autocast):
             forward = token_loss(filler)
         sum((logits.sum() for logits in forward.router_logits), forward.loss_sum).mul(0.0).backward()
-    observed = window.observe(out_of_memory=trouble == "out_of_memory", stop_requested=trouble == "stop")
-    gradient = _flat(parameters, window.gradient()) if observed.totals else np.zeros(0)
+    observed = window.exchange(out_of_memory=trouble == "out_of_memory", stop_requested=trouble == "stop")
+    gradient = np.zeros(0) if observed else _flat(parameters, window.gradient())
+    observed = observed or Observed(window.totals())
     verdict = decide(observed)
     loss, norm, micro_losses = nan, nan, ()
     if observed.totals is not None:

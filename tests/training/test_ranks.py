@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
-from app.contract.spec import Strategy
+from app.contract.spec import GradientCompression, Strategy
 from tests.harness.ranked_windows import RankedWindow, accumulate
 from tests.harness.ranks import Ranks
 from tests.harness.runs import create_run, log_of, small_data, with_ranks
@@ -73,6 +73,37 @@ def test_any_number_of_ranks_has_the_gradient_of_one(ranks: Ranks, name: str) ->
             assert np.array_equal(each.weights, seen[0].weights), "the ranks' weights are the same bits"
             assert len(each.micro_losses) == sum(one.own_micro_batches for one in seen)
             assert sum(each.micro_losses) == pytest.approx(each.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**-40, 2.0**40], ids=["", "tiny", "huge"])
+@pytest.mark.parametrize(("compression", "unit"), [("bf16", 2**-8), ("fp16", 2**-11)])
+def test_compressed_gradients_are_rounded_twice_whatever_the_number_of_ranks(
+    ranks: Ranks, compression: GradientCompression, unit: float, scale: float | None
+) -> None:
+    """The bound of compression.py, in the 2-norm, and nearly half of it as rounding errors do not add up."""
+    ((_, alone),) = ranks.run(1, accumulate, RankedWindow("llama"), {})
+    window = RankedWindow("llama", compression=compression, shares=(1.0, 0.5, 3.0, 0.1))
+    errors = {}
+    for size in (2, 3, 4):
+        seen = [last for _, last in ranks.run(size, accumulate, window, {}, scale)]
+        errors[size] = difference(seen[0].gradient, alone.gradient)
+        for each in seen:
+            assert np.array_equal(each.weights, seen[0].weights), "the ranks' weights are the same bits"
+    assert all(unit / 100 < error < 2 * unit for error in errors.values()), errors
+
+
+def test_a_compressed_window_with_a_nan_is_skipped_on_all(ranks: Ranks) -> None:
+    window = RankedWindow("llama", compression="fp16")
+    for first, second in ranks.run(3, accumulate, window, {1: "nan"}):
+        assert first.verdict is Verdict.SKIP_NOT_FINITE
+        assert second.verdict is Verdict.APPLY
+
+
+def test_compressed_sums_on_the_host(ranks: Ranks) -> None:
+    ((_, alone),) = ranks.run(1, accumulate, RankedWindow("llama"), {})
+    window = RankedWindow("llama", on_cpu=True, compression="bf16", samples=64)
+    for _, last in ranks.run(3, accumulate, window, {}):
+        assert difference(last.gradient, alone.gradient) < 2**-7
 
 
 DIVIDED = {

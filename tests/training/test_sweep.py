@@ -18,8 +18,9 @@ from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end, scale_losses, weights
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import fit, sweep
-from workers.training.start import Training, start
+from workers.training.start import start
 from workers.training.trackers import Trackers
+from workers.training.training import Training
 
 
 def lay(folder: Path, tune: Tune | None, steps: int = 6) -> RunDirectory:

@@ -26,7 +26,7 @@ from workers.training.distributed.shares import Work
 from workers.training.exceptions import OtherRankFailed, OutOfStep, StopRequested
 from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
-from workers.training.start import Training
+from workers.training.training import Training
 from workers.training.window import Closed
 
 

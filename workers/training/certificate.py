@@ -5,6 +5,7 @@ loss_checks.py checks separately that the trained loss is the model's own.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Any, TypeVar
@@ -30,7 +31,9 @@ from workers.training.exceptions import CannotTrain, OtherRankFailed, StopReques
 from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
-from workers.training.start import Training, whole_model
+from workers.training.replica import Replica
+from workers.training.start import whole_model
+from workers.training.training import Training
 from workers.training.window import Window
 
 TOLERANCE_IN_FP64 = 1e-6
@@ -46,6 +49,9 @@ class Certificate:
     gradient_error: float
     micro_batches: int
     reference_micro_batches: int
+    compression_error: float | None = None
+    """How much sending gradients in 16 bits changes the gradient, |compressed - exact| / |exact|; None if
+    they are sent exactly."""
 
 
 Split = TypeVar("Split")
@@ -98,7 +104,8 @@ class _Failed(Exception):
 
 def certify(training: Training) -> None:
     """Compares the first window's gradient under the plan with that of a smaller split, before the first
-    step. With several ranks, rank 0 computes the smaller split alone.
+    step. With several ranks, rank 0 computes the smaller split alone. Both are sent exactly; what
+    compression changes is measured separately.
 
     Raises:
         CannotTrain: they differ by more than rounding.
@@ -123,11 +130,14 @@ def certify(training: Training) -> None:
     while True:
         plan = divide(training, window)
         reference = [smaller_split(_all_on_one(training, window, plan)), *([] for _ in plan[1:])]
-        failed, error = None, 0.0
+        failed, error, compression_error = None, 0.0, None
         chosen.clear()
         try:
             with models.without_randomness(replica.model):
-                error = gradient_error(replica.window, accumulate, plan, reference)
+                with _sent_exactly(replica):
+                    error = gradient_error(replica.window, accumulate, plan, reference)
+                if replica.compression is not None:
+                    compression_error = _compression_error(replica, accumulate, plan)
         except _Failed as failure:
             failed = failure
         if failed is not None:
@@ -136,7 +146,7 @@ def certify(training: Training) -> None:
             ranks, lengths = failed.observed.out_of_memory_on, training.loader.lengths(window)
             reduce_memory(training, failed.groups, ranks, lengths)
             continue
-        error = training.group.from_first(error)
+        error, compression_error = training.group.from_first((error, compression_error))
         scale = replica.loss_scale
         if np.isfinite(error) or scale is None:
             break
@@ -144,8 +154,26 @@ def certify(training: Training) -> None:
             scale.restore()
             break
         scale.overflowed()
-    certified = Certificate(error, sum(map(len, plan)), sum(map(len, reference)))
+    certified = Certificate(error, sum(map(len, plan)), sum(map(len, reference)), compression_error)
     _report(training, window, certified, changed_choices(chosen) if chosen else 0)
+
+
+def _sent_exactly(replica: Replica) -> AbstractContextManager[None]:
+    return nullcontext() if replica.compression is None else replica.compression.switched_off()
+
+
+def _compression_error(replica: Replica, accumulate: Callable[[Split], None], plan: Split) -> float:
+    """|compressed - exact| / |exact| of one window's gradient over all parameters.
+
+    Args:
+        accumulate: opens the window and adds the micro-batches of a split, without any randomness.
+    """
+
+    def send(exactly: bool) -> None:
+        with _sent_exactly(replica) if exactly else nullcontext():
+            accumulate(plan)
+
+    return gradient_error(replica.window, send, False, True)
 
 
 def _all_on_one(training: Training, window: Indices, plan: list[Groups]) -> Groups:
@@ -237,6 +265,13 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
         training.reporter.event("certificate", message, "warning", **{**figures, "gradient_error": None})
         return
     training.state.fallbacks.equivalence_error = error
+    if certified.compression_error is not None:
+        message = (
+            f"Sending gradients in {training.assignment.spec.gradient_compression} changes the first "
+            f"window's gradient by {certified.compression_error:.1e}, so training approximates that of one "
+            "device."
+        )
+        training.reporter.event("compression", message, "warning", error=certified.compression_error)
     splits = f"{certified.micro_batches} and {certified.reference_micro_batches} micro-batches"
     if error <= tolerance:
         message = (

@@ -13,8 +13,9 @@ from workers.training.distributed.replicas import replicas_of
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.fit import validation_loss
 from workers.training.parameters import Parameters
-from workers.training.start import Stop, Training, start
+from workers.training.start import start
 from workers.training.trackers import Trackers
+from workers.training.training import Stop, Training
 
 
 def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:

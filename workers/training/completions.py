@@ -11,7 +11,7 @@ import torch
 
 from app.contract.reports import Completion, Completions
 from workers.training.data import Samples
-from workers.training.start import Training
+from workers.training.training import Training
 
 MAX_NEW_TOKENS = 48
 """The maximum number of tokens of a completion."""

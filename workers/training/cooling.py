@@ -3,7 +3,7 @@
 import time
 
 from workers.training.exceptions import StopRequested
-from workers.training.start import Training
+from workers.training.training import Training
 
 _LOOK_EVERY_SECONDS = 0.5
 

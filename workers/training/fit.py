@@ -33,9 +33,10 @@ from workers.training.optimizer import set_rate
 from workers.training.parameters import Parameters
 from workers.training.report import log_line, report_start
 from workers.training.schedule import rate_factor
-from workers.training.start import Stop, Training, start, whole_model
+from workers.training.start import start, whole_model
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
+from workers.training.training import Stop, Training
 
 EMA = 0.1
 """Weight of the newest loss in the moving average."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.training.distributed.buckets import BUCKET_BYTES, Buckets, in_parts
-from workers.training.distributed.group import ALONE, Group
+from workers.training.distributed.compression import Exchange
 
 
 class Gradients(Protocol):
@@ -96,17 +96,21 @@ class SeparateAccumulator:
     Args:
         host: the device that holds the sums until the optimizer's step; None keeps them with their
         parameters.
-        group: the ranks over which they are summed, after the last micro-batch.
+        exchange: sums them over all ranks after the last micro-batch; None if there is only one.
     """
 
     is_divided = False
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, host: torch.device | None = None, group: Group = ALONE
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        host: torch.device | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._host = host
-        self._group = group
+        self._exchange = exchange
         self._sums: dict[Tensor, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
 
@@ -120,7 +124,7 @@ class SeparateAccumulator:
         return [parameter in self._sums for parameter in self._parameters]
 
     def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
-        if discard or self._group.size == 1:
+        if discard or self._exchange is None:
             return
         exchanged = [p for p, somewhere in zip(self._parameters, present, strict=True) if somewhere]
         for parameter in exchanged:
@@ -130,7 +134,7 @@ class SeparateAccumulator:
                 self._sums[parameter] = torch.zeros_like(parameter, dtype=wider, device=device)
         for part in in_parts([self._sums[parameter] for parameter in exchanged], BUCKET_BYTES):
             together = torch.cat([own.flatten() for own in part])
-            pending = self._group.begin_sum(together)
+            pending = self._exchange.begin(together)
             if pending is not None:
                 pending.wait()
             for own, summed in zip(part, together.split([own.numel() for own in part]), strict=True):
@@ -169,10 +173,18 @@ class SeparateAccumulator:
 
 
 def gradients_for(
-    parameters: Sequence[Tensor], *, in_fp32: bool, host: torch.device | None, group: Group = ALONE
+    parameters: Sequence[Tensor],
+    *,
+    in_fp32: bool,
+    host: torch.device | None,
+    exchange: Exchange | None = None,
 ) -> Gradients:
-    """Where gradients are summed: in host memory if requested, or in fp32 for lower precisions."""
+    """Where gradients are summed: in host memory if requested, or in fp32 for lower precisions.
+
+    Args:
+        exchange: sums them over all ranks; None if there is only one.
+    """
     low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
     if host or (low and in_fp32):
-        return SeparateAccumulator(parameters, host=host, group=group)
-    return InPlace(parameters) if group.size == 1 else Buckets(parameters, group)
+        return SeparateAccumulator(parameters, host=host, exchange=exchange)
+    return InPlace(parameters) if exchange is None else Buckets(parameters, exchange)

@@ -11,6 +11,7 @@ from workers.training import memory
 from workers.training import model as models
 from workers.training.balance import Balance
 from workers.training.batches import MicroBatch
+from workers.training.distributed.compression import In16Bits
 from workers.training.loss import Forward, TokenLoss
 from workers.training.parameters import Parameters
 from workers.training.stopwatch import Stopwatch
@@ -32,6 +33,8 @@ class Replica:
     """None if the model has no experts, or if their load is not to be balanced."""
     loss_scale: LossScale | None
     """None unless the precision is fp16."""
+    compression: In16Bits | None
+    """None if ranks send gradients in their own precision."""
     memory: memory.MemoryWatch
     stopwatch: Stopwatch
 

@@ -13,7 +13,7 @@ from workers.training.accumulate import Trained, divide
 from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
 from workers.training.loader import Indices
-from workers.training.start import Training
+from workers.training.training import Training
 
 log = logging.getLogger("accrue.trainer")
 

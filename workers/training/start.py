@@ -1,8 +1,7 @@
 """Builds everything that a run needs: model, data, optimizer, window, and the position to resume from."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,116 +9,27 @@ import numpy as np
 import torch
 
 from app.contract.assignment import Assignment
-from app.contract.plan import MicroBatchRule, Plan, RankPlan
+from app.contract.plan import Plan, RankPlan
 from app.contract.reports import RankMemory
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import checkpoint, guards, loading, memory, ramp
+from workers.training import checkpoint, guards, loading
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
-from workers.training.batches import BatchLayout, Buckets, collate
+from workers.training.batches import BatchLayout, Buckets
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
-from workers.training.distributed.group import ALONE, Group, ProcessGroup
+from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
-from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
-from workers.training.gradients import Gradients, gradients_for
-from workers.training.loader import Indices, Loader
+from workers.training.exceptions import CannotTrain, Interrupted
+from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
-from workers.training.loss_checks import head_error, packing_error
+from workers.training.loss_checks import check_head, check_packing
+from workers.training.make_replica import make_replica, place_parameters
 from workers.training.optimizer import make_optimizer
 from workers.training.parameters import Parameters
-from workers.training.replica import Replica
-from workers.training.state import Fallbacks, LearnedBudget, RunState
-from workers.training.stopwatch import Stopwatch
+from workers.training.state import LearnedBudget, RunState
 from workers.training.trackers import Trackers
-from workers.training.window import Clipping, LossScale, Window
-
-FIRST_FP16_SCALE = 65536.0
-
-Stop = Callable[[], bool]
-
-
-@dataclass
-class Training:
-    """A run in progress, on one rank.
-
-    It holds its inputs (assignment, run directory, reporter, stop signal), the ranks that train together,
-    the replica that trains, the loader of its data, its state, and what decides how windows are divided.
-    State, budgets and shares are the same on all ranks.
-    """
-
-    assignment: Assignment
-    run: RunDirectory
-    reporter: Reporter
-    trackers: Trackers
-    stop: Stop
-    base: Path
-    """The folder with the base model's staged files."""
-    tokenizer: Any
-    replica: Replica
-    loader: Loader
-    state: RunState
-    budgets: list[Budget]
-    """One for each rank."""
-    shares: Shares
-    group: Group
-
-    @property
-    def budget(self) -> Budget:
-        """This rank's own."""
-        return self.budgets[self.group.rank]
-
-    @property
-    def batch(self) -> int:
-        """The effective batch of the next window, in samples."""
-        return ramp.batch_now(self.assignment.spec, self.state)
-
-    @property
-    def rule(self) -> MicroBatchRule:
-        """How this rank's part of the next window is cut."""
-        return self.budget.rule(self.batch)
-
-    @property
-    def steps_total(self) -> int:
-        return ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples))
-
-    @property
-    def finished(self) -> bool:
-        epochs, progress = self.assignment.spec.epochs, self.state.progress
-        if progress.stopped_early:
-            return True
-        return (
-            self.state.position.epoch >= epochs if epochs is not None else progress.step >= self.steps_total
-        )
-
-    def next_window(self) -> Indices:
-        """The samples of the window at the cursor."""
-        return self.loader.window(self.state.position.cursor, self.batch)
-
-    def seed_window(self) -> None:
-        """Seeds dropout from the position in the data, so that a resume or a replay draws the same
-        numbers; each rank draws others."""
-        cursor, rank = self.state.position.cursor, self.group.rank
-        place = [self.assignment.spec.seed, cursor.epoch, cursor.consumed, *([rank] if rank else [])]
-        mixed = np.random.SeedSequence(place).generate_state(1, np.uint64)
-        torch.manual_seed(int(mixed[0]) >> 1)
-
-    def any_stop(self) -> bool:
-        """Whether any rank was requested to stop. Every rank calls it at the same point."""
-        (stop,) = self.group.any(self.stop())
-        return stop
-
-    def check_stop(self) -> None:
-        """Called between micro-batches: discards the current window and raises, if a stop was requested.
-        Ranks that run each pass at the same time stop only between windows.
-
-        Raises:
-            StopRequested: a stop was requested.
-        """
-        self.reporter.note_work()
-        if not self.replica.is_sharded and self.stop():
-            self.replica.window.abandon()
-            raise StopRequested
+from workers.training.training import Stop, Training
 
 
 def start(
@@ -164,15 +74,7 @@ def start(
         run.write_digest_of_base(guards.digest_of_weights(model))
     balance = balance_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
-    if plan.strategy == "fsdp" and group.size > 1:
-        from workers.training.distributed.sharding import mesh_of, shard
-
-        assert isinstance(group, ProcessGroup)
-        parameters: Parameters = shard(token_loss, group, mesh_of(group, device))
-    else:
-        if spec.method.name != "qlora":
-            model.to(device)
-        parameters = Parameters(model)
+    parameters = place_parameters(assignment, token_loss, device, group)
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
     optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)
     state = _resume(run, parameters, optimizer, reporter, group)
@@ -180,12 +82,12 @@ def start(
     apply_learned(run, plan, state, reporter, group)
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
-    replica = _replica(assignment, device, token_loss, parameters, optimizer, balance, state, group)
+    replica = make_replica(assignment, device, token_loss, parameters, optimizer, balance, state, group)
     form = _layout(assignment, rank, tokenizer, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
-    _check_loss(replica, loader, state.fallbacks, reporter, group)
-    _check_packing(replica, loader, state.fallbacks, reporter, group)
+    check_head(replica, loader, state.fallbacks, reporter, group)
+    check_packing(replica, loader, state.fallbacks, reporter, group)
     budgets = [
         Budget(
             each,
@@ -250,33 +152,6 @@ def _shares(
     )
 
 
-def _replica(
-    assignment: Assignment,
-    device: torch.device,
-    token_loss: TokenLoss,
-    parameters: Parameters,
-    optimizer: torch.optim.Optimizer,
-    balance: Balance | None,
-    state: RunState,
-    group: Group,
-) -> Replica:
-    precision = assignment.plan.precision
-    scale = _loss_scale(state) if precision == "fp16" else None
-    return Replica(
-        device=device,
-        precision=precision,
-        model=token_loss.model,
-        optimizer=optimizer,
-        parameters=parameters,
-        window=_window(assignment, token_loss.model, parameters, optimizer, scale, group),
-        token_loss=token_loss,
-        balance=balance,
-        loss_scale=scale,
-        memory=memory.MemoryWatch(device, assignment.plan.ranks[group.rank].memory_limit_bytes),
-        stopwatch=Stopwatch(device),
-    )
-
-
 def _data(
     run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop
 ) -> tuple[Prepared, Samples, Samples | None]:
@@ -304,43 +179,6 @@ def _data(
     except CannotTrain as error:
         raise CannotTrain(error.code, f"validation data: {error}") from None
     return prepared, samples, Samples(folder)
-
-
-def _window(
-    assignment: Assignment,
-    model: Any,
-    parameters: Parameters,
-    optimizer: torch.optim.Optimizer,
-    scale: LossScale | None,
-    group: Group,
-) -> Window:
-    spec = assignment.spec
-    layers = models.layers_of(model) if spec.log_gradients else {}
-    return Window(
-        parameters.trained.values(),
-        optimizer,
-        Clipping(spec.gradient_clipping, spec.clip_mode),
-        scale,
-        gradients=_gradients(assignment, parameters, group),
-        layers={layer: [parameters.of(each) for each in own] for layer, own in layers.items()},
-        keep_micro_losses=spec.log_micro_losses,
-        group=group,
-    )
-
-
-def _gradients(assignment: Assignment, parameters: Parameters, group: Group) -> Gradients:
-    spec = assignment.spec
-    if parameters.is_divided:
-        from workers.training.distributed.sharding import ShardedParameters, ShardedSums
-
-        assert isinstance(parameters, ShardedParameters)
-        return ShardedSums(parameters)
-    return gradients_for(
-        list(parameters.trained.values()),
-        in_fp32=spec.accumulate_in_fp32,
-        host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
-        group=group,
-    )
 
 
 def apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Reporter, group: Group) -> None:
@@ -383,69 +221,6 @@ def _layout(assignment: Assignment, rank: RankPlan, tokenizer: Any, balance: Bal
         routed=balance is not None,
         buckets=Buckets(budget, assignment.spec.data.max_length) if assignment.spec.compile else None,
     )
-
-
-def _loss_scale(state: RunState) -> LossScale:
-    saved = state.loss_scale
-    return LossScale(saved.value or FIRST_FP16_SCALE, good_windows=saved.good_windows)
-
-
-def _check_loss(
-    replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
-) -> None:
-    """Falls back to the model's own logits if its head alone does not give the same loss."""
-    if replica.token_loss.head is None or fallbacks.own_logits is False:
-        return
-    if fallbacks.own_logits:
-        replica.token_loss.head = None
-        return
-    with replica.autocast(), models.without_randomness(replica.model):
-        error = head_error(replica.token_loss, loader.fetch(_typical_samples(loader)[:1]))
-    fallbacks.own_logits = group.from_first(not error <= models.TOLERANCE[replica.precision])
-    if fallbacks.own_logits:
-        replica.token_loss.head = None
-        reporter.event(
-            "changed",
-            f"The model changes its logits after the output head (loss differs by {error:.1e}), so its own "
-            "full logits are used, which needs more memory.",
-            "warning",
-            loss_error=error,
-        )
-
-
-def _check_packing(
-    replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
-) -> None:
-    """Falls back to padding if the model's attention does not keep packed samples apart."""
-    packed, padded = loader.form, BatchLayout(loader.form.pad_id, routed=loader.form.routed)
-    if fallbacks.padded and packed.packed:
-        loader.form = padded
-    if not loader.form.packed or fallbacks.padded is False:
-        return
-    rows = [loader.samples.read(sample) for sample in _typical_samples(loader)]
-    with replica.autocast(), models.without_randomness(replica.model):
-        error = packing_error(
-            replica.token_loss,
-            collate(rows, packed).to(replica.device),
-            collate(rows, padded).to(replica.device),
-        )
-    fallbacks.padded = group.from_first(not error <= models.TOLERANCE[replica.precision])
-    if fallbacks.padded:
-        loader.form = padded
-        reporter.event(
-            "changed",
-            f"The model's attention does not keep packed samples apart (loss differs by {error:.1e}): they "
-            "are padded instead.",
-            "warning",
-        )
-
-
-def _typical_samples(loader: Loader) -> list[int]:
-    """Two samples of about median length that have targets (one, where there is no other)."""
-    counted = np.flatnonzero(loader.samples.targets)
-    ordered = counted[np.argsort(loader.samples.lengths[counted], kind="stable")]
-    middle: list[int] = ordered[len(ordered) // 2 :][:2].tolist()
-    return middle
 
 
 @contextlib.contextmanager

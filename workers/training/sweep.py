@@ -18,7 +18,7 @@ from workers.training.batches import Groups, tokens_of
 from workers.training.distributed.group import ALONE
 from workers.training.exceptions import StopRequested
 from workers.training.loader import Indices
-from workers.training.start import Training
+from workers.training.training import Training
 
 AFTER_STEPS = 2
 """Steps after which a run has warmed up: the optimizer's states exist, and kernels are chosen."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from workers.training.distributed.group import Group, Pending
+from workers.training.distributed.compression import Exchange
+from workers.training.distributed.group import Pending
 
 BUCKET_BYTES = 25 * 2**20
 """The size of a bucket. Smaller ones begin earlier; larger ones use the link better. DDP's default, too."""
@@ -41,9 +42,11 @@ class Buckets:
 
     is_divided = False
 
-    def __init__(self, parameters: Iterable[Tensor], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], exchange: Exchange, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._group = group
+        self._exchange = exchange
         # Backward passes complete the last layers first.
         self._buckets = [_bucket(part) for part in in_parts(self._parameters[::-1], bucket_bytes)]
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
@@ -111,8 +114,8 @@ class Buckets:
 
     def _begin_next(self) -> None:
         bucket = self._buckets[self._next]
+        bucket.pending = self._exchange.begin(bucket.sums)
         bucket.began = True
-        bucket.pending = self._group.begin_sum(bucket.sums)
         self._next += 1
 
 

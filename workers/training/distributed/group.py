@@ -52,6 +52,20 @@ class Group:
         """
         return None
 
+    def begin_swap(self, sent: Tensor, received: Tensor) -> Pending:
+        """Starts to send row r of `sent` to rank r, and to fill row r of `received` from rank r.
+
+        Args:
+            sent: of shape (ranks, …).
+        """
+        received.copy_(sent)
+        return _Done()
+
+    def begin_gather(self, own: Tensor, received: Tensor) -> Pending:
+        """Starts to fill row r of `received`, of shape (ranks, …), with rank r's `own`."""
+        received.copy_(own)
+        return _Done()
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """The sum of each number over all ranks, in fp64; the same bits on every rank."""
         return list(numbers)
@@ -86,6 +100,12 @@ class Group:
 
     def close(self) -> None:
         """Ends the exchange."""
+
+
+@dataclass(frozen=True)
+class _Done:
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 ALONE = Group()
@@ -129,10 +149,23 @@ class ProcessGroup(Group):
         return cls(rank, size, dist.group.WORLD, host)
 
     def begin_sum(self, tensor: Tensor) -> Pending | None:
-        on_host = tensor.device.type == "cpu" and dist.get_backend(self.gradients) != "gloo"
         with self.waiting():
-            group = self._host if on_host else self.gradients
-            return _Pending(self, dist.all_reduce(tensor, group=group, async_op=True))
+            return _Pending(self, dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
+
+    def begin_swap(self, sent: Tensor, received: Tensor) -> Pending:
+        with self.waiting():
+            group = self._group_for(sent)
+            return _Pending(self, dist.all_to_all_single(received, sent, group=group, async_op=True))
+
+    def begin_gather(self, own: Tensor, received: Tensor) -> Pending:
+        with self.waiting():
+            group = self._group_for(own)
+            return _Pending(self, dist.all_gather(list(received.unbind()), own, group=group, async_op=True))
+
+    def _group_for(self, tensor: Tensor) -> Any:
+        """NCCL cannot send what is in host memory."""
+        on_host = tensor.device.type == "cpu" and dist.get_backend(self.gradients) != "gloo"
+        return self._host if on_host else self.gradients
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64)

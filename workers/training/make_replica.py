@@ -1,0 +1,100 @@
+"""Builds a rank's replica: where its parameters are, how its gradients are summed, and what steps it."""
+
+import torch
+
+from app.contract.assignment import Assignment
+from workers.training import memory
+from workers.training import model as models
+from workers.training.balance import Balance
+from workers.training.distributed.compression import Exact, In16Bits
+from workers.training.distributed.group import Group, ProcessGroup
+from workers.training.gradients import Gradients, gradients_for
+from workers.training.loss import TokenLoss
+from workers.training.parameters import Parameters
+from workers.training.replica import Replica
+from workers.training.state import RunState
+from workers.training.stopwatch import Stopwatch
+from workers.training.window import Clipping, LossScale, Window
+
+FIRST_FP16_SCALE = 65536.0
+
+
+def place_parameters(
+    assignment: Assignment, token_loss: TokenLoss, device: torch.device, group: Group
+) -> Parameters:
+    """Moves the model to its device, or this rank's part of it under fsdp. Returns what is trained."""
+    if assignment.plan.strategy == "fsdp" and group.size > 1:
+        from workers.training.distributed.sharding import mesh_of, shard
+
+        assert isinstance(group, ProcessGroup)
+        return shard(token_loss, group, mesh_of(group, device))
+    if assignment.spec.method.name != "qlora":
+        token_loss.model.to(device)
+    return Parameters(token_loss.model)
+
+
+def make_replica(
+    assignment: Assignment,
+    device: torch.device,
+    token_loss: TokenLoss,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer,
+    balance: Balance | None,
+    state: RunState,
+    group: Group,
+) -> Replica:
+    """A rank's replica.
+
+    Args:
+        parameters: the model's, which are on the device already.
+    """
+    spec, precision = assignment.spec, assignment.plan.precision
+    scale = _loss_scale(state) if precision == "fp16" else None
+    layers = models.layers_of(token_loss.model) if spec.log_gradients else {}
+    compression = In16Bits(group, spec.gradient_compression) if spec.gradient_compression else None
+    window = Window(
+        parameters.trained.values(),
+        optimizer,
+        Clipping(spec.gradient_clipping, spec.clip_mode),
+        scale,
+        gradients=_gradients(assignment, parameters, group, compression),
+        layers={layer: [parameters.of(each) for each in own] for layer, own in layers.items()},
+        keep_micro_losses=spec.log_micro_losses,
+        group=group,
+    )
+    return Replica(
+        device=device,
+        precision=precision,
+        model=token_loss.model,
+        optimizer=optimizer,
+        parameters=parameters,
+        window=window,
+        token_loss=token_loss,
+        balance=balance,
+        loss_scale=scale,
+        compression=compression if group.size > 1 else None,
+        memory=memory.MemoryWatch(device, assignment.plan.ranks[group.rank].memory_limit_bytes),
+        stopwatch=Stopwatch(device),
+    )
+
+
+def _gradients(
+    assignment: Assignment, parameters: Parameters, group: Group, compression: In16Bits | None
+) -> Gradients:
+    spec = assignment.spec
+    if parameters.is_divided:
+        from workers.training.distributed.sharding import ShardedParameters, ShardedSums
+
+        assert isinstance(parameters, ShardedParameters)
+        return ShardedSums(parameters)
+    return gradients_for(
+        list(parameters.trained.values()),
+        in_fp32=spec.accumulate_in_fp32,
+        host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
+        exchange=None if group.size == 1 else compression or Exact(group),
+    )
+
+
+def _loss_scale(state: RunState) -> LossScale:
+    saved = state.loss_scale
+    return LossScale(saved.value or FIRST_FP16_SCALE, good_windows=saved.good_windows)

@@ -1,0 +1,108 @@
+"""A run in progress: what it trains with, and where it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.contract.assignment import Assignment
+from app.contract.plan import MicroBatchRule
+from workers.run_directory import Reporter, RunDirectory
+from workers.training import ramp
+from workers.training.budget import Budget
+from workers.training.distributed.group import Group
+from workers.training.distributed.shares import Shares
+from workers.training.exceptions import StopRequested
+from workers.training.loader import Indices, Loader
+from workers.training.replica import Replica
+from workers.training.state import RunState
+from workers.training.trackers import Trackers
+
+Stop = Callable[[], bool]
+"""Whether a stop was requested."""
+
+
+@dataclass
+class Training:
+    """A run in progress, on one rank.
+
+    It holds its inputs (assignment, run directory, reporter, stop signal), the ranks that train together,
+    the replica that trains, the loader of its data, its state, and what decides how windows are divided.
+    State, budgets and shares are the same on all ranks.
+    """
+
+    assignment: Assignment
+    run: RunDirectory
+    reporter: Reporter
+    trackers: Trackers
+    stop: Stop
+    base: Path
+    """The folder with the base model's staged files."""
+    tokenizer: Any
+    replica: Replica
+    loader: Loader
+    state: RunState
+    budgets: list[Budget]
+    """One for each rank."""
+    shares: Shares
+    group: Group
+
+    @property
+    def budget(self) -> Budget:
+        """This rank's own."""
+        return self.budgets[self.group.rank]
+
+    @property
+    def batch(self) -> int:
+        """The effective batch of the next window, in samples."""
+        return ramp.batch_now(self.assignment.spec, self.state)
+
+    @property
+    def rule(self) -> MicroBatchRule:
+        """How this rank's part of the next window is cut."""
+        return self.budget.rule(self.batch)
+
+    @property
+    def steps_total(self) -> int:
+        return ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples))
+
+    @property
+    def finished(self) -> bool:
+        epochs, progress = self.assignment.spec.epochs, self.state.progress
+        if progress.stopped_early:
+            return True
+        return (
+            self.state.position.epoch >= epochs if epochs is not None else progress.step >= self.steps_total
+        )
+
+    def next_window(self) -> Indices:
+        """The samples of the window at the cursor."""
+        return self.loader.window(self.state.position.cursor, self.batch)
+
+    def seed_window(self) -> None:
+        """Seeds dropout from the position in the data, so that a resume or a replay draws the same
+        numbers; each rank draws others."""
+        cursor, rank = self.state.position.cursor, self.group.rank
+        place = [self.assignment.spec.seed, cursor.epoch, cursor.consumed, *([rank] if rank else [])]
+        mixed = np.random.SeedSequence(place).generate_state(1, np.uint64)
+        torch.manual_seed(int(mixed[0]) >> 1)
+
+    def any_stop(self) -> bool:
+        """Whether any rank was requested to stop. Every rank calls it at the same point."""
+        (stop,) = self.group.any(self.stop())
+        return stop
+
+    def check_stop(self) -> None:
+        """Called between micro-batches: discards the current window and raises, if a stop was requested.
+        Ranks that run each pass at the same time stop only between windows.
+
+        Raises:
+            StopRequested: a stop was requested.
+        """
+        self.reporter.note_work()
+        if not self.replica.is_sharded and self.stop():
+            self.replica.window.abandon()
+            raise StopRequested
