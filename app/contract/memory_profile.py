@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from app.contract.base import Frozen
-from app.contract.spec import Attention, AuxScope, LoraSpec, OptimizerName, RunPrecision
+from app.contract.spec import Attention, AuxScope, LoraSpec, OptimizerName, RunPrecision, ZeroStage
 
 
 class Recipe(Frozen):
@@ -32,6 +32,8 @@ class Recipe(Frozen):
     """Whether the optimizer and its states are on the CPU."""
     parts: int = 1
     """How many ranks each parameter is divided among (fsdp)."""
+    zero_stage: ZeroStage = 3
+    """What is divided, if there are several parts."""
     expandable_segments: bool = False
     """Whether PyTorch's caching allocator uses expandable segments."""
 

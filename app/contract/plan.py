@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, computed_field, model_validator
 
 from app.contract.base import Frozen
-from app.contract.spec import RunPrecision, Strategy
+from app.contract.spec import RunPrecision, Strategy, ZeroStage
 
 Source = Literal["measured", "simulated", "formula"]
 """Where a prediction is from, best first."""
@@ -103,6 +103,8 @@ class Plan(Frozen):
     device: Literal["cpu", "cuda"]
     strategy: Strategy = "ddp"
     """How several ranks share the work: each has a copy of the model (ddp), or a part of it (fsdp)."""
+    zero_stage: ZeroStage = 3
+    """What ranks divide, if the strategy is fsdp."""
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
     most_tokens: int | None = None

@@ -127,6 +127,11 @@ Strategy = Literal["ddp", "fsdp", "independent"]
 trains a model of its own on its own part of the data (independent)."""
 
 
+ZeroStage = Literal[1, 2, 3]
+"""What ranks divide under fsdp (Rajbhandari et al. 2020, section 5): optimizer states (1), also gradients
+(2), also weights (3)."""
+
+
 GradientCompression = Literal["bf16", "fp16"]
 """The precision in which ranks send gradients to each other (workers/training/distributed/compression.py)."""
 
@@ -202,6 +207,8 @@ class Spec(Frozen):
     split: RequestedSplit
     strategy: Strategy | None = None
     """None: ddp, or fsdp if only that fits."""
+    zero_stage: ZeroStage | None = None
+    """What is divided, if fsdp is requested; None: everything (3)."""
     gradient_compression: GradientCompression | None = None
     """None: ranks send gradients in their own precision, so that their sum is exact."""
     average: bool = False

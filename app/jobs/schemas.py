@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, StringConstraints, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, AccumulationConfig
 from app.contract.architecture import ModelName
@@ -29,6 +29,7 @@ from app.contract.spec import (
     Tracker,
     Tune,
     WarmupShape,
+    ZeroStage,
 )
 from app.contract.states import JobStatus, RequestedAction
 from app.planning.devices import MAX_GPU_ID
@@ -227,8 +228,21 @@ class TrainingConfig(Request):
         return self
 
 
-RequestedStrategy = Literal["ddp", "fsdp", "dataparallel"]
-"""`dataparallel` is another name for `ddp`, since its results would be the same."""
+RequestedStrategy = Literal["ddp", "fsdp", "deepspeed", "dataparallel"]
+"""`dataparallel` is carried out as `ddp`, and `deepspeed` as `fsdp` (ZeRO stage 2, unless another is
+requested): their results would be the same."""
+
+
+def _is_exact_but_for_rounding(given: Any) -> Any:
+    if given == "powersgd":
+        raise ValueError(
+            "powersgd is not available, since what it leaves out depends on how the work is split: choose "
+            "bf16 or fp16, which only round"
+        )
+    return given
+
+
+Compression = Annotated[GradientCompression, BeforeValidator(_is_exact_but_for_rounding)]
 
 
 class DistributedConfig(Request):
@@ -236,23 +250,76 @@ class DistributedConfig(Request):
 
     strategy: RequestedStrategy | None = Field(
         None,
-        description="ddp: each device has a copy of the model; fsdp: each has a part of it; null: ddp, or "
-        "fsdp if only that fits",
+        description="ddp: each device has a copy of the model; fsdp: each has a part of it; deepspeed: the "
+        "same as fsdp with zero_stage 2; null: ddp, or fsdp if only that fits",
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="What devices divide under fsdp: optimizer states (1), also gradients (2), also weights "
+        "(3, the default); 0: nothing, which is ddp",
     )
     cpu_offload: Flag = Field(
         False, description="Keep the optimizer's states in host memory, as use_cpu_offload does"
     )
-    gradient_compression: GradientCompression | None = Field(
+    gradient_compression: Compression | None = Field(
         None,
         description="Send gradients between devices in 16 bits: half the traffic, and training only "
         "approximates that of one device; needs ddp. Null: exact",
     )
 
     @model_validator(mode="after")
-    def _copies_exchange_whole_gradients(self) -> "DistributedConfig":
-        if self.gradient_compression is not None and self.strategy == "fsdp":
-            raise ValueError("gradient_compression needs strategy ddp: fsdp exchanges gradients itself")
+    def _options_agree(self) -> "DistributedConfig":
+        self.check()
         return self
+
+    def check(self) -> None:
+        """Checks that the options agree. Options may also be given in several places of a request.
+
+        Raises:
+            ValueError: two of them contradict each other.
+        """
+        if self.gradient_compression is not None and self.carried_out_as == "fsdp":
+            raise ValueError("gradient_compression needs strategy ddp: fsdp exchanges gradients itself")
+        if self.zero_stage and self.strategy in ("ddp", "dataparallel"):
+            raise ValueError(f"zero_stage {self.zero_stage} needs strategy fsdp: ddp divides nothing")
+        if self.zero_stage == 0 and self.strategy == "fsdp":
+            raise ValueError("zero_stage 0 needs strategy ddp: fsdp divides at least the optimizer's states")
+
+    @property
+    def carried_out_as(self) -> Literal["ddp", "fsdp"] | None:
+        """None: as the plan decides."""
+        if self.zero_stage is not None:
+            return "fsdp" if self.zero_stage else "ddp"
+        match self.strategy:
+            case None:
+                return None if self.gradient_compression is None else "ddp"
+            case "ddp" | "dataparallel":
+                return "ddp"
+            case "fsdp" | "deepspeed":
+                return "fsdp"
+
+    @property
+    def stage(self) -> ZeroStage | None:
+        """The requested ZeRO stage; None if there is none, or nothing is divided."""
+        if self.zero_stage is None:
+            return 2 if self.strategy == "deepspeed" else None
+        return self.zero_stage or None
+
+    @property
+    def warning(self) -> str | None:
+        """What the plan says if the strategy is carried out under another name."""
+        if self.strategy == "dataparallel":
+            return "dataparallel is treated as ddp, which gives the same results faster"
+        if self.strategy == "deepspeed":
+            return (
+                f"deepspeed is carried out by PyTorch's FSDP2, which divides the same (ZeRO stage "
+                f"{self.stage or 0}), so that the gradient stays that of one device"
+            )
+        return None
+
+
+_BESIDE = ("zero_stage", "gradient_compression")
+"""Fields of `distributed` that may be given beside it."""
 
 
 class JobOptions(AccumulationConfig):
@@ -287,6 +354,12 @@ class JobOptions(AccumulationConfig):
     )
     multi_gpu_strategy: RequestedStrategy | DistributedConfig | None = Field(
         None, description="Another name for distributed"
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        None, description="As distributed.zero_stage, which may be given here instead"
+    )
+    gradient_compression: Compression | None = Field(
+        None, description="As distributed.gradient_compression, which may be given here instead"
     )
     parallel_independent: Flag = Field(
         False,
@@ -364,6 +437,11 @@ class JobOptions(AccumulationConfig):
             raise ValueError("use_multi_gpu is false, but several devices are requested")
         if None not in (self.distributed, self.multi_gpu_strategy):
             raise ValueError("distributed and multi_gpu_strategy are the same: leave one out")
+        within = self.distributed or self.multi_gpu_strategy
+        for name in _BESIDE if isinstance(within, DistributedConfig) else ():
+            if None not in (getattr(self, name), getattr(within, name)):
+                raise ValueError(f"{name} is given twice, beside distributed and within it: leave one out")
+        self.sharing().check()
         return self
 
     @model_validator(mode="after")
@@ -373,7 +451,7 @@ class JobOptions(AccumulationConfig):
         if not self.parallel_independent:
             return self
         given = {
-            "distributed": self.distributed or self.multi_gpu_strategy,
+            "distributed": self.distributed or self.multi_gpu_strategy or self.sharing().carried_out_as,
             "accumulation_steps for each device": self.accumulation_steps_by_device,
             "tune": self.tune,
             "num_gpus auto": self.num_gpus == "auto",
@@ -383,9 +461,11 @@ class JobOptions(AccumulationConfig):
         return self
 
     def sharing(self) -> DistributedConfig:
-        """How several devices share the work, under either name."""
+        """How several devices share the work, wherever it is given."""
         given = self.distributed or self.multi_gpu_strategy or DistributedConfig()
-        return given if isinstance(given, DistributedConfig) else DistributedConfig(strategy=given)
+        own = given if isinstance(given, DistributedConfig) else DistributedConfig(strategy=given)
+        beside = {name: getattr(self, name) for name in _BESIDE if getattr(self, name) is not None}
+        return own.model_copy(update=beside)
 
 
 class TrainingRequest(JobOptions):

@@ -53,10 +53,11 @@ _WHOLE_LAYERS = 2
 class ByDivision:
     """An estimate for a rank that holds only a part of the model (fsdp), from that of the whole model.
 
-    A rank keeps 1/N of the weights, gradients and optimizer states. While a layer runs, its weights are
-    whole, and so are those of the next layer, which are fetched ahead; in the backward pass, so are the
-    layer's gradients. What is outside of the layers (embeddings and output head) stays whole during a step
-    (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)."""
+    A rank keeps 1/N of the weights, gradients and optimizer states. In ZeRO stage 3, a layer's weights are
+    whole while it runs, and so are those of the next layer, which are fetched ahead; in the backward pass, so
+    are the layer's gradients. What is outside of the layers (embeddings and output head) stays whole during a
+    step (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). In stages 1 and 2, all
+    weights are whole during a step, and in stage 1, so are all gradients until they are exchanged layer by layer."""
 
     whole: Estimate
     """The estimate for one device that holds the whole model."""
@@ -74,10 +75,15 @@ class ByDivision:
         copies = self._cast_copies(whole.weights_bytes)
         kept = whole.weights_bytes - copies
         casts = copies * together if self.recipe.gradient_checkpointing else copies
+        stage = self.recipe.zero_stage
         return whole.model_copy(
             update={
-                "weights_bytes": int(kept / ranks + kept * together + casts),
-                "gradients_bytes": int(whole.gradients_bytes * (1 / ranks + together)),
+                "weights_bytes": int(
+                    kept / ranks + (kept * together + casts if stage == 3 else whole.weights_bytes)
+                ),
+                "gradients_bytes": int(
+                    whole.gradients_bytes * (1 + layer if stage == 1 else 1 / ranks + together)
+                ),
                 "optimizer_bytes": whole.optimizer_bytes // ranks,
             }
         )

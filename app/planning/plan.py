@@ -6,11 +6,19 @@ from math import ceil
 from typing import Literal
 
 from app.contract.plan import Alternative, Plan, RankPlan
-from app.contract.spec import Spec
+from app.contract.spec import Spec, ZeroStage
 from app.planning.devices import Device
 from app.planning.planner import Known, Question, Solution, alternatives, solve
 from app.planning.recipes import recipe_of, unsupported
 from app.planning.sharding import why_not_divided
+
+ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+
+_DIVIDED: dict[ZeroStage, str] = {
+    1: "the optimizer's states",
+    2: "gradients and the optimizer's states",
+    3: "weights, gradients and the optimizer's states",
+}
 
 
 def question_of(spec: Spec, devices: Sequence[Device]) -> Question:
@@ -66,6 +74,7 @@ def make_plan(
         precision=question.recipe.precision,
         device=devices[0].kind,
         strategy="independent" if spec.strategy == "independent" else question.strategy,
+        zero_stage=question.zero_stage,
         threads=threads,
         most_tokens=most * question.sequence if planned else None,
         alternatives=_leaner(solution, known),
@@ -82,7 +91,8 @@ def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known) -> 
 
 
 def _solved(spec: Spec, devices: Sequence[Device], known: Known) -> Solution:
-    """The solution for the requested strategy; by default for ddp, or for fsdp if only that fits."""
+    """The solution for the requested strategy. By default, it is the first that fits of ddp and the stages of
+    fsdp: each divides more among the devices, and exchanges more."""
     question = question_of(spec, devices)
     if spec.strategy == "independent":
         alone = [_solved_alone(question, device, known) for device in devices]
@@ -90,12 +100,13 @@ def _solved(spec: Spec, devices: Sequence[Device], known: Known) -> Solution:
     if len(devices) == 1:
         return solve(question, known)
     if spec.strategy is not None:
-        return solve(replace(question, strategy=spec.strategy), known)
+        stage = spec.zero_stage or question.zero_stage
+        return solve(replace(question, strategy=spec.strategy, zero_stage=stage), known)
     copied = solve(question, known)
     if copied.fits or why_not_divided(spec) is not None:
         return copied
-    divided = solve(replace(question, strategy="fsdp"), known)
-    return divided if divided.fits else copied
+    divided = (solve(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES)
+    return next((each for each in divided if each.fits), copied)
 
 
 def _solved_alone(question: Question, device: Device, known: Known) -> Solution:
@@ -189,8 +200,8 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if solution.question.strategy == "fsdp" and spec.strategy is None:
         warnings.append(
-            f"a copy of the model does not fit each device, so its parameters are divided among "
-            f"{len(solution.ranks)} devices (fsdp)"
+            f"a copy of everything does not fit each device, so {_DIVIDED[solution.question.zero_stage]} are "
+            f"divided among {len(solution.ranks)} devices (fsdp, ZeRO stage {solution.question.zero_stage})"
         )
     if spec.gradient_compression is not None and len(solution.ranks) > 1:
         warnings.append(

@@ -13,7 +13,7 @@ from math import ceil
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule, TokenBudget
-from app.contract.spec import MemoryLimits, RequestedSplit, Strategy
+from app.contract.spec import MemoryLimits, RequestedSplit, Strategy, ZeroStage
 from app.planning.changes import changes
 from app.planning.devices import Device
 from app.planning.estimate import (
@@ -80,6 +80,8 @@ class Question:
     """The largest micro-batch to consider, in samples; None: any that fits."""
     strategy: Strategy = "ddp"
     """How several devices share the work."""
+    zero_stage: ZeroStage = 3
+    """What devices divide, if the strategy is fsdp."""
     compresses: bool = False
     """Whether ranks send gradients in 16 bits."""
 
@@ -210,13 +212,13 @@ def _estimate(question: Question, known: Known) -> Estimate:
     if ranks == 1 or known.architecture is None:
         return known.estimates(question.recipe, question.sequence)
     if question.strategy == "fsdp":
-        return known.estimates(divided(question.recipe, ranks), question.sequence)
+        return known.estimates(divided(question.recipe, ranks, question.zero_stage), question.sequence)
     return InBuckets(known.estimates(question.recipe, question.sequence), question.compresses)
 
 
-def divided(recipe: Recipe, ranks: int) -> Recipe:
+def divided(recipe: Recipe, ranks: int, stage: ZeroStage) -> Recipe:
     """The recipe of a rank's step if each parameter is divided among several."""
-    return recipe.model_copy(update={"parts": ranks})
+    return recipe.model_copy(update={"parts": ranks, "zero_stage": stage})
 
 
 def capacity_of(

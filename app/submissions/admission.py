@@ -1,7 +1,7 @@
 """Admission: checks, freezes and plans a request, and enforces its owner's quota."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ def check(
         tune=requested.tune,
         by_device=requested.accumulation_steps_by_device,
         strategy=_strategy(requested, devices.requested),
+        zero_stage=sharing.stage,
         average=requested.average,
         gradient_compression=sharing.gradient_compression,
         measured_margin=inputs.margin(devices.planned[0].kind),
@@ -109,11 +110,11 @@ def check(
         devices = _Devices(devices.requested, devices.planned[:used], used)
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
     if plan.strategy == "fsdp" and len(plan.ranks) > 1:  # each rank has a part of the model
-        profile_key = _profile_key(spec, base, devices.planned[0], len(plan.ranks))
+        recipe = divided(profile_key.recipe, len(plan.ranks), plan.zero_stage)
+        profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
-    if sharing.strategy == "dataparallel":
-        warning = "dataparallel is treated as ddp, which gives the same results faster"
-        plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
+    if sharing.warning is not None:
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, sharing.warning)})
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -145,9 +146,7 @@ def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
             )
         return "independent"
     sharing = requested.sharing()
-    if sharing.strategy == "dataparallel" or sharing.gradient_compression is not None:
-        return "ddp"
-    return sharing.strategy
+    return sharing.carried_out_as
 
 
 def _own_data(
@@ -235,8 +234,8 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _profile_key(spec: Spec, base: PlannableModel, device: Device, parts: int = 1) -> ProfileKey:
-    recipe = divided(recipe_of(spec, device), parts)
+def _profile_key(spec: Spec, base: PlannableModel, device: Device) -> ProfileKey:
+    recipe = recipe_of(spec, device)
     return ProfileKey(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
 
 

@@ -23,6 +23,7 @@ from app.contract.spec import (
     Strategy,
     Tune,
     ValidationSpec,
+    ZeroStage,
 )
 from app.errors import Unprocessable
 from app.jobs.schemas import DatasetConfig, TrainingConfig
@@ -118,6 +119,7 @@ def freeze(
     profile: bool = False,
     tune: Tune | None = None,
     strategy: Strategy | None = None,
+    zero_stage: ZeroStage | None = None,
     average: bool = False,
     gradient_compression: GradientCompression | None = None,
     by_device: Sequence[int] | None = None,
@@ -203,6 +205,7 @@ def freeze(
         tune=tune,
         strategy=strategy,
         average=average,
+        zero_stage=zero_stage,
         gradient_compression=gradient_compression,
     )
     if strategy == "fsdp" and (why := why_not_divided(spec)) is not None:

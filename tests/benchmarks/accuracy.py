@@ -20,7 +20,7 @@ from random import randrange
 from statistics import fmean, quantiles
 from typing import Any
 
-from app.contract.spec import Strategy
+from app.contract.spec import Strategy, ZeroStage
 from tests.benchmarks.true_peak import ROOT
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,6 +73,7 @@ class Case:
     """Fields that override the family's config."""
     ranks: int = 1
     strategy: Strategy = "ddp"
+    stage: ZeroStage = 3
 
     @property
     def config(self) -> dict[str, Any]:
@@ -82,7 +83,8 @@ class Case:
     def label(self) -> str:
         options = ", ".join(f"{name} {value}" if value is not True else name
                             for name, value in self.options.items())  # fmt: skip
-        ranks = f"{self.strategy} on {self.ranks} ranks" if self.ranks > 1 else ""
+        divided = f"ZeRO stage {self.stage}" if self.strategy == "fsdp" else self.strategy
+        ranks = f"{divided} on {self.ranks} ranks" if self.ranks > 1 else ""
         return ", ".join(filter(None, (ranks, options))) or "full, AdamW, fp32"
 
 
@@ -131,6 +133,11 @@ CASES = [
     Case("qwen2", ranks=3, strategy="fsdp", rows=8, options={"precision": "bf16"}),
     Case("gemma2", ranks=2, strategy="fsdp", options={"precision": "bf16", "checkpointing": True}),
     Case("mixtral", ranks=2, strategy="fsdp", options={"optimizer": "sgd"}),
+    Case("llama", ranks=3, strategy="fsdp", stage=1),
+    Case("llama", ranks=2, strategy="fsdp", stage=1, micro_batches=1, options={"precision": "bf16"}),
+    Case("qwen3", ranks=2, strategy="fsdp", stage=2),
+    Case("gpt2", ranks=4, strategy="fsdp", stage=2, options={"checkpointing": True}),
+    Case("gpt2", ranks=2, strategy="fsdp", stage=1, options={"method": "lora"}),
     Case("opt", ranks=8, strategy="fsdp", rows=2, sequence=256, options={"optimizer": "lion"}),
 ]
 
@@ -144,7 +151,7 @@ def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
 
     recipe = Recipe.model_validate(requested["recipe"])
     if case.strategy == "fsdp":
-        recipe = divided(recipe, case.ranks)
+        recipe = divided(recipe, case.ranks, case.stage)
     estimate: Estimate = ByProfile(
         make_profile(case.config, recipe, case.sequence).curve, recipe, "simulated"
     )
@@ -157,7 +164,7 @@ def true_bytes(case: Case, folder: Path) -> dict[str, Any]:
     """The peak of the trainer itself, in its own process, and the recipe of that run."""
     requested = {"config": case.config, "rows": case.rows, "sequence": case.sequence,
              "micro_batches": case.micro_batches, "options": case.options, "folder": str(folder),
-             "ranks": case.ranks, "strategy": case.strategy}  # fmt: skip
+             "ranks": case.ranks, "strategy": case.strategy, "stage": case.stage}  # fmt: skip
     command = [sys.executable, "-m", "tests.benchmarks.true_peak", json.dumps(requested)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if "RESULT " not in done.stdout:

@@ -61,7 +61,9 @@ def prepare_run(requested: dict[str, Any], folder: Path) -> RunDirectory:
     spec = spec_of(requested, data, examples)
     plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=requested["rows"]))
     run = create_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
-    return run if ranks == 1 else with_ranks(run, [1 / ranks] * ranks, requested["strategy"])
+    if ranks > 1:
+        with_ranks(run, [1 / ranks] * ranks, requested["strategy"], requested.get("stage", 3))
+    return run
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.contract.plan import MicroBatchRule, TokenBudget
-from app.contract.spec import GradientCompression, LoraSpec
+from app.contract.spec import GradientCompression, LoraSpec, ZeroStage
 from tests.harness.small_models import make_model, make_window64
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import Groups, cut_window
@@ -42,7 +42,8 @@ class RankedWindow:
     weighted: bool = False
     autocast: bool = False
     on_cpu: bool = False
-    sharded: bool = False
+    zero_stage: ZeroStage | None = None
+    """None: each rank has a copy of the model."""
     compression: GradientCompression | None = None
     rule: MicroBatchRule = _BY_TOKENS
     shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
@@ -95,8 +96,8 @@ def accumulate(
     balance = balance_of(model, "window")
     token_loss = TokenLoss(model, smoothing=given.smoothing, routed=balance is not None)
     own: Parameters = Parameters(model)
-    if given.sharded and isinstance(group, ProcessGroup):
-        own = shard(token_loss, group, mesh_of(group, torch.device("cpu")))
+    if given.zero_stage and isinstance(group, ProcessGroup):
+        own = shard(token_loss, group, mesh_of(group, torch.device("cpu")), given.zero_stage)
     parameters = list(own.trained.values())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     host = torch.device("cpu") if given.on_cpu else None
@@ -142,7 +143,10 @@ def _seen(
     denominator = float(whole.weights.double().sum()) if whole.weights is not None else len(whole.targets)
     group.exchanges = 0
     filler = data.batch([int(np.argmin(lengths))], weighted=False, packed=False, routed=balance is not None)
-    missing = max(map(len, groups)) - len(batches) if given.sharded and group.size > 1 else 0
+    passes = len(batches)
+    if parameters.is_divided:
+        passes = max(map(len, groups)) if parameters.exchanges_in_each_pass else max(1, passes)
+    missing = passes - len(batches)
     if balance is not None:
         balance.begin(given.samples)
         for batch in batches:
@@ -150,7 +154,8 @@ def _seen(
         for _ in range(missing):
             token_loss.router_logits(filler)
         balance.sum_over(group, torch.device("cpu"))
-    window.open(denominator, len(batches), by_rank=[len(own) for own in groups], exchange_early=True)
+    counts = [len(own) for own in groups]
+    window.open(denominator, len(batches), passes=passes, by_rank=counts, exchange_early=True)
     fails_at = len(batches) // 2
     for number, batch in enumerate(batches):
         if trouble in ("out_of_memory", "stop") and number == fails_at:
@@ -164,7 +169,7 @@ def _seen(
     for _ in range(missing):
         with torch.autocast("cpu", torch.bfloat16, enabled=given.autocast):
             forward = token_loss(filler)
-        sum((logits.sum() for logits in forward.router_logits), forward.loss_sum).mul(0.0).backward()
+        window.add_nothing(sum((logits.sum() for logits in forward.router_logits), forward.loss_sum) * 0.0)
     observed = window.exchange(out_of_memory=trouble == "out_of_memory", stop_requested=trouble == "stop")
     gradient = np.zeros(0) if observed else _flat(parameters, window.gradient())
     observed = observed or Observed(window.totals())

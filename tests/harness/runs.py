@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from app.contract.assignment import Assignment
-from app.contract.spec import DataSpec, Spec, Strategy
+from app.contract.spec import DataSpec, Spec, Strategy, ZeroStage
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
 
@@ -60,7 +60,9 @@ def create_run(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **pl
     return run
 
 
-def with_ranks(run: RunDirectory, shares: Sequence[float], strategy: Strategy = "ddp") -> RunDirectory:
+def with_ranks(
+    run: RunDirectory, shares: Sequence[float], strategy: Strategy = "ddp", stage: ZeroStage = 3
+) -> RunDirectory:
     """The same run, planned for as many CPU ranks as there are shares."""
     assignment = run.assignment()
     own = assignment.plan.ranks[0]
@@ -68,7 +70,7 @@ def with_ranks(run: RunDirectory, shares: Sequence[float], strategy: Strategy = 
         own.model_copy(update={"rank": rank, "gpu_id": f"cpu:{rank}", "share_of_tokens": share})
         for rank, share in enumerate(shares)
     )
-    plan = assignment.plan.model_copy(update={"ranks": ranks, "strategy": strategy})
+    plan = assignment.plan.model_copy(update={"ranks": ranks, "strategy": strategy, "zero_stage": stage})
     run.write_assignment(assignment.model_copy(update={"plan": plan}))
     return run
 

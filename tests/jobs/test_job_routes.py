@@ -427,10 +427,50 @@ def test_each_device_has_the_accumulation_steps_requested_for_it(client: TestCli
     assert [rank["share_of_tokens"] for rank in plan["ranks"]] == [0.75, 0.25]
 
 
-def test_another_name_of_a_strategy_is_answered_with_a_warning(client: TestClient) -> None:
-    plan = submit(client, num_gpus=2, distributed="dataparallel")["plan"]
-    assert plan["strategy"] == "ddp"
-    assert any("dataparallel" in warning for warning in plan["warnings"])
+@pytest.mark.parametrize(
+    ("fields", "strategy", "stage", "warning"),
+    [
+        ({"distributed": "dataparallel"}, "ddp", None, "dataparallel"),
+        ({"distributed": "deepspeed"}, "fsdp", 2, "deepspeed"),
+        ({"distributed": {"strategy": "deepspeed", "zero_stage": 3}}, "fsdp", 3, "deepspeed"),
+        ({"distributed": "deepspeed", "zero_stage": 1}, "fsdp", 1, "deepspeed"),
+        ({"multi_gpu_strategy": "fsdp"}, "fsdp", 3, None),
+        ({"zero_stage": 2}, "fsdp", 2, None),
+        ({"zero_stage": 0, "distributed": "deepspeed"}, "ddp", None, "deepspeed"),
+        ({"gradient_compression": "bf16"}, "ddp", None, "gradient_compression"),
+        ({"distributed": {"gradient_compression": "fp16"}}, "ddp", None, "gradient_compression"),
+    ],
+)
+def test_a_strategy_by_any_of_its_names(
+    client: TestClient, fields: dict[str, Any], strategy: str, stage: int | None, warning: str | None
+) -> None:
+    plan = submit(client, num_gpus=2, **fields)["plan"]
+    assert plan["strategy"] == strategy
+    assert strategy == "ddp" or plan["zero_stage"] == stage
+    named = [each for each in plan["warnings"] if warning is not None and warning in each]
+    assert len(named) == (warning is not None), plan["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"distributed": {"strategy": "fsdp", "gradient_compression": "bf16"}}, "needs strategy ddp"),
+        ({"distributed": "fsdp", "gradient_compression": "bf16"}, "needs strategy ddp"),
+        ({"zero_stage": 1, "gradient_compression": "bf16"}, "needs strategy ddp"),
+        ({"distributed": "ddp", "zero_stage": 2}, "needs strategy fsdp"),
+        ({"distributed": "fsdp", "zero_stage": 0}, "needs strategy ddp"),
+        ({"distributed": {"zero_stage": 2}, "zero_stage": 2}, "given twice"),
+        ({"gradient_compression": "powersgd"}, "powersgd is not available"),
+        ({"distributed": {"gradient_compression": "powersgd"}}, "powersgd is not available"),
+        ({"zero_stage": 4}, "zero_stage"),
+    ],
+)
+def test_contradictory_strategies_are_rejected_with_the_reason(
+    client: TestClient, fields: dict[str, Any], named: str
+) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, "num_gpus": 2, **fields})
+    assert answer.status_code == 422, answer.text
+    assert named in answer.text
 
 
 @pytest.mark.parametrize(
@@ -444,6 +484,7 @@ def test_another_name_of_a_strategy_is_answered_with_a_warning(client: TestClien
         {"parallel_independent": True},
         {"parallel_independent": True, "num_gpus": 100},
         {"parallel_independent": True, "num_gpus": 2, "distributed": "fsdp"},
+        {"parallel_independent": True, "num_gpus": 2, "zero_stage": 2},
         {"average": True, "num_gpus": 2},
         {"sync_gradients": False, "num_gpus": 2},
         {"accumulation_steps": [], "num_gpus": 2},

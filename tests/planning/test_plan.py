@@ -1,7 +1,7 @@
 import pytest
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from app.contract.spec import RequestedSplit
+from app.contract.spec import RequestedSplit, ZeroStage
 from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
 from app.planning.planner import Known, by_formula
@@ -146,8 +146,23 @@ def test_a_model_that_fits_no_device_is_divided_among_several() -> None:
     assert any("divided among 4 devices" in warning for warning in four.warnings)
 
 
-def test_a_rank_of_a_divided_model_needs_less_the_more_ranks_there_are() -> None:
-    spec = LARGE.model_copy(update={"strategy": "fsdp"})
+def test_no_more_is_divided_than_it_takes_to_fit() -> None:
+    """Each stage exchanges more than the one before."""
+    sizes = range(4, 81, 2)
+    plans = [plan_by_formula(LARGE, gpus(4, gib), predicted=True) for gib in sizes]
+    chosen = [(plan.strategy, plan.zero_stage if plan.strategy == "fsdp" else 0) for plan in plans]
+    fitting = [
+        each
+        for each, plan in zip(chosen, plans, strict=True)
+        if plan.ranks[0].predicted_peak_bytes <= plan.ranks[0].memory_limit_bytes
+    ]
+    assert fitting == sorted(fitting, key=lambda each: -each[1])
+    assert {stage for _, stage in fitting} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_of_a_divided_model_needs_less_the_more_ranks_there_are(stage: ZeroStage) -> None:
+    spec = LARGE.model_copy(update={"strategy": "fsdp", "zero_stage": stage})
     peaks = [
         plan_by_formula(spec, gpus(count, 80), predicted=True).ranks[0].predicted_peak_bytes
         for count in (2, 4, 8)

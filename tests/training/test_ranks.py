@@ -5,6 +5,7 @@ The ranks are processes on the CPU, connected by gloo (tests/harness/ranks.py).
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
-from app.contract.spec import GradientCompression, Strategy
+from app.contract.spec import GradientCompression, Strategy, ZeroStage
 from tests.harness.ranked_windows import RankedWindow, accumulate
 from tests.harness.ranks import Ranks
 from tests.harness.runs import create_run, log_of, small_data, with_ranks
@@ -107,24 +108,25 @@ def test_compressed_sums_on_the_host(ranks: Ranks) -> None:
 
 
 DIVIDED = {
-    "llama": RankedWindow("llama", sharded=True),
-    "llama_fp32": RankedWindow("llama", torch.float32, sharded=True),
-    "gpt2_smoothed": RankedWindow("gpt2", smoothing=0.1, sharded=True),
-    "weighted": RankedWindow("gpt2", weighted=True, rule=FixedCount(micro_batches=3), sharded=True),
-    "lora": RankedWindow("llama", lora=True, rule=FixedSize(samples=5), sharded=True),
-    "mixture_of_experts": RankedWindow("mixtral", sharded=True),
-    "tied_and_capped": RankedWindow("nanochat", sharded=True),
-    "unequal": RankedWindow("llama", shares=(1.0, 0.5, 3.0, 0.1), sharded=True),
-    "three_samples": RankedWindow("llama", samples=3, sharded=True),
-    "one_sample": RankedWindow("mixtral", samples=1, sharded=True),
-    "bf16_weights": RankedWindow("llama", torch.bfloat16, sharded=True),
-    "bf16_autocast": RankedWindow("llama", torch.float32, autocast=True, sharded=True),
+    "llama": RankedWindow("llama"),
+    "llama_fp32": RankedWindow("llama", torch.float32),
+    "gpt2_smoothed": RankedWindow("gpt2", smoothing=0.1),
+    "weighted": RankedWindow("gpt2", weighted=True, rule=FixedCount(micro_batches=3)),
+    "lora": RankedWindow("llama", lora=True, rule=FixedSize(samples=5)),
+    "mixture_of_experts": RankedWindow("mixtral"),
+    "tied_and_capped": RankedWindow("nanochat"),
+    "unequal": RankedWindow("llama", shares=(1.0, 0.5, 3.0, 0.1)),
+    "three_samples": RankedWindow("llama", samples=3),
+    "one_sample": RankedWindow("mixtral", samples=1),
+    "bf16_weights": RankedWindow("llama", torch.bfloat16),
+    "bf16_autocast": RankedWindow("llama", torch.float32, autocast=True),
 }
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", DIVIDED)
-def test_a_divided_model_has_the_gradient_of_a_whole_one(ranks: Ranks, name: str) -> None:
-    window = DIVIDED[name]
+def test_a_divided_model_has_the_gradient_of_a_whole_one(ranks: Ranks, name: str, stage: ZeroStage) -> None:
+    window = replace(DIVIDED[name], zero_stage=stage)
     bound = 1e-2 if window.autocast else TOLERANCE.get(window.dtype, 1e-2)
     ((_, alone),) = ranks.run(1, accumulate, window, {})
     for size in (2, 3, 4):
@@ -137,10 +139,13 @@ def test_a_divided_model_has_the_gradient_of_a_whole_one(ranks: Ranks, name: str
             assert each.verdict is Verdict.APPLY
 
 
-def test_a_divided_model_s_nan_skips_the_window_on_all(ranks: Ranks) -> None:
-    for first, second in ranks.run(3, accumulate, RankedWindow("llama", sharded=True), {1: "nan"}):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_divided_model_s_nan_skips_the_window_on_all(ranks: Ranks, stage: ZeroStage) -> None:
+    ((alone, _),) = ranks.run(1, accumulate, RankedWindow("llama"), {})
+    for first, second in ranks.run(3, accumulate, RankedWindow("llama", zero_stage=stage), {1: "nan"}):
         assert first.verdict is Verdict.SKIP_NOT_FINITE
         assert second.verdict is Verdict.APPLY
+        assert second.grad_norm == pytest.approx(alone.grad_norm, rel=1e-12), "nothing was left of the first"
 
 
 def test_gradients_are_exchanged_once_per_window(ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.contract.spec import MethodSpec, ValidationSpec
+from app.contract.spec import MethodSpec, ValidationSpec, ZeroStage
 from app.planning.changes import DEFAULT_LORA
 from tests.harness.runs import create_run, log_of, small_data, start_trainer, until, with_ranks
 from tests.harness.specs import make_spec
@@ -26,12 +26,13 @@ def stopped_at(run: RunDirectory, step: int) -> None:
     assert trainer.wait(SECONDS) == INTERRUPTED, run.log.read_text()[-3000:]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_divided_model_trains_as_a_whole_one(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (3, 3), (2, 1), (3, 2)])
+def test_a_divided_model_trains_as_a_whole_one(tmp_path: Path, ranks: int, stage: ZeroStage) -> None:
     validation = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=validation), certificate=True, eval_every=4)
     alone = finished(create_run(tmp_path / "alone", spec))
-    together = finished(with_ranks(create_run(tmp_path / "together", spec), [1 / ranks] * ranks, "fsdp"))
+    run = create_run(tmp_path / "together", spec)
+    together = finished(with_ranks(run, [1 / ranks] * ranks, "fsdp", stage))
     trains_alike(together, alone)
 
 
@@ -41,8 +42,10 @@ def test_a_run_continues_with_another_strategy(tmp_path: Path) -> None:
     run = create_run(tmp_path / "moved", spec)
     stopped_at(with_ranks(run, [0.5, 0.5]), 4)
     create_run(tmp_path / "moved", spec, attempt=2)
-    stopped_at(with_ranks(run, [1 / 3] * 3, "fsdp"), 9)
+    stopped_at(with_ranks(run, [0.5, 0.5], "fsdp", 1), 9)
     create_run(tmp_path / "moved", spec, attempt=3)
+    stopped_at(with_ranks(run, [1 / 3] * 3, "fsdp"), 13)
+    create_run(tmp_path / "moved", spec, attempt=4)
     finished(run)
     for one, other in zip(log_of(run), log_of(alone), strict=True):
         assert (one["step"], one["samples"]) == (other["step"], other["samples"])

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from app.contract.spec import ZeroStage
 from workers.training.distributed.group import Group
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, shard
 from workers.training.loss import TokenLoss
@@ -28,12 +29,13 @@ class Divided:
     Args:
         token_loss: the module whose forward pass trains.
         parts: the number of ranks.
+        stage: what they divide.
     """
 
     tensor_type = DTensor
 
-    def __init__(self, token_loss: TokenLoss, parts: int) -> None:
-        self.parameters: ShardedParameters = shard(token_loss, _First(parts), _mesh(parts))
+    def __init__(self, token_loss: TokenLoss, parts: int, stage: ZeroStage) -> None:
+        self.parameters: ShardedParameters = shard(token_loss, _First(parts), _mesh(parts), stage)
 
     def sums(self) -> ShardedSums:
         """Where gradients are summed."""

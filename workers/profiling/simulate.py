@@ -100,7 +100,7 @@ class Simulation:
         smoothing = 0.1 if recipe.label_smoothing else 0.0
         self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
         self.chunks_at_once = self._are_chunks_at_once()
-        self._divided = None if recipe.parts == 1 else _divided(self._token_loss, recipe.parts)
+        self._divided = None if recipe.parts == 1 else _divided(self._token_loss, recipe)
         if self._divided is not None:
             self.trace(_WARM_UP, _WARM_UP)  # the first passes also set up what later ones use again
 
@@ -294,10 +294,10 @@ class _OffDeviceOptimizer(torch.optim.Optimizer):
         """Does nothing, since the step takes no memory on the device."""
 
 
-def _divided(token_loss: TokenLoss, parts: int) -> "Divided":
+def _divided(token_loss: TokenLoss, recipe: Recipe) -> "Divided":
     from workers.profiling.divided import Divided  # rarely needed, and slow to load
 
-    return Divided(token_loss, parts)
+    return Divided(token_loss, recipe.parts, recipe.zero_stage)
 
 
 def _materialise(model: nn.Module) -> None:

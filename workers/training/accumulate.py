@@ -160,6 +160,7 @@ def accumulate(
     replica.window.open(
         denominator,
         len(own),
+        passes=together,
         by_rank=list(map(len, groups)),
         exchange_early=training.group.size > 1 and not (record_first_norm and len(own) == 1),
     )
@@ -188,10 +189,13 @@ def accumulate(
 
 
 def in_step(training: Training, groups: Sequence[Groups]) -> int:
-    """The number of forward and backward passes that this rank makes: as many as any other, if all must run
-    at the same time, or else as many as it has micro-batches."""
-    counts = [len(own) for own in groups]
-    return max(counts) if training.replica.is_sharded else counts[training.group.rank]
+    """The number of forward and backward passes that this rank makes: as many as any other, if each pass
+    exchanges something; at least one, if the model is divided; or else as many as it has micro-batches."""
+    counts, parameters = [len(own) for own in groups], training.replica.parameters
+    own = counts[training.group.rank]
+    if not parameters.is_divided:
+        return own
+    return max(counts) if parameters.exchanges_in_each_pass else max(1, own)
 
 
 def filler(training: Training, window: Indices) -> MicroBatch:

@@ -194,7 +194,7 @@ def _accumulate(
     out_of_memory = stop_requested = False
     try:
         own = groups[training.group.rank]
-        replica.window.open(denominator)
+        replica.window.open(denominator, len(own), passes=in_step(training, groups))
         observe_routing(training, window, groups, training.group)
         for group in own:
             training.check_stop()

@@ -27,7 +27,7 @@ def place_parameters(
         from workers.training.distributed.sharding import mesh_of, shard
 
         assert isinstance(group, ProcessGroup)
-        return shard(token_loss, group, mesh_of(group, device))
+        return shard(token_loss, group, mesh_of(group, device), assignment.plan.zero_stage)
     if assignment.spec.method.name != "qlora":
         token_loss.model.to(device)
     return Parameters(token_loss.model)

@@ -11,6 +11,8 @@ class Parameters:
     """
 
     is_divided = False
+    exchanges_in_each_pass = False
+    """Whether each forward and backward pass waits for those of other ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.trained: dict[str, nn.Parameter] = {

@@ -69,7 +69,7 @@ class Replica:
         nothing = forward.loss_sum * 0.0
         if self.balance is not None:
             nothing = nothing + sum(logits.sum() for logits in forward.router_logits) * 0.0
-        nothing.backward()
+        self.window.add_nothing(nothing)
 
     def route_nothing(self, batch: MicroBatch) -> None:
         """Takes part in the routing of other ranks."""

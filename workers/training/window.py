@@ -144,8 +144,9 @@ class Window:
         self._scale = loss_scale
         self._layers = layers or {}
         self._keep_micro_losses = keep_micro_losses
-        self._count = 0
+        self._count, self._passes = 0, 0
         self._expected: int | None = None
+        self._expected_passes: int | None = None
         self._micro_batches_before, self._micro_batches_of_all = 0, 0
         self._exchanges_early = False
         self._denominator = 1.0
@@ -171,6 +172,7 @@ class Window:
         denominator: float,
         micro_batches: int | None = None,
         *,
+        passes: int | None = None,
         by_rank: Sequence[int] | None = None,
         exchange_early: bool = False,
     ) -> None:
@@ -179,6 +181,8 @@ class Window:
         Args:
             denominator: target tokens of the window over all ranks, or the sum of their weights.
             micro_batches: how many this rank will add, for `should_update`.
+            passes: its backward passes, if it will also take part in those of others; needed if the model is
+                divided.
             by_rank: how many each rank will add.
             exchange_early: whether ranks may exchange gradients during the last backward pass, after which
                 this rank's own gradient is not known any more.
@@ -192,10 +196,12 @@ class Window:
         self._gradients.open()
         self._micro_batches_before = sum((by_rank or ())[: self._group.rank])
         self._micro_batches_of_all = sum(by_rank or ())
-        self._exchanges_early = exchange_early and self._clipping.mode != "each_micro_batch"
-        self._count = 0
+        whole = self._clipping.mode == "each_micro_batch" or not exchange_early
+        self._exchanges_early = self._gradients.is_divided or not whole
+        self._count, self._passes = 0, 0
         self._denominator = float(denominator)
         self._expected = micro_batches
+        self._expected_passes = passes or micro_batches
         self._opened = time.perf_counter()
 
     def add(self, loss_sum: Tensor, share: Tensor | None = None) -> None:
@@ -206,8 +212,7 @@ class Window:
             share: a further term of the window's loss that is not divided by the denominator, such as this
                 micro-batch's share of a balance loss; a scalar.
         """
-        if self._exchanges_early and self._count + 1 == self._expected:
-            self._gradients.begin_last()
+        self._begin_pass()
         loss = loss_sum / self._denominator
         whole = loss if share is None else loss + share
         (whole * self._scale.value if self._scale else whole).backward()
@@ -222,6 +227,16 @@ class Window:
             scaled_limit = self._clipping.limit * (self._scale.value if self._scale else 1.0)
             sums = list(self._gradients.sums().values())
             _clip(sums, _norm(_norms(sums)), scaled_limit)
+
+    def add_nothing(self, nothing: Tensor) -> None:
+        """Runs the backward pass of a loss of zero, with which this rank takes part in that of others."""
+        self._begin_pass()
+        nothing.backward()
+
+    def _begin_pass(self) -> None:
+        self._passes += 1
+        if self._exchanges_early and self._passes == self._expected_passes:
+            self._gradients.begin_last()
 
     def record_first_norm(self) -> None:
         """Records the norm of the gradient so far as `Closed.first_norm`. Reads nothing back from the

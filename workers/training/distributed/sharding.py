@@ -1,9 +1,15 @@
 """A model whose parameters are divided among ranks (FSDP2), so that none holds all of them.
 
-Each rank keeps a part of each parameter, its gradient and its optimizer states. A layer's parameters are put
-together for its forward and backward pass, and its gradients are summed and divided again after each backward
-pass. In contrast to FSDP's default they are summed, not averaged. All ranks therefore run equally many
-micro-batches, at the same time.
+Each rank keeps a part of each parameter, its gradient and its optimizer states. How much is exchanged, and
+what a rank holds between the micro-batches of a window, depends on the ZeRO stage:
+
+1  A layer's parts are gathered once per window, and its whole gradients are kept. They are summed over all
+   ranks, and divided again, in the window's last backward pass. Only the optimizer's states stay divided.
+2  As 1, but gradients are summed and divided after each backward pass.
+3  As 2, and a layer's parts are gathered for each forward and for each backward pass.
+
+In contrast to FSDP's default, gradients are summed, not averaged. Where each pass exchanges gradients, all
+ranks run equally many passes, at the same time; in stage 1, each rank runs at least one.
 
 The optimizer trains plain tensors that share their memory with FSDP's parts, so it must treat each element by
 itself (`ELEMENTWISE`): one that computes norms of whole parameters would see only a part.
@@ -18,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from app.contract.spec import ZeroStage
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
@@ -28,25 +35,25 @@ def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group.gradients, device.type)
 
 
-def shard(token_loss: TokenLoss, group: Group, mesh: DeviceMesh) -> "ShardedParameters":
+def shard(token_loss: TokenLoss, group: Group, mesh: DeviceMesh, stage: ZeroStage = 3) -> "ShardedParameters":
     """Divides the parameters of a model, and moves this rank's parts to its device.
 
     Args:
         token_loss: the module whose forward pass trains.
     """
+    after_forward = None if stage == 3 else False
     for layer in layers_of(token_loss):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(token_loss, mesh=mesh)
-    for module in token_loss.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return ShardedParameters(token_loss.model, group, mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward)
+    fully_shard(token_loss, mesh=mesh, reshard_after_forward=after_forward)
+    modules = [module for module in token_loss.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return ShardedParameters(token_loss.model, group, mesh, modules, stage)
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The layers that are divided one by one: the elements of the longest lists of modules that are not
-    within such a layer."""
+    """The layers that are divided one by one: the elements of the outermost lists of modules."""
     lists = [
         found
         for found in module.modules()
@@ -62,12 +69,25 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 class ShardedParameters(Parameters):
-    """Trainable parameters of which each rank has a part."""
+    """Trainable parameters of which each rank has a part.
+
+    Args:
+        modules: those whose parameters are gathered together.
+    """
 
     is_divided = True
 
-    def __init__(self, model: nn.Module, group: Group, mesh: DeviceMesh) -> None:
-        self._group, self._mesh = group, mesh
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        mesh: DeviceMesh,
+        modules: Sequence[FSDPModule],
+        stage: ZeroStage,
+    ) -> None:
+        self._group, self._mesh, self._model = group, mesh, model
+        self._modules, self.stage = modules, stage
+        self.exchanges_in_each_pass = stage > 1
         self._divided: dict[str, Any] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -83,6 +103,21 @@ class ShardedParameters(Parameters):
     def divided(self, name: str) -> Any:
         """FSDP's parameter of this name, a DTensor."""
         return self._divided[name]
+
+    def exchange_in_next_pass(self, exchange: bool) -> None:
+        """Whether the next backward pass is the window's last, after which nothing stays whole."""
+        for module in self._modules:
+            module.set_requires_gradient_sync(exchange or self.stage > 1, recurse=False)
+            module.set_reshard_after_backward(exchange or self.stage == 3, recurse=False)
+
+    def keep_parts_only(self) -> None:
+        """Discards what is whole: weights, and gradients that were not exchanged."""
+        if self.stage == 3:
+            return
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        for module in self._modules:
+            module.reshard()
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         parameter = self._divided[name]
@@ -104,18 +139,20 @@ class ShardedParameters(Parameters):
 
 
 class ShardedSums:
-    """Sums gradients in FSDP's parameters, summed over all ranks after each backward pass."""
+    """Sums gradients in FSDP's parameters, which are summed over all ranks at the latest in the last backward
+    pass."""
 
     is_divided = True
 
     def __init__(self, parameters: ShardedParameters) -> None:
+        self._parameters = parameters
         self._pairs = [(parameters.divided(name), own) for name, own in parameters.trained.items()]
 
     def open(self) -> None:
-        """There is nothing to prepare."""
+        self._parameters.exchange_in_next_pass(False)
 
     def begin_last(self) -> None:
-        """Each backward pass exchanges its gradients."""
+        self._parameters.exchange_in_next_pass(True)
 
     def sums(self) -> dict[Tensor, Tensor]:
         return {own: divided.grad.to_local() for divided, own in self._pairs if divided.grad is not None}
@@ -131,6 +168,7 @@ class ShardedSums:
             own.grad = None if divided.grad is None else divided.grad.to_local()
 
     def clear(self) -> None:
+        self._parameters.keep_parts_only()
         for divided, own in self._pairs:
             divided.grad = own.grad = None
 
