@@ -128,7 +128,7 @@ class Settings(BaseSettings):
     reserve_after_seconds: float = Field(
         60.0,
         ge=0,
-        description="Seconds that a job waits for several devices before devices that become free are kept "
+        description="Seconds that a job that needs several devices waits before free devices are reserved "
         "for it",
     )
     log_level: str = "INFO"

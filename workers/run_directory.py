@@ -245,7 +245,7 @@ class RunDirectory:
         return found
 
     def keep_shares(self, until: int) -> None:
-        """Forgets what was recorded for later steps: no window that was reported has been divided by it."""
+        """Deletes the shares recorded for steps after `until`: no reported window used them."""
         recorded = self.shares()
         kept = [line for line in recorded if line.step <= until]
         if len(kept) < len(recorded):
@@ -379,7 +379,7 @@ class Reporter:
         )
 
     def note_work(self) -> None:
-        """Shows that the trainer works, now and then."""
+        """Marks the trainer as working, at most once per interval."""
         now = time.monotonic()
         if now - self._worked_at >= _NOTE_WORK_EVERY_SECONDS:
             self._worked_at = now

@@ -273,7 +273,8 @@ class Supervisor:
         ]
 
     def _most_devices(self, session: Session) -> int:
-        """The number of devices of the largest worker if this is one; otherwise, more than any worker has."""
+        """This worker's number of devices if no worker has more; otherwise `MAX_DEVICES`, which is more than
+        any worker has."""
         own = len(self.slots.available())
         most = max([own, *map(len, live_workers.devices_by_worker(session))])
         return own if own == most else MAX_DEVICES
@@ -365,8 +366,9 @@ class Supervisor:
     def _guarded(self, running: Running | None) -> Iterator[None]:
         """Keeps errors of one job, or of the database, from ending the worker.
 
-        If the database does not answer, the next turn tries again; until then, the leases decide. This is the
-        supervisor's only broad except: an unexpected error while handling a job counts as that job's crash.
+        If the database does not answer, the next turn tries again; until then, trainers continue as long as
+        their leases are valid. This is the supervisor's only broad except: an unexpected error while handling
+        a job counts as that job's crash.
         """
         try:
             yield

@@ -2,10 +2,10 @@
 
 Jobs start in the order of the queue, but a job that needs more devices than are free is overtaken by those
 behind it. So that it does not wait for ever, devices are kept for it once it has waited for some time: the
-free ones, and those that are expected to become free first. This begins once the job is expected to start
-within as long as it has waited already, so that a job that waits behind long ones gets its devices in the
-end. Whatever was expected, devices are kept for at most half of a job's whole wait: nobody can make them
-stand idle for longer than that."""
+free ones, and those that are expected to become free first. They are kept only once the job's expected
+remaining wait is no longer than the time that it has already waited, so that a job that waits behind long
+ones gets its devices in the end. Whatever was expected, devices are kept for at most half of a job's whole
+wait: nobody can make them stand idle for longer than that."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -48,7 +48,8 @@ AGEING_SECONDS = 600.0
 """Waiting for this long counts like one more point of priority, so that no job waits forever."""
 
 LONGEST_LEASE_SECONDS = 600.0
-"""A lease that ends further ahead was granted before the clock was set back, and counts as expired."""
+"""A lease that ends more than this many seconds from now was granted before the clock was set back, and
+counts as expired."""
 
 
 def gpu_mask(gpu_ids: Iterable[int]) -> int:

@@ -338,8 +338,8 @@ class JobOptions(AccumulationConfig):
     )
     num_gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = Field(
         None,
-        description="Devices to train on, all of one worker; auto: as many as make training faster, or as it "
-        "takes to fit; null: one",
+        description="Devices to train on, all of one worker; auto: the fewest on which the job fits, and "
+        "more GPUs if they make training faster; null: one",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,

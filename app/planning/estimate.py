@@ -57,7 +57,8 @@ class ByDivision:
     whole while it runs, and so are those of the next layer, which are fetched ahead; in the backward pass, so
     are the layer's gradients. What is outside of the layers (embeddings and output head) stays whole during a
     step (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). In stages 1 and 2, all
-    weights are whole during a step, and in stage 1, so are all gradients until they are exchanged layer by layer."""
+    weights are whole during a step, and in stage 1, so are all gradients until they are exchanged layer by
+    layer."""
 
     whole: Estimate
     """The estimate for one device that holds the whole model."""
@@ -96,8 +97,8 @@ class ByDivision:
 
 @dataclass(frozen=True)
 class InBuckets:
-    """An estimate for a rank that keeps its gradients between windows (ddp): as if earlier micro-batches had
-    always left some."""
+    """An estimate for a rank that keeps its gradient buffers between windows (ddp): it assumes gradients of
+    earlier micro-batches in memory during every micro-batch."""
 
     alone: Estimate
     compresses: bool = False

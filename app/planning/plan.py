@@ -82,8 +82,8 @@ def make_plan(
 
 
 def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known) -> int:
-    """How many devices to use if the number is left to the planner: the fewest that fit. Of GPUs, as many
-    more as there is a whole micro-batch for in each step; several CPU devices are not faster than one."""
+    """How many devices to use if the number is left to the planner: the fewest on which the job fits. On
+    GPUs, more, up to one for each full micro-batch of a step; several CPU devices are not faster than one."""
     enough = next((n for n in range(1, len(devices) + 1) if _solved(spec, devices[:n], known).fits), 1)
     if devices[0].kind == "cpu":
         return enough

@@ -101,11 +101,11 @@ class Capacity:
     largest: int
     """The most predicted to fit, while gradients of earlier micro-batches are held; 0: not even one fits."""
     largest_alone: int
-    """The largest micro-batch if it is the whole window."""
+    """The largest micro-batch that fits if its window has no other."""
     useful: int
     """The largest micro-batch that still raises throughput, at most `largest`, at least 1."""
     useful_alone: int
-    """The useful micro-batch if it is the whole window."""
+    """The useful micro-batch if its window has no other."""
     useful_tokens: int
     """The useful micro-batch in padded tokens."""
 
@@ -297,8 +297,8 @@ def _default_batch(micro_batch: int, devices: int) -> int:
 
 
 def alternatives(solution: Solution, known: Known) -> list[Alternative]:
-    """The alternatives, as changes to a request: those that fit come first, and those that change the
-    training least come before the others."""
+    """The alternatives, as changes to a request: sorted by whether they fit, then by how little they change
+    the training."""
     question, beside = solution.question, known
     if known.architecture is not None:
         estimates = comparable_estimates(

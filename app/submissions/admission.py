@@ -185,8 +185,9 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
 
 
 _QUOTA_LOCK_DISTANCE = 200
-"""With fewer than this many jobs left in the quota, requests on PostgreSQL take turns. With more left,
-requests that run at the same time cannot exceed the quota, since there are fewer of them than this."""
+"""If fewer than this many jobs are left in the quota, submissions on PostgreSQL check it one at a time. If
+more are left, no lock is needed: fewer requests than this run at the same time, so together they cannot
+exceed the quota."""
 
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:
@@ -305,7 +306,7 @@ class _Devices:
     """The devices of a job."""
 
     requested: int
-    """How many are requested: the effective batch is computed for as many."""
+    """The requested number of devices, from which the effective batch is computed."""
     planned: list[Device]
     """Those that the plan is for; fewer than requested if no worker has as many."""
     needed: int

@@ -12,7 +12,8 @@ _OTHER_FILES = _DATABASE_AND_LOGS + MAX_OPEN_FILES + 2 * MAX_UPLOADS
 
 
 def raise_connection_limit() -> int:
-    """Raises the limit of open files. Returns the number of connections beyond which the response is 503."""
+    """Raises the limit of open files. Returns the number of connections beyond which a new one replaces
+    another."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -48,7 +48,7 @@ _MAX_VALUES = 150_000
 """The maximum number of values in a body with samples, counted by commas and brackets: validation takes
 time."""
 _VALUES_OF_A_REQUEST = 1500
-"""Toward the rate limit, a large body counts as one request for each 1,500 values."""
+"""Toward the rate limit, a large body counts as one further request for each 1,500 values."""
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"

@@ -136,7 +136,7 @@ def _as_part(run: RunDirectory, stop: StopSignal, part: str) -> int:
 
 
 def _enclose_again() -> None:
-    """Gives up what starting a program has given back to an enclosed process."""
+    """Drops the capabilities and sets the parent-death signal again: starting a program resets both."""
     if os.environ.get(HIDDEN_VARIABLE):
         drop_capabilities()
     die_with_parent()

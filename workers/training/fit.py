@@ -359,7 +359,8 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
 
 
 def _record_work(training: Training, trained: Trained) -> None:
-    """Adds up what each rank did, and changes their shares if their speeds are others than expected."""
+    """Adds up what each rank did, and changes the ranks' shares if their speeds differ from those
+    expected."""
     state, group, work = training.state, training.group, trained.work
     if group.size == 1:
         return

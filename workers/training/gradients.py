@@ -36,7 +36,7 @@ class Gradients(Protocol):
         """Replaces each sum by that over all ranks. Every rank calls it once per window.
 
         Args:
-            present: whether any rank has a sum of each parameter; the others keep none.
+            present: for each parameter, whether any rank has a sum of it; the others stay without.
             discard: whether the window will not be used.
         """
 

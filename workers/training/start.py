@@ -118,8 +118,8 @@ def start(
 
 
 def whole_model(training: Training) -> Any:
-    """The model with all of its weights: on rank 0, if the ranks hold only parts of it; other ranks get what
-    they have. Every rank calls it."""
+    """Returns the model with all of its weights. If the ranks hold only parts, only rank 0 gets the whole
+    model, and each other rank gets its own part. Every rank calls it."""
     replica = training.replica
     if not replica.is_sharded:
         return replica.model
@@ -136,7 +136,8 @@ def whole_model(training: Training) -> Any:
 def _shares(
     run: RunDirectory, assignment: Assignment, state: RunState, budgets: Sequence[Budget], group: Group
 ) -> Shares:
-    """Each rank's share of the work. What earlier attempts have learned is repeated."""
+    """Each rank's share of the work. Changes that earlier attempts recorded are applied again after the same
+    steps."""
     until: int = group.from_first(run.last_step() if group.size > 1 and group.leads else 0)
     if group.size > 1 and group.leads:
         run.keep_shares(until)

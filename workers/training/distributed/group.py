@@ -88,7 +88,7 @@ class Group:
         """Returns once all ranks have called it."""
 
     def training(self, cost: Cost) -> AbstractContextManager[None]:
-        """Within the block, a rank does not wait for much longer for another one than a window can take."""
+        """Within the block, ends a rank that waits for another one for far longer than a window can take."""
         return contextlib.nullcontext()
 
     def note_window(self, seconds: float, cost: Cost) -> None:

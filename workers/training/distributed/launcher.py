@@ -28,14 +28,14 @@ RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
 (MASTER_ADDR and others)."""
 
 _MOST_STARTS = 30
-"""How often ranks start again after running out of memory, for each of them. Each time, a rank uses smaller
-micro-batches than ever before, so a few times are enough."""
+"""The maximum number of starts of all ranks, per rank, before running out of memory fails the job. Each
+restart uses smaller micro-batches on some rank, so a few are enough."""
 
 _LOOK_EVERY_SECONDS = 0.05
 
 _CAUSE_SECONDS = 2.0
-"""After the first rank has failed, the others get this long to fail by themselves: the one that failed first
-may have ended last."""
+"""After one rank has ended with an error, the launcher waits this long for the others, because the rank that
+failed first may be the last to end."""
 
 _STOP_SECONDS = 10.0
 """After a requested stop, the first rank ends once the checkpoint is written; the others have this long."""

@@ -4,8 +4,8 @@ A rank that hangs neither ends nor fails, and the others would wait for it for e
 known only while windows are trained; tokenising, evaluations and checkpoints may take any time.
 
 A window's time is a sum of parts that grow with its micro-batches, with their tokens, and (in attention) with
-their tokens times their length. So a window takes at most as many times as long as another one as the ratio
-of these numbers that is largest.
+their tokens times their length. So the largest of the three ratios between two windows is an upper bound for
+the ratio of their times.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ log = logging.getLogger("accrue.trainer")
 
 _LEAST_SECONDS = 10.0
 _TIMES = 10.0
-"""Besides the least, a rank waits for this many times as long as the window can take."""
+"""A rank waits for `_LEAST_SECONDS` plus this many times the longest time that the window can take."""
 
 _LOOK_EVERY_SECONDS = 0.5
 _LOOKS = 2
@@ -44,7 +44,7 @@ class Cost:
     """Padded tokens times the length of their rows."""
 
     def relative_to(self, other: "Cost") -> float:
-        """How many times as long as the other this window takes at most."""
+        """An upper bound for this window's time divided by the other's."""
         return max(
             self.micro_batches / max(1.0, other.micro_batches),
             self.tokens / max(1.0, other.tokens),
@@ -65,7 +65,8 @@ class Patience:
         self._limit: float | None = None
         self._deadline: float | None = None
         self._suspended = 0.0
-        """Seconds for which this process did not run, and so neither did others if all were suspended."""
+        """Seconds for which this process was suspended. They do not count as waiting, since the other ranks
+        may have been suspended with it."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _clock(self) -> float:

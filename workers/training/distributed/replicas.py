@@ -33,7 +33,7 @@ _STOP_SECONDS = 60.0
 """After a requested stop, replicas have this long for their checkpoints, before they are killed."""
 
 _MOST_STEPS_AHEAD = 10_000
-"""Of a replica's log, so many steps are held in memory that other replicas have not made yet."""
+"""The maximum number of a replica's steps that are held in memory until the other replicas have made them."""
 
 _SECONDS = ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
 

@@ -42,9 +42,8 @@ class Shares:
     """Each rank's share of a window's tokens.
 
     Args:
-        planned: the plan's shares, by rank. One of 0 counts as the smallest of the others: a step of
-        full-length
-            samples has none for that rank, but there may be more of shorter ones.
+        planned: the plan's shares, by rank. A share of 0 is replaced by the smallest other one: with
+            full-length samples that rank gets none, but with shorter ones it may get some.
         learned: what was learned from measurements, which checkpoints keep; changed in place.
         adapts: whether measurements change the shares.
         recorded: changes that earlier attempts made, by the step after which they made them.
@@ -109,7 +108,7 @@ def by_speed(shares: Sequence[float], tokens: Sequence[float], seconds: Sequence
     """Shares in proportion to measured speeds; they add up to 1.
 
     Args:
-        shares: the shares with which was measured.
+        shares: the shares that were in use during the measurement.
         tokens: how many tokens each rank processed.
         seconds: how long it took for them. A rank without tokens keeps its share, relative to the others,
             and a bit more.
