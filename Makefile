@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -81,6 +81,9 @@ bench-memory: $(STAMP) ## Measure and predict peak memory by accumulation steps,
 
 bench-devices: $(STAMP) ## Compare one and two ranks, unequal ones too, with Trainer under torchrun (about 15 minutes)
 	$(BIN)/python -m tests.benchmarks.devices
+
+families: $(STAMP) ## Train a small model of every family that transformers knows, and write a table (about 15 minutes)
+	$(BIN)/python -m tests.benchmarks.families
 
 bench-variance: $(STAMP) ## Measure the loss variance by accumulation steps, and draw a chart
 	$(BIN)/python -m tests.benchmarks.variance

@@ -1,6 +1,7 @@
 """The accumulation configuration: how a request describes an effective batch."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -139,8 +140,13 @@ class AccumulationConfig(Request):
 
     @model_validator(mode="after")
     def _old_name_of_the_clip_mode(self) -> "AccumulationConfig":
-        if self.clip_gradients_before_accumulation and self.clip_mode == "after_accumulation":
-            self.clip_mode = "each_micro_batch"
+        if not self.clip_gradients_before_accumulation or self.clip_mode == "each_micro_batch":
+            return self
+        if "clip_mode" in self.model_fields_set:
+            raise ValueError(
+                f"clip_gradients_before_accumulation contradicts clip_mode {self.clip_mode}: leave one out"
+            )
+        vars(self)["clip_mode"] = "each_micro_batch"  # it still counts as not given
         return self
 
     @model_validator(mode="after")
@@ -161,6 +167,17 @@ class AccumulationConfig(Request):
                 "another accumulation_scheduler"
             )
         return self
+
+
+def overridden(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stored configuration, with those that are given instead. A stored field that only
+    belongs to what a given one replaces is left out."""
+    replaced: set[str] = set()
+    if {"clip_mode", "clip_gradients_before_accumulation"} & given.keys():
+        replaced |= {"clip_mode", "clip_gradients_before_accumulation"}
+    if given.get("accumulation_scheduler", "linear") != "linear":
+        replaced.add("accumulation_warmup_steps")
+    return {**{name: value for name, value in stored.items() if name not in replaced}, **given}
 
 
 class ConfigurationRequest(AccumulationConfig):

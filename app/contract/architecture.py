@@ -35,6 +35,8 @@ class Architecture(Frozen):
     """A digest of the fields of config.json that affect shapes or sizes; profiles are stored by it."""
     parameters: int
     """Trainable parameters, tied ones counted once."""
+    is_estimated: bool = False
+    """Whether sizes and `parameters` are estimates, since no rule for the family is known."""
 
 
 class ModelReference(Frozen):

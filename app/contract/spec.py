@@ -136,6 +136,10 @@ GradientCompression = Literal["bf16", "fp16"]
 """The precision in which ranks send gradients to each other (workers/training/distributed/compression.py)."""
 
 
+MAX_EVALUATIONS = 5_000
+"""The most evaluations of a job during training: each is an event, and charts show all of them."""
+
+
 class Shard(Frozen):
     """Every `count`-th sample, from the sample `index` on."""
 

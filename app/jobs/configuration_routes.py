@@ -7,8 +7,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, ValidationError
 from sqlalchemy import select
 
-from app.contract.accumulation import AccumulationConfig, ConfigurationAnswer, ConfigurationRequest
+from app.contract.accumulation import (
+    AccumulationConfig,
+    ConfigurationAnswer,
+    ConfigurationRequest,
+    overridden,
+)
 from app.contract.base import Page
+from app.errors import Unprocessable
 from app.jobs import configurations, transitions
 from app.storage.database import database_now
 from app.storage.ids import new_id
@@ -86,11 +92,11 @@ def replace(session: Writing, config_id: ConfigId, requested: ConfigurationReque
 def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> ConfigurationAnswer:
     """Fields that are not given stay as they are."""
     row = configurations.find(session, config_id, lock=True)
-    merged = {
-        **row.given,
-        "num_gpus": row.num_gpus,
-        **{_NAME_BY_ALIAS.get(name, name): requested[name] for name in requested},
-    }
+    names = [_NAME_BY_ALIAS.get(name, name) for name in requested]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Unprocessable(f"{twice} is given twice, under two of its names: leave one out.", field=twice)
+    given = dict(zip(names, requested.values(), strict=True))
+    merged = overridden({**row.given, "num_gpus": row.num_gpus}, given)
     try:
         whole = ConfigurationRequest.model_validate(merged)
     except ValidationError as error:

@@ -209,7 +209,7 @@ def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> li
     if after is not None:
         query = query.where(StepMetric.time <= _time_of(after) + 1e-5)
     newest = session.execute(query.order_by(StepMetric.step.desc()).limit(limit + 2)).all()
-    evaluated = validation_losses(session, job_id)
+    evaluated = validation_losses(session, job_id, [step for step, _, _ in newest])
     events = []
     for step, at, loss in newest:
         data = {"step": step, "train_loss": loss}

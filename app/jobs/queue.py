@@ -186,7 +186,10 @@ def succeed(session: Session, fence: Fence, result: dict[str, Any]) -> None:
 
 
 def fail(session: Session, fence: Fence, failure: Failure) -> None:
-    """Ends a job as failed; a retry would fail the same way."""
+    """Ends a job as failed; a retry would fail the same way. A job that was to be cancelled is cancelled."""
+    if session.scalar(select(Job.requested).where(held_by(fence))) == "cancel":
+        release(session, fence, failure.message)
+        return
     _end(session, fence, "failed", failure.message, level="error", error=_error(failure))
 
 

@@ -182,15 +182,12 @@ class TrainingConfig(Request):
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rate_of_the_method(cls, given: Any) -> Any:
+    @model_validator(mode="after")
+    def _rate_of_the_method(self) -> "TrainingConfig":
         """Adapters have a default rate of their own."""
-        if isinstance(given, dict) and "learning_rate" not in given:
-            method = given.get("method", "full")
-            if method in ("lora", "qlora") or (isinstance(method, dict) and method):
-                return {**given, "learning_rate": LORA_LEARNING_RATE}
-        return given
+        if "learning_rate" not in self.model_fields_set and self.method != "full":
+            vars(self)["learning_rate"] = LORA_LEARNING_RATE  # it still counts as not given
+        return self
 
     @model_validator(mode="before")
     @classmethod

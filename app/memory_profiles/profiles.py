@@ -67,7 +67,7 @@ class ProfileKey:
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     """The key that a profile is stored under: a digest of the architecture, the recipe, the sequence length,
     and the versions of torch and of the profiler."""
-    defaults = {"optimizer_on_cpu": False, "parts": 1}  # left out, which keeps older keys
+    defaults = {"optimizer_on_cpu": False, "parts": 1, "zero_stage": 3}  # left out, which keeps older keys
     own = recipe.model_dump_json(
         exclude={name for name, value in defaults.items() if getattr(recipe, name) == value}
     )
@@ -129,8 +129,24 @@ def known(session: Session, architecture: Architecture, device_name: str | None)
     Args:
         device_name: None: the devices are of several kinds.
     """
+    architecture = counted(session, architecture)
     on = (session, architecture, device_name)
     return Known(estimates(*on), throughput(*on), architecture)
+
+
+def counted(session: Session, architecture: Architecture) -> Architecture:
+    """The architecture with its exact number of parameters, if it was estimated and a worker has built the
+    model since then."""
+    if not architecture.is_estimated:
+        return architecture
+    exact = session.scalar(
+        select(StoredProfile.content["curve"]["parameters"].as_integer())
+        .where(StoredProfile.architecture == architecture.fingerprint)
+        .limit(1)
+    )
+    if exact is None:
+        return architecture
+    return architecture.model_copy(update={"parameters": exact, "is_estimated": False})
 
 
 def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:

@@ -1,9 +1,11 @@
 """Trained models by name: `ft:{base model}:accrue:{suffix}:{job id without ftjob-}`."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from sqlalchemy import select
+from sqlalchemy.orm import load_only
 
 from app.errors import Conflict, NotFound
 from app.results.run_files import model_dir, remove_models
@@ -12,6 +14,11 @@ from app.storage.session import Session
 from app.storage.tables import Job
 
 _ORGANISATION = "accrue"
+MAX_LISTED = 1000
+_AT_ONCE = 100
+_OF_A_MODEL = (
+    Job.owner, Job.status, Job.model_name, Job.suffix, Job.result, Job.created_at, Job.finished_at,
+)  # fmt: skip
 RESULT_FILE = "file-metrics-"
 
 
@@ -31,11 +38,12 @@ def job_of_result_file(file_id: str) -> str | None:
 
 
 def jobs_with_model(session: Session, settings: Settings) -> Iterator[Job]:
-    """The jobs whose model is on disk, newest first."""
+    """The newest jobs whose model is on disk, newest first; at most `MAX_LISTED`. Only the columns that tell
+    of a model are read."""
     ended = select(Job).where(Job.status == "succeeded").order_by(Job.id.desc())
-    for job in session.scalars(ended):
-        if has_model(job, settings):
-            yield job
+    ended = ended.options(load_only(*_OF_A_MODEL)).execution_options(yield_per=_AT_ONCE)
+    there = (job for job in session.scalars(ended) if has_model(job, settings))
+    yield from islice(there, MAX_LISTED)
 
 
 def find(session: Session, settings: Settings, name: str) -> Job:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import floor
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS
+from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, Source
 from app.contract.spec import MemoryLimits
@@ -21,9 +22,7 @@ _BY = {
 }
 
 
-def answer(
-    question: Question, known: Known, model_name: str, parameters: int, warnings: list[str]
-) -> BatchSizeAnswer:
+def answer(question: Question, known: Known, model_name: str, warnings: list[str]) -> BatchSizeAnswer:
     """The planner's split, its predicted memory, and the alternatives to it."""
     solution = solve(question, known)
     others = alternatives(solution, known)
@@ -33,7 +32,7 @@ def answer(
         _explain(solution, others),
         warnings,
         model_name=model_name,
-        parameters=parameters,
+        architecture=known.architecture,
     )
 
 
@@ -115,11 +114,12 @@ def _answer(
     warnings: list[str],
     *,
     model_name: str | None = None,
-    parameters: int | None = None,
+    architecture: Architecture | None = None,
 ) -> BatchSizeAnswer:
     return BatchSizeAnswer(
         model_name=model_name,
-        parameters=parameters,
+        parameters=None if architecture is None else architecture.parameters,
+        parameters_are_estimated=architecture is not None and architecture.is_estimated,
         fits=solution.fits,
         actual_batch_size_per_gpu=solution.micro_batch,
         accumulation_steps=solution.steps,

@@ -1,12 +1,18 @@
-"""Sizes of an architecture from its config.json, with its parameter count, without building it."""
+"""Sizes of an architecture from its config.json, with its parameter count, without building it.
+
+Families of which many models are planned without a worker (those of the catalogue) have a rule of their own,
+which counts exactly; all others are estimated from the usual names of sizes (usual_names.py).
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from app.contract.architecture import Architecture
 from app.planning.catalogue import config_of
+from app.planning.families import why_not_causal
+from app.planning.usual_names import estimated, text_part
 
 _LONGEST_LIST = 10_000
 
@@ -22,17 +28,20 @@ def named(name: str) -> Architecture | None:
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """Sizes and parameter count from the content of a config.json.
+    """Sizes and parameter count from the content of a config.json. For families without a rule of their own,
+    they are estimates.
 
     Raises:
-        UnknownArchitecture: the family is not supported, or sizes are missing or not numbers.
+        UnknownArchitecture: it is no causal language model, or sizes are missing or not numbers.
     """
-    family = config.get("model_type")
-    reader = _READERS.get(str(family))
-    if reader is None:
-        raise UnknownArchitecture(f"model_type {family!r} is not one of {', '.join(sorted(_READERS))}")
-    _check_sizes(config)
-    _check_names_agree(config)
+    why_not = why_not_causal(config)
+    if why_not is not None:
+        raise UnknownArchitecture(why_not)
+    family, text = str(config["model_type"]), text_part(config)
+    reader = _READERS.get(family, estimated)
+    for part in (config, text):
+        _check_sizes(part)
+        _check_names_agree(part, _SYNONYMS if family in _READERS else _SYNONYMS_EVERYWHERE)
     try:
         architecture = reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
@@ -83,14 +92,18 @@ _SYNONYMS = (
 (`attribute_map`)."""
 
 
-def _check_names_agree(config: Mapping[str, Any]) -> None:
+_SYNONYMS_EVERYWHERE = (("num_hidden_layers", "n_layer", "n_layers"), ("hidden_size", "n_embd", "n_embed"))
+"""Those that are synonyms in every family."""
+
+
+def _check_names_agree(config: Mapping[str, Any], synonyms: Iterable[Sequence[str]]) -> None:
     """Rejects a config that gives one size under two names with different values: the model that is built
     may not be the one that is planned for.
 
     Raises:
         UnknownArchitecture: it does.
     """
-    for names in _SYNONYMS:
+    for names in synonyms:
         given = {name: config[name] for name in names if config.get(name) is not None}
         if len({str(value) for value in given.values()}) > 1:
             both = " and ".join(f"{name} {str(value)[:20]}" for name, value in given.items())
@@ -162,7 +175,8 @@ def _experts(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
         experts, taken = int(config["num_local_experts"]), int(config["num_experts_per_tok"])
         return experts, taken, int(config["intermediate_size"]), layers
     if family == "qwen3_moe":
-        experts, taken = int(config["num_experts"]), int(config["num_experts_per_tok"])
+        experts = int(config.get("num_experts") or config["num_local_experts"])
+        taken = int(config["num_experts_per_tok"])
         step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
         if not 1 <= layers <= _LIMITS["layers"]:  # the loop below visits each layer
             raise ValueError(f"num_hidden_layers must be from 1 to {_LIMITS['layers']:,}")

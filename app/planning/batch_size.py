@@ -108,7 +108,7 @@ def _answered(
     with database.reading() as session:
         known = profiles.known(session, base.architecture, common_name(question.devices))
         warnings = [*looked_up.warnings, *profile_warnings]
-        return answer(question, known, looked_up.model_name, base.architecture.parameters, warnings)
+        return answer(question, known, looked_up.model_name, warnings)
 
 
 def _recipe(requested: BatchSizeRequest, device: Device) -> Recipe:

@@ -87,6 +87,8 @@ class PlanningInputs:
 
     def known(self, architecture: Architecture, device_name: str | None) -> Known:
         """See `profiles.known`."""
+        if architecture.is_estimated:
+            architecture = self._found(("counted", architecture), profiles.counted, architecture)
         on = (architecture, device_name)
         return Known(self._estimates(*on), self._throughput(*on), architecture)
 

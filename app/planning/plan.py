@@ -215,6 +215,11 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
     without = [name for name, value in unused.items() if value] if spec.strategy == "independent" else []
     if without:
         warnings.append(f"independent replicas ignore {' and '.join(without)}")
+    if spec.average and spec.method.lora is not None:
+        warnings.append(
+            "average: adapters are averaged matrix by matrix, which is not the average of the models that "
+            "they make"
+        )
     if spec.strategy == "independent" and spec.split.devices > len(solution.ranks):
         warnings.append(
             f"{spec.split.devices} independent replicas take turns on {len(solution.ranks)} devices"

@@ -108,6 +108,9 @@ class DeviceSplit(Answer):
 class BatchSizeAnswer(Answer):
     model_name: str | None
     parameters: int | None
+    parameters_are_estimated: bool = Field(
+        description="true until a worker has built a model of a family that has no rule of its own"
+    )
     fits: bool
     actual_batch_size_per_gpu: int
     accumulation_steps: int

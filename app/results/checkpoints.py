@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 
 from app.results.run_files import checkpoint_names
+from app.results.series import validation_losses
 from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
@@ -26,12 +27,16 @@ def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Che
     there = checkpoint_names(settings, job.id)
     events = session.scalars(
         select(JobEvent)
-        .where(JobEvent.job_id == job.id, JobEvent.type.in_(("checkpoint", "evaluation")))
+        .where(
+            JobEvent.job_id == job.id,
+            JobEvent.type == "checkpoint",
+            JobEvent.data["name"].as_string().in_(there),
+        )
         .order_by(JobEvent.id.desc())
     ).all()
-    by_name = {event.data["name"]: event for event in events if event.data.get("name") in there}
-    evaluated = {event.data["step"]: event.data["loss"] for event in events if event.type == "evaluation"}
-    trained = _losses(session, job, [event.data["step"] for event in by_name.values()])
+    by_name = {event.data["name"]: event for event in events}
+    steps = [event.data["step"] for event in by_name.values()]
+    evaluated, trained = validation_losses(session, job.id, steps), _losses(session, job, steps)
     return [
         Checkpoint(
             id=event.id.replace("ftevent-", "ftckpt-", 1),

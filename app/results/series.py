@@ -38,9 +38,17 @@ def series(
     return list(each_step(where, job_id, from_step))
 
 
-def validation_losses(where: Session | Connection, job_id: str) -> dict[int, float | None]:
-    """The loss of each evaluation, by step; if a step was evaluated twice, the later attempt's counts."""
+def validation_losses(
+    where: Session | Connection, job_id: str, steps: Sequence[int] | None = None
+) -> dict[int, float | None]:
+    """The loss of each evaluation, by step; if a step was evaluated twice, the later attempt's counts.
+
+    Args:
+        steps: only those of these steps; None: all, of which there are at most `MAX_EVALUATIONS`.
+    """
     evaluations = select(JobEvent.data).where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
+    if steps is not None:
+        evaluations = evaluations.where(JobEvent.data["step"].as_integer().in_(steps))
     ordered = evaluations.order_by(JobEvent.attempt, JobEvent.id)
     return {data["step"]: data["loss"] for (data,) in where.execute(ordered)}
 

@@ -7,7 +7,9 @@ of its last moment; the events of the jobs themselves are complete.
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -28,6 +30,12 @@ _CLEANUP_INTERVAL_SECONDS = 3600.0
 
 MAX_UNAUTHENTICATED_PER_MINUTE = 100
 """The maximum number of requests without a valid key that the log keeps per minute."""
+
+MAX_REFUSED_PER_MINUTE = 100
+"""The maximum number of one key's requests that the log keeps per minute although they changed nothing, since
+they were refused or found nothing."""
+
+_CHANGED_NOTHING = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class AuditLog:
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._unauthenticated: tuple[int, int] = (0, 0)
         """The current minute, and the number of unauthenticated requests in it."""
+        self._refused_in, self._refused = 0, Counter[str | None]()
+        """The current minute, and the number of refused requests in it, by key."""
 
     def start(self) -> None:
         self._delete_old()
@@ -67,6 +77,8 @@ class AuditLog:
                 `MAX_UNAUTHENTICATED_PER_MINUTE` other requests are kept, so that nobody can fill the disk.
         """
         if not is_known and not self._has_room_for_unauthenticated():
+            return
+        if is_known and record.status in _CHANGED_NOTHING and not self._has_room_for_refused(record.key_id):
             return
         try:
             self._waiting.put_nowait(record)
@@ -83,6 +95,16 @@ class AuditLog:
                 "too many unauthenticated requests: the audit log drops the rest of this minute", kept=count
             )
         return count < MAX_UNAUTHENTICATED_PER_MINUTE
+
+    def _has_room_for_refused(self, key_id: str | None) -> bool:
+        minute = int(time.monotonic() // 60)
+        if self._refused_in != minute:
+            self._refused_in = minute
+            self._refused.clear()
+        self._refused[key_id] += 1
+        if self._refused[key_id] == MAX_REFUSED_PER_MINUTE + 1:
+            log.warning("too many refused requests: the audit log drops the rest of this minute", key=key_id)
+        return self._refused[key_id] <= MAX_REFUSED_PER_MINUTE
 
     def close(self) -> None:
         """Returns once all records are written."""

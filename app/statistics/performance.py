@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BindParameter, ScalarSelect, Select, bindparam, case, func, select
+from sqlalchemy import BindParameter, Row, ScalarSelect, Select, bindparam, case, func, select
 from sqlalchemy.orm import aliased
 
 from app.contract.spec import Spec
@@ -94,9 +94,12 @@ def of_job(session: Session, job: Job) -> JobStatistics:
     return JobStatistics(
         training_id=job.id,
         status=job.status,
-        stats=_statistics(session, [job], job.spec, job.plan).model_copy(
-            update={"prediction_error": _prediction_error(session, job), "ranks": _ranks(job)}
-        ),
+        stats=_statistics(
+            session.execute(_FIGURES, {"job_ids": [job.id]}).one(),
+            job.progress.get("skipped", 0),
+            job.spec,
+            job.plan,
+        ).model_copy(update={"prediction_error": _prediction_error(session, job), "ranks": _ranks(job)}),
     )
 
 
@@ -110,18 +113,20 @@ _MOST_LISTED = 100
 
 def of_configuration(session: Session, configuration: Configuration) -> ConfigurationStatistics:
     """The figures of a configuration's jobs, together and each."""
-    jobs = session.scalars(select(Job).where(Job.config_id == configuration.id).order_by(Job.id)).all()
-    active = any(job.status not in ENDED for job in jobs)
+    own = Job.config_id == configuration.id
+    newest = session.scalars(select(Job).where(own).order_by(Job.id.desc()).limit(_MOST_LISTED)).all()
+    active = session.scalar(select(Job.id).where(own, Job.status.not_in(ENDED)).limit(1)) is not None
+    skipped = session.scalar(select(func.sum(Job.progress["skipped"].as_integer())).where(own))
     return ConfigurationStatistics(
         config_id=configuration.id,
-        status="unused" if not jobs else "active" if active else "ended",
+        status="unused" if not newest else "active" if active else "ended",
         stats=_statistics(
-            session,
-            jobs,
+            session.execute(_FIGURES_OF_CONFIGURATION, {"config_id": configuration.id}).one(),
+            skipped or 0,
             {"effective_batch_size": configuration.effective_batch_size},
             {"accumulation_steps": configuration.given.get("accumulation_steps")},
         ),
-        jobs=[of_job(session, job) for job in jobs[-_MOST_LISTED:]],
+        jobs=[of_job(session, job) for job in reversed(newest)],
     )
 
 
@@ -226,16 +231,13 @@ def _overhead(session: Session, job: Job, alike: Sequence[str]) -> float | None:
     return float(accumulating / alone - 1) if alone else None
 
 
-def _statistics(
-    session: Session, jobs: Sequence[Job], spec: dict[str, Any], plan: dict[str, Any]
-) -> Statistics:
-    figures = session.execute(_FIGURES, {"job_ids": [job.id for job in jobs]}).one()
+def _statistics(figures: Row[Any], skipped: int, spec: dict[str, Any], plan: dict[str, Any]) -> Statistics:
     return Statistics(
         accumulation_steps=figures.accumulation_steps or plan.get("accumulation_steps"),
         effective_batch_size=spec.get("effective_batch_size"),
         steps=figures.steps,
         micro_steps=figures.micro_steps or 0,
-        skipped=sum(job.progress.get("skipped", 0) for job in jobs),
+        skipped=skipped,
         samples=figures.samples or 0,
         tokens=figures.tokens or 0,
         total_loss=figures.total_loss,
@@ -261,10 +263,14 @@ _NEGLIGIBLE = 1e-100
 _LOSS = case((func.abs(StepMetric.loss) < _NEGLIGIBLE, 0.0), else_=StepMetric.loss)
 
 
-def _figures() -> Select[Any]:
-    """One query over all steps of the given jobs, so that its figures are consistent with each other."""
+def _figures(job_ids: Any) -> Select[Any]:
+    """One query over all steps of the given jobs, so that its figures are consistent with each other.
+
+    Args:
+        job_ids: a list of ids, or a query for them.
+    """
     mean = func.avg(_LOSS)
-    recoveries = select(func.count()).where(JobEvent.job_id.in_(_JOB_IDS), JobEvent.type == "out_of_memory")
+    recoveries = select(func.count()).where(JobEvent.job_id.in_(job_ids), JobEvent.type == "out_of_memory")
     return (
         select(
             func.count().label("steps"),
@@ -281,33 +287,33 @@ def _figures() -> Select[Any]:
             func.max(StepMetric.peak_gb).label("peak"),
             func.avg(StepMetric.forward_backward_seconds).label("accumulation_time"),
             func.sum(_SECONDS).label("seconds"),
-            _micro_steps().label("micro_steps"),
-            _loss_at(func.min).label("first_loss"),
-            _loss_at(func.max).label("final_loss"),
-            _noise_scale().label("noise_scale"),
+            _micro_steps(job_ids).label("micro_steps"),
+            _loss_at(func.min, job_ids).label("first_loss"),
+            _loss_at(func.max, job_ids).label("final_loss"),
+            _noise_scale(job_ids).label("noise_scale"),
             recoveries.scalar_subquery().label("oom_recoveries"),
         )
-        .where(StepMetric.job_id.in_(_JOB_IDS))
+        .where(StepMetric.job_id.in_(job_ids))
         .select_from(StepMetric)
     )
 
 
-def _micro_steps() -> ScalarSelect[Any]:
+def _micro_steps(job_ids: Any) -> ScalarSelect[Any]:
     steps = aliased(StepMetric)
     each = (
         select(func.max(steps.micro_step).label("last"))
-        .where(steps.job_id.in_(_JOB_IDS))
+        .where(steps.job_id.in_(job_ids))
         .group_by(steps.job_id)
     ).subquery()
     return select(func.sum(each.c.last)).scalar_subquery()
 
 
-def _loss_at(which: Any) -> ScalarSelect[Any]:
+def _loss_at(which: Any, job_ids: Any) -> ScalarSelect[Any]:
     """The loss of the first or the last step, averaged over the jobs."""
     steps, those = aliased(StepMetric), aliased(StepMetric)
     at = (
         select(those.job_id, which(those.step).label("step"))
-        .where(those.job_id.in_(_JOB_IDS))
+        .where(those.job_id.in_(job_ids))
         .group_by(those.job_id)
         .subquery()
     )
@@ -315,15 +321,17 @@ def _loss_at(which: Any) -> ScalarSelect[Any]:
     return loss.scalar_subquery()
 
 
-def _noise_scale() -> ScalarSelect[Any]:
+def _noise_scale(job_ids: Any) -> ScalarSelect[Any]:
     """The last measured noise scale of these jobs."""
     steps = aliased(StepMetric)
-    measured = select(steps.noise_scale).where(steps.job_id.in_(_JOB_IDS), steps.noise_scale.is_not(None))
+    measured = select(steps.noise_scale).where(steps.job_id.in_(job_ids), steps.noise_scale.is_not(None))
     return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()
 
 
-_FIGURES = _figures()
+_FIGURES = _figures(_JOB_IDS)
 """Built once, since building the query takes longer than running it."""
+
+_FIGURES_OF_CONFIGURATION = _figures(select(Job.id).where(Job.config_id == bindparam("config_id")))
 
 
 def _prediction_error(session: Session, job: Job) -> float | None:

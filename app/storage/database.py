@@ -45,6 +45,12 @@ class LostTransaction(Exception):
     """The database has discarded the transaction; `__cause__` is the error that made it do so."""
 
 
+def is_deadlock(error: BaseException | None) -> bool:
+    """Whether PostgreSQL ended a statement because two transactions waited for each other."""
+    code = getattr(getattr(error, "orig", None), "sqlstate", None)
+    return isinstance(error, SQLAlchemyError) and code == "40P01"
+
+
 class database_now(FunctionElement[float]):  # noqa: N801
     """Unix seconds by the database's own clock: leases of several machines agree on it."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from app.storage.database import Database, LostTransaction
+from app.storage.database import Database, LostTransaction, is_deadlock
 
 _MAX_GROUP = 50
 """The maximum number of writes in a transaction, since other threads need the database too."""
@@ -94,8 +94,15 @@ class GroupCommit:
                 ready.append((each, each.context.run(each.prepare)))
             except Exception as error:
                 each.error = error
-        if not ready:
-            return
+        if ready:
+            self._write_together(ready)
+        for each, prepared in ready:
+            # Two services may wait for each other's locks. A write on its own holds only one lock at a time.
+            if is_deadlock(each.error):
+                each.error = None
+                self._write_together([(each, prepared)])
+
+    def _write_together(self, ready: Sequence[tuple[_Write, Any]]) -> None:
         try:
             with self._database.transaction() as transaction:
                 for each, prepared in ready:

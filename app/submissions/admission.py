@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.contract.accumulation import AccumulationConfig
+from pydantic import ValidationError
+
+from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.plan import Plan
 from app.contract.spec import Spec, Strategy
 from app.datasets import dataset_folder, files
@@ -274,7 +276,22 @@ def _config(database: Database, requested: TrainingRequest) -> tuple[Accumulatio
         return AccumulationConfig.model_validate(given), 1
     with database.reading() as session:
         stored = configurations.find(session, requested.config_id, field="config_id")
-    return AccumulationConfig.model_validate({**stored.given, **given}), stored.num_gpus
+    try:
+        config = AccumulationConfig.model_validate(overridden(stored.given, given))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise Unprocessable(
+            f"With the fields of {requested.config_id}: {first}.", field="config_id"
+        ) from None
+    scaling = sorted({"gradient_scaling", "lr_scaling"} & given.keys())
+    scales = config.gradient_scaling and config.lr_scaling != "none"
+    if scaling and scales and config.base_batch_size is None:
+        raise Unprocessable(
+            f"{scaling[0]} scales the learning rate from the batch that it was chosen for: set "
+            f"base_batch_size to that batch, since {requested.config_id} has none.",
+            field=scaling[0],
+        )
+    return config, stored.num_gpus
 
 
 def _check_steps_not_given(config: AccumulationConfig, by_device: Sequence[int] | None) -> None:

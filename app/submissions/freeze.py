@@ -13,6 +13,7 @@ from app.contract.arguments import (
 from app.contract.data_formats import DataFormat
 from app.contract.reports import MAX_REPLICAS
 from app.contract.spec import (
+    MAX_EVALUATIONS,
     DataSpec,
     GradientCompression,
     OptimizerSpec,
@@ -105,6 +106,25 @@ def max_length_for(
             field=field,
         )
     return requested or min(positions, DEFAULT_MAX_LENGTH)
+
+
+def _check_evaluations(spec: Spec) -> None:
+    """Checks that a job does not evaluate too often.
+
+    Raises:
+        Unprocessable: it would.
+    """
+    known = spec.max_steps is not None or spec.data.overlength != "split"
+    if spec.eval_every is None or not known:
+        return
+    steps = spec.steps_for(spec.data.examples - spec.data.held_out())
+    if steps // spec.eval_every > MAX_EVALUATIONS:
+        least = -(-steps // MAX_EVALUATIONS)
+        raise Unprocessable(
+            f"eval_every {spec.eval_every} would evaluate {steps // spec.eval_every:,} times in {steps:,} "
+            f"steps, more than {MAX_EVALUATIONS:,}: set eval_every to at least {least}.",
+            field="training_config.eval_every",
+        )
 
 
 def freeze(
@@ -208,6 +228,7 @@ def freeze(
         zero_stage=zero_stage,
         gradient_compression=gradient_compression,
     )
+    _check_evaluations(spec)
     if strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
         raise Unprocessable(f"{why}.", field="distributed")
     return spec

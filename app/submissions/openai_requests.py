@@ -71,6 +71,7 @@ def _to_native(requested: FineTuningRequest) -> TrainingRequest:
     chosen = _hyperparameters(requested)
     given = requested.accumulation.model_dump(exclude_unset=True)
     if chosen.batch_size != "auto":
+        _check_agrees(given, "target_effective_batch_size", chosen.batch_size, "hyperparameters.batch_size")
         given["target_effective_batch_size"] = chosen.batch_size
     try:
         return TrainingRequest.model_validate(
@@ -93,9 +94,36 @@ def _to_native(requested: FineTuningRequest) -> TrainingRequest:
 
 
 def _hyperparameters(requested: FineTuningRequest) -> Hyperparameters:
-    if requested.method is not None:
-        return requested.method.supervised.hyperparameters
-    return requested.hyperparameters or Hyperparameters()
+    """The hyperparameters in either place.
+
+    Raises:
+        Unprocessable: both places give one, with different values.
+    """
+    older = requested.hyperparameters or Hyperparameters()
+    if requested.method is None:
+        return older
+    newer = requested.method.supervised.hyperparameters
+    chosen = {}
+    for name in Hyperparameters.model_fields:
+        own, other = getattr(newer, name), getattr(older, name)
+        if "auto" not in (own, other) and own != other:
+            raise Unprocessable(
+                f"{name} is {other} in hyperparameters and {own} in method.supervised.hyperparameters: leave "
+                "one out.",
+                field=f"hyperparameters.{name}",
+            )
+        chosen[name] = other if own == "auto" else own
+    return Hyperparameters(**chosen)
+
+
+def _check_agrees(given: dict[str, Any], name: str, value: Any, field: str) -> None:
+    """Checks that a field has the same value wherever it is given.
+
+    Raises:
+        Unprocessable: it has not.
+    """
+    if given.get(name) not in (None, value):
+        raise Unprocessable(f"{field} is {value}, but {name} is {given[name]}: leave one out.", field=field)
 
 
 def _uses_recommended_rate(requested: FineTuningRequest) -> bool:
@@ -106,8 +134,12 @@ def _uses_recommended_rate(requested: FineTuningRequest) -> bool:
 def _training(requested: FineTuningRequest, chosen: Hyperparameters) -> dict[str, Any]:
     given = requested.training_config.model_dump(exclude_unset=True)
     if chosen.n_epochs != "auto":
+        _check_agrees(given, "epochs", chosen.n_epochs, "hyperparameters.n_epochs")
         given["epochs"] = chosen.n_epochs
     if chosen.learning_rate_multiplier != "auto":
         base = given.get("learning_rate", DEFAULT_LEARNING_RATE)
         given["learning_rate"] = base * chosen.learning_rate_multiplier
-    return given if requested.seed is None else {**given, "seed": requested.seed}
+    if requested.seed is None:
+        return given
+    _check_agrees(given, "seed", requested.seed, "seed")
+    return {**given, "seed": requested.seed}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from app.planning.usual_names import LAYER_COUNTS, text_part
 from workers.profiling.unroll import GROUPS, LAST
 
 
@@ -35,25 +36,42 @@ def depth_for(layers: int, period: int) -> Depth:
 
 
 def period_of(config: dict[str, Any], sequence: int) -> int:
-    """The period at which the kinds of layers repeat, or the number of layers if they do not repeat.
+    """The period at which the kinds of layers repeat after the first of them, or the number of layers if they
+    do not repeat.
+
+    >>> period_of({"model_type": "llama", "num_hidden_layers": 32}, 512)
+    1
 
     Args:
         sequence: tokens of a sample; up to the `sliding_window`, sliding attention equals full attention.
     """
+    text = _text_of(_whole(config))
     layers = layers_in(config)
-    if config.get("mlp_only_layers"):
+    if text.get("mlp_only_layers"):
         return layers
-    kinds = _kinds(config)
-    if sequence <= (config.get("sliding_window") or 0):
-        kinds = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]
-    repeats = (n for n in range(1, layers) if kinds[n:] == kinds[:-n])
-    return lcm(next(repeats, layers) if kinds else 1, int(config.get("decoder_sparse_step") or 1))
+    window = text.get("sliding_window")
+    kinds = _kinds(text, layers, sliding_is_full=isinstance(window, int) and sequence <= window)
+    repeats = (n for n in range(1, layers) if kinds[2 * n :] == kinds[n:-n])
+    return lcm(next(repeats, layers), int(text.get("decoder_sparse_step") or 1))
 
 
-def _kinds(config: dict[str, Any]) -> list[str]:
-    """Each layer's kind, as transformers knows it."""
-    made = config_for(config)
-    return list(getattr(made, "layer_types", None) or [])
+def _kinds(text: dict[str, Any], layers: int, *, sliding_is_full: bool = False) -> list[tuple[str, ...]]:
+    """Each layer's kind: what any of the config's lists by layer says of it."""
+    lists = [value for value in text.values() if _is_by_layer(value, layers)]
+    dense = text.get("first_k_dense_replace")
+    if isinstance(dense, int):  # DeepSeek: the first layers have no experts
+        lists.append([layer < dense for layer in range(layers)])
+    by_layer = [tuple(str(each[layer]) for each in lists) for layer in range(layers)]
+    if sliding_is_full:
+        return [
+            tuple("full_attention" if each == "sliding_attention" else each for each in kind)
+            for kind in by_layer
+        ]
+    return by_layer
+
+
+def _is_by_layer(value: Any, layers: int) -> bool:
+    return isinstance(value, list) and len(value) == layers > 1
 
 
 def config_for(fields: dict[str, Any]) -> Any:
@@ -64,9 +82,28 @@ def config_for(fields: dict[str, Any]) -> Any:
     return AutoConfig.for_model(own.pop("model_type"), **own)
 
 
+def _whole(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json with all fields that transformers fills in."""
+    filled: dict[str, Any] = config_for(config).to_dict()
+    return filled
+
+
+def _text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the language model."""
+    return dict(text_part(config))
+
+
 def layers_in(config: dict[str, Any]) -> int:
-    """The number of layers that a config names."""
-    return int(config.get("num_hidden_layers") or config["n_layer"])
+    """The number of layers of the language model.
+
+    Raises:
+        ValueError: the config does not name it.
+    """
+    text = text_part(config)
+    found = next((text[name] for name in LAYER_COUNTS if text.get(name) is not None), None)
+    if found is None:
+        found = config_for(config).get_text_config().num_hidden_layers
+    return int(found)
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -75,9 +112,19 @@ def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
     Kinds that only appear later in the full model replace those of the last layers; they differ only in the
     mask.
     """
-    name = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
-    whole = _kinds(config)
-    kinds = whole[:layers]
-    later = [kind for kind in dict.fromkeys(whole) if kind not in kinds]
-    kinds[len(kinds) - len(later) :] = later
-    return {**config, name: layers, **({"layer_types": kinds} if kinds else {})}
+    whole = layers_in(config)
+    if layers == whole:
+        return config
+    filled = _whole(config)
+    text = text_part(filled)
+    shorter: dict[str, Any] = {name: layers for name in LAYER_COUNTS if text.get(name) == whole}
+    shorter |= {name: value[:layers] for name, value in text.items() if _is_by_layer(value, whole)}
+    if "layer_types" in shorter:
+        kinds, own = text["layer_types"], shorter["layer_types"]
+        later = [kind for kind in dict.fromkeys(kinds) if kind not in own]
+        own[len(own) - len(later) :] = later
+        shorter["layer_types"] = own
+    if text is filled:
+        return {**filled, **shorter}
+    (name,) = (name for name, value in filled.items() if value is text)
+    return {**filled, name: {**text, **shorter}}

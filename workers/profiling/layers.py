@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from workers.profiling.depth import Depth
 from workers.profiling.recorder import Recorder
+from workers.training.model import language_model_of
 
 
 def weights_by_group(model: Any, depth: Depth) -> Iterator[tuple[Tensor, int | None]]:
@@ -40,7 +41,7 @@ def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> lis
                 return
             phase = recorder.phase
             hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad and below is not None:
+            if isinstance(hidden, Tensor) and hidden.requires_grad and below is not None:
                 hidden.register_hook(_backward(recorder, phase, below))
             if last:
                 recorder.enter(phase, None, "logits")
@@ -49,8 +50,9 @@ def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> lis
         return hook
 
     def enters(_module: Any, inputs: Any) -> None:
-        if not recorder.phase.startswith("backward") and inputs and inputs[0].requires_grad:
-            inputs[0].register_hook(_backward(recorder, recorder.phase, None))
+        given = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
+        if not recorder.phase.startswith("backward") and given is not None and given.requires_grad:
+            given.register_hook(_backward(recorder, recorder.phase, None))
 
     # The first hooks, so that what other hooks do is recorded in the right group.
     hooks.append(layers[0].register_forward_pre_hook(enters, prepend=True))
@@ -70,17 +72,19 @@ def _backward(recorder: Recorder, phase: str, group: int | None) -> Any:
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    """The list of a model's layers: the first module list that is as long as the number of layers.
+    """The list of a language model's layers: the first module list of its decoder that is as long as the
+    number of layers, or else the longest.
 
     Raises:
-        ValueError: the model has no such list.
+        ValueError: the model has no list of modules.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    count = inner.config.get_text_config().num_hidden_layers
-    for module in inner.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(inner).__name__} has no list of {count} layers")
+    count = getattr(inner.config.get_text_config(), "num_hidden_layers", None)
+    lists = [module for module in language_model_of(inner).modules() if isinstance(module, nn.ModuleList)]
+    alike = next((each for each in lists if len(each) == count), None)
+    if alike is None and not lists:
+        raise ValueError(f"{type(inner).__name__} has no list of layers")
+    return alike if alike is not None else max(lists, key=len)
 
 
 def _modules(module: nn.Module, layers: dict[int, int], depth: Depth, group: int | None = None) -> Any:

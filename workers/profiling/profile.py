@@ -56,11 +56,15 @@ def profiles(
 ) -> Iterator[Profile]:
     """Yields the profile twice: as soon as it can be used, and after it was checked."""
     began = time.perf_counter()
-    simulation = Simulation(config, recipe, depth_for(layers_in(config), period_of(config, sequence)))
     run_traces = run_traces or (lambda works: [work() for work in works])
+    depth = depth_for(layers_in(config), period_of(config, sequence))
     try:
+        simulation = Simulation(config, recipe, depth)
         ways = _retried_variants(simulation, sequence, run_traces)
-    except NotUniform:
+    except (NotUniform, ValueError, LookupError, TypeError, AttributeError):
+        if not depth.copies:
+            raise
+        # Layers are not alike, or the config has a field that does not fit fewer layers.
         simulation = Simulation(config, recipe, Depth(layers_in(config), layers_in(config), 0))
         ways = _retried_variants(simulation, sequence, run_traces)
     starts = [each.rows for _, each in ways]

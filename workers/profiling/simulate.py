@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
 from app.contract.memory_profile import Recipe
@@ -27,6 +27,7 @@ from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
 from workers.training.gradients import Gradients, gradients_for
 from workers.training.loss import Forward, Head, TokenLoss, head_of
+from workers.training.loss_checks import reports_routing
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add
 from workers.training.window import Clipping, LossScale, Window
@@ -99,6 +100,9 @@ class Simulation:
         self._balance = balance_of(self._model, recipe.aux_scope)
         smoothing = 0.1 if recipe.label_smoothing else 0.0
         self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
+        if self._balance is not None and not self._reports_routing():
+            self._balance = None
+            self._token_loss.stop_routing()
         self.chunks_at_once = self._are_chunks_at_once()
         self._divided = None if recipe.parts == 1 else _divided(self._token_loss, recipe)
         if self._divided is not None:
@@ -136,6 +140,13 @@ class Simulation:
         on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
         with self._mode, _quiet(), _as_if_real(), on_target:
             return self._trace(recorder, rows, sequence, chunks)
+
+    def _reports_routing(self) -> bool:
+        with self._mode, _quiet(), _as_if_real(), models.autocast(self.recipe.precision, "cpu"):
+            try:
+                return reports_routing(self._token_loss, _batch(1, 4, packed=False, routed=True))
+            except DataDependentOutputException:  # some layer reads its data: `trace` gives it an answer
+                return True
 
     def _are_chunks_at_once(self) -> bool:
         """Whether one operator processes all chunks of the loss. The loss itself is run to find out."""

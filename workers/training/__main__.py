@@ -216,7 +216,7 @@ def _crash(error: Exception, run: RunDirectory) -> Failure:
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return DISK_FULL_FAILURE
-        first = error.strerror or "system error"  # its text may name paths
+        first = os.strerror(error.errno) if error.errno else "system error"  # its own text may name paths
     else:
         first = (str(error).strip().splitlines() or [""])[0][:300]
         first = first.replace(str(run.path.parent.parent), "data").replace(str(Path.cwd()), ".")

@@ -227,6 +227,8 @@ def error_in_fp64(training: Training, window: Indices, model: Any) -> float | No
     few = counted[np.argsort(samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
     try:
         model = copy.deepcopy(model).to("cpu", torch.float64)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products have no fp64
         for module in model.modules():
             module._compiled_call_impl = None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

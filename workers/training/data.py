@@ -35,6 +35,7 @@ Piece = tuple[str, bool]
 
 _CHUNK = 1000
 _MAX_KEYS = 20
+_FILES = ("samples.arrow", "sizes.npy", "weights.npy")
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
 """`counts` in bytes, not bits, so that it is read without a copy."""
 
@@ -100,6 +101,9 @@ class Samples:
         start, stop = self._offsets[chunk][row : row + 2]
         return self._tokens[chunk][start:stop], self._counts[chunk][start:stop]
 
+    def largest_token(self) -> int:
+        return max((int(each.max()) for each in self._tokens if len(each)), default=0)
+
     def denominator(self, samples: npt.NDArray[np.int64]) -> float:
         """What the summed loss of these samples is divided by: their target tokens, weighted."""
         return float(np.dot(self.weights[samples].astype(np.float64), self.targets[samples]))
@@ -144,10 +148,9 @@ def prepare(
     """
     key = _key(spec, tokenizer, taken)
     done = folder / "prepared.json"
-    if done.exists():
-        stored = json.loads(done.read_text())
-        if stored.pop("key") == key:
-            return Prepared(**stored)
+    earlier = _prepared_earlier(done, key)
+    if earlier is not None:
+        return earlier
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
@@ -160,8 +163,28 @@ def prepare(
         )
     for file in folder.iterdir():
         sync(file)
-    write_atomically(done, json.dumps({"key": key, **asdict(prepared)}))
+    write_atomically(done, json.dumps({"key": key, "digests": _digests(folder), **asdict(prepared)}))
     return prepared
+
+
+def _prepared_earlier(done: Path, key: str) -> Prepared | None:
+    """What an earlier attempt prepared, if all of its files are as they were written."""
+    try:
+        stored = json.loads(done.read_text())
+        if stored.pop("key") == key and stored.pop("digests") == _digests(done.parent):
+            return Prepared(**stored)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass  # missing, damaged, or of an earlier version: the data is prepared again
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each prepared file."""
+    found = {}
+    for name in _FILES:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _check_content(spec: DataSpec, source: Path) -> None:

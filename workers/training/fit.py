@@ -8,6 +8,7 @@ import torch
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
 from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
+from app.contract.spec import MAX_EVALUATIONS
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import (
     certificate,
@@ -128,6 +129,8 @@ def _stop_early(training: Training) -> None:
 
 def _evaluate_if_due(training: Training) -> None:
     every, state = training.assignment.spec.eval_every, training.state
+    if every is not None:  # a job whose length depends on its tokenizer was not checked at submission
+        every = max(every, -(-training.steps_total // MAX_EVALUATIONS))
     if every is not None and state.step % every == 0 and state.step > max(0, state.evaluations.at_step):
         evaluate(training)
 

@@ -216,7 +216,7 @@ def _four_bits(plan: Plan) -> Any:
 
 def _check_positions(model: Any, spec: Spec) -> None:
     positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and spec.data.max_length > positions:
+    if positions is not None and 0 < positions < spec.data.max_length:
         raise CannotTrain(
             "max_length",
             f"max_length {spec.data.max_length} is longer than {spec.model.name}'s {positions} positions",

@@ -6,6 +6,7 @@ chunk of positions at a time, so that the full matrix (tokens × vocabulary) nev
 the model's own logits are used.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class TokenLoss(nn.Module):
         self.model = model
         self._smoothing = smoothing
         self._arguments = {"output_router_logits": True} if routed else {}
+        self._caching = {"use_cache": False} if _takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
 
     def forward(self, batch: MicroBatch, *, only_route: bool = False) -> Forward:
@@ -101,6 +103,10 @@ class TokenLoss(nn.Module):
             loss = self._of_hidden(hidden, batch, self.head)
         return Forward(loss, tuple(output.router_logits) if self._arguments else ())
 
+    def stop_routing(self) -> None:
+        """Returns no router logits from now on."""
+        self._arguments = {}
+
     def router_logits(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """The logits of the routers, computed without loss or gradient."""
         with torch.no_grad():
@@ -109,7 +115,7 @@ class TokenLoss(nn.Module):
 
     def _arguments_for(self, batch: MicroBatch) -> dict[str, Any]:
         packed = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-        return {**self._arguments, **packed, "use_cache": False}
+        return {**self._arguments, **packed, **self._caching}
 
     def _of_logits(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -244,6 +250,13 @@ class _ChunkedLoss(torch.autograd.Function):
         return *found, None, None, None, None, None, None
 
 
+def _takes(model: Any, argument: str) -> bool:
+    """Whether a model's forward pass has an argument."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parameters = inspect.signature(inner.forward).parameters
+    return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def backbone_of(model: Any) -> Any:
     """The part of a causal language model that computes hidden states, including its adapters."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -261,7 +274,9 @@ def head_of(model: Any) -> Head | None:
     if type(output) is not nn.Linear or inner.base_model is inner:
         return None
     config = inner.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    cap = getattr(config, "final_logit_softcapping", None)
-    return Head(output, float(scale) / float(divisor), float(cap) if cap else None)
+    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    found = [getattr(config, name, None) or None for name in names]
+    if not all(each is None or isinstance(each, (int, float)) for each in found):
+        return None
+    scale, divisor, cap = found
+    return Head(output, float(scale or 1.0) / float(divisor or 1.0), float(cap) if cap else None)

@@ -1,23 +1,92 @@
-"""Checks with one or two samples that a faster way to compute the loss gives the model's own loss.
+"""Checks with one or two samples before training.
 
-If it does not, training falls back to the slower way.
+The model must not see the tokens that it predicts. A faster way to compute the loss must give the model's own
+loss; if it does not, training falls back to the slower way.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from math import inf, isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.run_directory import Reporter
+from workers.training import guards
 from workers.training import model as models
 from workers.training.batches import BatchLayout, MicroBatch, collate
 from workers.training.distributed.group import Group
+from workers.training.exceptions import CannotTrain
 from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks
+
+
+def check_causality(replica: Replica, loader: Loader) -> None:
+    """Checks that no token's prediction depends on the tokens after it: a model that sees them would learn to
+    copy, and padding on the right would change its loss.
+
+    Raises:
+        CannotTrain: it does.
+    """
+    longest = int(np.argmax(loader.samples.lengths))
+    tokens = loader.samples.read(longest)[0][:_CHECKED_TOKENS]
+    if len(tokens) < _LEAST_CHECKED_TOKENS:
+        return
+    seen = len(tokens) // 2
+    counts = np.arange(len(tokens)) < seen
+    other = tokens.copy()
+    other[seen:] = 0 if (tokens[seen:] != 0).any() else 1
+    rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
+    with torch.no_grad(), replica.autocast(), models.without_randomness(replica.model):
+        one, another = (
+            replica.token_loss(collate([(each, counts)], rows).to(replica.device)).loss_sum
+            for each in (tokens, other)
+        )
+    error = _difference(another, one, seen - 1)
+    if not error <= (_ROUNDING if replica.precision == "fp32" else _COARSE_ROUNDING):
+        raise CannotTrain(
+            "not_causal",
+            "the model's predictions depend on the tokens after them (other tokens there change the loss by "
+            f"{error:.1e}), so it cannot be trained to predict them: choose a causal language model",
+        )
+
+
+_ROUNDING, _COARSE_ROUNDING = 1e-5, 2e-2
+"""How much a loss may change because other tokens are computed beside it, in fp32 and in lower precisions."""
+_CHECKED_TOKENS = 128
+"""The check of causality is as good with a short sample as with a long one."""
+_LEAST_CHECKED_TOKENS = 4
+
+
+def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
+    """Leaves the balance loss out if the model does not report the logits of its routers."""
+    if replica.balance is None:
+        return
+    batch = loader.fetch(_typical_samples(loader)[:1])
+    with replica.autocast(), models.without_randomness(replica.model):
+        if reports_routing(replica.token_loss, batch):
+            return
+    replica.balance = None
+    replica.token_loss.stop_routing()
+    loader.form = dataclasses.replace(loader.form, routed=False)
+    reporter.event(
+        "changed",
+        "The model does not report the choices of its routers, so it is trained without their balance loss.",
+        "warning",
+    )
+
+
+def reports_routing(loss: TokenLoss, batch: MicroBatch) -> bool:
+    """Whether a mixture of experts returns the logits of its routers."""
+    try:
+        found = loss.router_logits(batch)
+    except (AttributeError, TypeError, ValueError, LookupError):
+        return False
+    return bool(found) and all(isinstance(each, Tensor) for each in found)
 
 
 def check_head(
@@ -30,16 +99,23 @@ def check_head(
         replica.token_loss.head = None
         return
     with replica.autocast(), models.without_randomness(replica.model):
-        error = head_error(replica.token_loss, loader.fetch(_typical_samples(loader)[:1]))
+        batch = loader.fetch(_typical_samples(loader)[:1])
+        try:
+            error = head_error(replica.token_loss, batch)
+        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as failure:
+            if isinstance(failure, RuntimeError) and guards.is_out_of_memory(failure):
+                raise
+            error = inf  # the part that computes hidden states has another interface
     fallbacks.own_logits = group.from_first(not error <= models.TOLERANCE[replica.precision])
     if fallbacks.own_logits:
         replica.token_loss.head = None
+        why = f"the loss differs by {error:.1e}" if isfinite(error) else "it has an interface of its own"
         reporter.event(
             "changed",
-            f"The model changes its logits after the output head (loss differs by {error:.1e}), so its own "
-            "full logits are used, which needs more memory.",
+            f"The model's logits are not simply those of its output head ({why}), so its own full logits are "
+            "used, which needs more memory.",
             "warning",
-            loss_error=error,
+            loss_error=error if isfinite(error) else None,
         )
 
 
@@ -84,14 +160,14 @@ def head_error(loss: TokenLoss, batch: MicroBatch) -> float:
         found = loss(batch).loss_sum
         with _own_logits(loss):
             expected = loss(batch).loss_sum
-    return _difference(found, expected, batch)
+    return _difference(found, expected, len(batch.targets))
 
 
 def packing_error(loss: TokenLoss, packed: MicroBatch, padded: MicroBatch) -> float:
     """The relative difference between the loss of a packed row and that of the same samples when padded."""
     with torch.no_grad(), _own_logits(loss):
         found, expected = loss(packed).loss_sum, loss(padded).loss_sum
-    return _difference(found, expected, padded)
+    return _difference(found, expected, len(padded.targets))
 
 
 @contextlib.contextmanager
@@ -104,8 +180,8 @@ def _own_logits(loss: TokenLoss) -> Iterator[None]:
         loss.head = head
 
 
-def _difference(found: Tensor, expected: Tensor, batch: MicroBatch) -> float:
+def _difference(found: Tensor, expected: Tensor, targets: int) -> float:
     """The difference relative to the loss, or to one nat per token if the loss is smaller, since a loss near
     zero consists only of rounding."""
-    least = float(len(batch.targets))
-    return float((found.double() - expected.double()).abs() / expected.double().abs().clamp(min=least))
+    least = expected.double().abs().clamp(min=float(targets))
+    return float((found.double() - expected.double()).abs() / least)

@@ -41,6 +41,7 @@ def prepare_for_training(
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
+    _freeze_towers(model)
     if lora is not None:
         model = with_adapters(model, lora, seed)
     if gradient_checkpointing:
@@ -149,6 +150,19 @@ def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
     return layers
 
 
+def _freeze_towers(model: Any) -> None:
+    """Freezes what does not compute text: towers for images or sound, and what connects them."""
+    text = language_model_of(model)
+    if text is model:
+        return
+    trained = set(text.parameters())
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        trained.update(layer.parameters() if isinstance(layer, torch.nn.Module) else ())
+    for parameter in model.parameters():
+        if parameter not in trained:
+            parameter.requires_grad_(False)
+
+
 def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -219,10 +233,22 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str
     return tuple(sorted(file.name for file in target.iterdir()))
 
 
+def language_model_of(model: Any) -> torch.nn.Module:
+    """The part of a model that is a language model: all of it, unless it has towers for images or sound."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config: Any = inner.config
+    decoder: Any = None
+    if config.get_text_config() is not config and hasattr(inner, "get_decoder"):
+        decoder = inner.get_decoder()
+    whole: torch.nn.Module = inner
+    return decoder if isinstance(decoder, torch.nn.Module) else whole
+
+
 def is_mixture_of_experts(model: Any) -> bool:
     """Whether the model is a mixture of experts, in which rounding can decide near ties."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()
     return any(
-        getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")
+        getattr(config, name, None)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     )

@@ -48,7 +48,8 @@ where it may name a file (`vocab`, `merges`, `vocab_file`, `init_inputs`)."""
 
 _FORBIDDEN_FIELDS = frozenset({
     "attn_implementation", "auto_map", "backbone", "backbone_config", "experts_implementation",
-    "init_inputs", "merges", "transformers_weights", "vocab",
+    "init_inputs", "merges", "output_attentions", "output_hidden_states", "return_dict",
+    "transformers_weights", "use_return_dict", "vocab",
 })  # fmt: skip
 _NAMES_A_FILE = re.compile(r"(^_|_(file|files|path|dir|folder|name_or_path|implementation)$)")
 """Fields of config.json that name files, or that override the job's explicit settings."""

@@ -23,7 +23,7 @@ from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
-from workers.training.loss_checks import check_head, check_packing
+from workers.training.loss_checks import check_causality, check_head, check_packing, check_routing
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.optimizer import make_optimizer
 from workers.training.parameters import Parameters
@@ -72,6 +72,7 @@ def start(
         ) from None
     if group.leads and run.digest_of_base() is None:
         run.write_digest_of_base(guards.digest_of_weights(model))
+    _check_token_ids(samples, model, spec.model.name)
     balance = balance_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     parameters = place_parameters(assignment, token_loss, device, group)
@@ -83,9 +84,11 @@ def start(
     if state.fallbacks.checkpointing:
         models.recompute_activations(model)
     replica = make_replica(assignment, device, token_loss, parameters, optimizer, balance, state, group)
-    form = _layout(assignment, rank, tokenizer, replica.balance)
+    form = _layout(assignment, rank, tokenizer, model, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
+    check_routing(replica, loader, reporter)
+    check_causality(replica, loader)
     check_head(replica, loader, state.fallbacks, reporter, group)
     check_packing(replica, loader, state.fallbacks, reporter, group)
     budgets = [
@@ -213,8 +216,32 @@ def apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Repo
         )
 
 
-def _layout(assignment: Assignment, rank: RankPlan, tokenizer: Any, balance: Balance | None) -> BatchLayout:
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+def _check_token_ids(samples: Samples, model: Any, name: str) -> None:
+    """Checks that the model has an embedding for each token of the data.
+
+    Raises:
+        CannotTrain: it has not.
+    """
+    embeddings, largest = _embeddings(model), samples.largest_token()
+    if embeddings is not None and largest >= embeddings:
+        raise CannotTrain(
+            "tokenizer_too_large",
+            f"the tokenizer of {name} produces the token {largest}, but the model has only {embeddings} "
+            "embeddings: provide files that belong together, or enlarge the embeddings",
+        )
+
+
+def _embeddings(model: Any) -> int | None:
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return None if weight is None else len(weight)
+
+
+def _layout(
+    assignment: Assignment, rank: RankPlan, tokenizer: Any, model: Any, balance: Balance | None
+) -> BatchLayout:
+    most = _embeddings(model)
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    pad_id = next((each for each in known if each is not None and (most is None or each < most)), 0)
     budget = rank.micro_batch_size * assignment.spec.data.max_length
     return BatchLayout(
         pad_id=pad_id,

@@ -393,7 +393,7 @@ function showAnswer(result, answer, values, apply, speed) {
     h(
       "dl",
       { class: "facts" },
-      fact("Parameters", number(answer.parameters)),
+      fact("Parameters", `${answer.parameters_are_estimated ? "about " : ""}${number(answer.parameters)}`),
       fact("Peak memory", bytes(memory.peak_process_bytes)),
       fact("Memory limit", bytes(limit)),
       fact("Largest micro-batch that fits", `${number(answer.max_micro_batch_size)} samples`),

@@ -1,0 +1,125 @@
+"""Sizes of any causal language model, estimated from the usual fields of its config.json.
+
+Families name the same size differently, and differ in details that no field tells. So the result is an
+estimate: the exact number of parameters comes from the model itself, once a worker has built it without
+weights (app/memory_profiles/profiles.py: `counted`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.contract.architecture import Architecture
+
+UNLIMITED_POSITIONS = 2**20
+"""The longest sequence of a model whose config names none: ALiBi and state spaces have no limit."""
+
+_TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config")
+LAYER_COUNTS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
+)  # fmt: skip
+_KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+"""Each layer's kind, from which some families count their layers."""
+_HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_dim", "emb_dim")
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+    "encoder_attention_heads",
+)  # fmt: skip
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num")
+_INNER = (
+    "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "d_ff", "dff",
+    "dim_ff", "block_ff_dim",
+)  # fmt: skip
+_POSITIONS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
+    "max_target_positions",
+)  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_ACTIVE = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts",
+    "num_selected_experts", "experts_per_token",
+)  # fmt: skip
+_EXPERT_WIDTH = (
+    "moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "expert_hidden_size",
+)  # fmt: skip
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_UNGATED = frozenset(
+    """
+    bart beam biogpt blenderbot blenderbot-small bigbird_pegasus codegen cpmant ctrl gpt-sw3 gpt_bigcode
+    gpt_neo gpt_neox_japanese gptj jais2 marian mbart mpt mvp nemotron nemotron_h openai-gpt pegasus persimmon
+    phi plbart prophetnet starcoder2 trocr whisper xglm xlm xlnet bert roberta rwkv mamba mamba2 falcon_mamba
+    """.split()  # noqa: SIM905
+)
+"""Families whose feed-forward has two matrices; in most others, it has a gate."""
+
+_TIED = frozenset(
+    """
+    bart biogpt blenderbot blenderbot-small codegen cohere cohere2 ctrl gemma3 gemma3n gemma3n_text gemma4
+    gemma4_text gpt-sw3 gpt_bigcode gpt_neo mamba mamba2 falcon_mamba marian mbart mpt mvp openai-gpt pegasus
+    plbart recurrent_gemma vaultgemma whisper xglm xlm xlnet
+    """.split()  # noqa: SIM905
+)
+"""Families whose output head is the embedding, unless the config has `tie_word_embeddings: false`."""
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the language model: all of it, unless there are several towers."""
+    for name in _TEXT_CONFIGS:
+        part = config.get(name)
+        if isinstance(part, Mapping) and _first(part, LAYER_COUNTS) is not None:
+            return part
+    return config
+
+
+def estimated(config: Mapping[str, Any]) -> Architecture:
+    """Sizes and an estimated parameter count.
+
+    Raises:
+        KeyError: the config names no number of layers, no width or no vocabulary.
+        TypeError, ValueError: a size is not a number.
+    """
+    family, text = str(config["model_type"]), text_part(config)
+    by_layer = _first(text, _KINDS)
+    layers = len(by_layer) if by_layer and _first(text, LAYER_COUNTS) is None else 0
+    layers, hidden = layers or _required(text, "layers", LAYER_COUNTS), _required(text, "width", _HIDDEN)
+    vocabulary = int(text.get("vocab_size") or config["vocab_size"])
+    heads = _largest(_first(text, _HEADS)) or 1
+    key_value_heads = _largest(_first(text, _KEY_VALUE_HEADS)) or heads
+    head_dim = _largest(text.get("head_dim")) or max(1, hidden // heads)
+    inner = _largest(_first(text, _INNER)) or 4 * hidden
+    experts, active = _largest(_first(text, _EXPERTS)) or 1, _largest(_first(text, _ACTIVE)) or 1
+    width = (_largest(_first(text, _EXPERT_WIDTH)) or inner) if experts > 1 else inner
+    gated = family not in _UNGATED
+    matrices = 3 if gated else 2
+    feed_forward = matrices * hidden * inner
+    if experts > 1:
+        shared = _largest(_first(text, _SHARED_EXPERTS)) or 0
+        feed_forward = (experts + shared) * matrices * hidden * width + hidden * experts
+    attention = 2 * hidden * head_dim * (heads + key_value_heads)
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", family in _TIED))
+    embeddings = vocabulary * hidden * (1 if tied else 2)
+    return Architecture(
+        family=family, layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
+        head_dim=head_dim, intermediate_size=width, vocabulary=vocabulary,
+        positions=_largest(_first(text, _POSITIONS)) or UNLIMITED_POSITIONS, gated=gated, experts=experts,
+        active_experts=min(active, experts),
+        parameters=embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden,
+        is_estimated=True,
+    )  # fmt: skip
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _required(config: Mapping[str, Any], size: str, names: tuple[str, ...]) -> int:
+    found = _largest(_first(config, names))
+    if not found:
+        raise KeyError(f"no {size}: one of {', '.join(names)}")
+    return found
+
+
+def _largest(value: Any) -> int:
+    """A size as a number; of one that differs by layer, the largest. 0 if there is none."""
+    if isinstance(value, list):
+        return max((int(each) for each in value if each is not None), default=0)
+    return int(value or 0)
