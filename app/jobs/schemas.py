@@ -438,7 +438,8 @@ class JobOptions(AccumulationConfig):
         for name in _BESIDE if isinstance(within, DistributedConfig) else ():
             if None not in (getattr(self, name), getattr(within, name)):
                 raise ValueError(f"{name} is given twice, beside distributed and within it: leave one out")
-        self.sharing().check()
+        if any(getattr(self, name) is not None for name in _BESIDE):
+            self.sharing().check()
         return self
 
     @model_validator(mode="after")
