@@ -88,8 +88,8 @@ def start(
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
     check_routing(replica, loader, reporter)
-    check_causality(replica, loader)
     check_head(replica, loader, state.fallbacks, reporter, group)
+    check_causality(replica, loader)
     check_packing(replica, loader, state.fallbacks, reporter, group)
     budgets = [
         Budget(
