@@ -52,6 +52,11 @@ def why_not_causal(config: Mapping[str, Any]) -> str | None:
         )
     if family in FAMILIES:
         return None
+    if config.get("auto_map"):
+        return (
+            f"model_type {family[:50]!r} needs code that comes with the model, and such code is never run. "
+            "Choose a model that transformers itself can build"
+        )
     classes = config.get("architectures")
     named = [each for each in classes if isinstance(each, str)] if isinstance(classes, list) else []
     if any(each.endswith(_CAUSAL_CLASSES) for each in named) and not config.get("is_encoder_decoder"):

@@ -67,6 +67,20 @@ def test_short_names_are_the_hub_s() -> None:
     assert named("no-such-model") is None
 
 
+NEWER = {
+    "model_type": "newer", "architectures": ["NewerForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,
+    "vocab_size": 99,
+}  # fmt: skip
+
+
+def test_a_family_newer_than_the_list_is_estimated() -> None:
+    assert from_config(NEWER).is_estimated
+    with pytest.raises(UnknownArchitecture, match="code that comes with the model"):
+        from_config({**NEWER, "auto_map": {"AutoConfig": "own.Config"}})
+    with pytest.raises(UnknownArchitecture, match="encoder"):
+        from_config({**NEWER, "model_type": "bert"})
+
+
 @pytest.mark.parametrize(
     "config", [{}, {"model_type": "t5"}, {"model_type": "gpt2"}, {"model_type": "gpt2", "n_layer": "x"}]
 )
