@@ -5,7 +5,7 @@ behind it. So that it does not wait for ever, devices are kept for it once it ha
 free ones, and those that are expected to become free first. They are kept only once the job's expected
 remaining wait is no longer than the time that it has already waited, so that a job that waits behind long
 ones gets its devices in the end. Whatever was expected, devices are kept for at most half of a job's whole
-wait: nobody can make them stand idle for longer than that."""
+wait: nobody can keep them idle for longer."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

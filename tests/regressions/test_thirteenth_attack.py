@@ -469,7 +469,7 @@ _OUTCOME = Outcome(
 
 
 def _replicas_with_steps(folder: Path, *counts: int) -> list[RunDirectory]:
-    """The run directories of replicas, with a log of so many steps each."""
+    """The run directories of replicas; each log gets the given number of steps."""
     runs = [RunDirectory(folder / f"replica-{number}") for number in range(len(counts))]
     for run, steps in zip(runs, counts, strict=True):
         run.path.mkdir(exist_ok=True)

@@ -105,7 +105,7 @@ class Group:
 @dataclass(frozen=True)
 class _Done:
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once: a group of one rank exchanges nothing."""
 
 
 ALONE = Group()
