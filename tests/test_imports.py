@@ -139,3 +139,11 @@ def test_the_readme_names_every_package() -> None:
     tree = (ROOT / "README.md").read_text()
     packages = {module_of(source).replace(".", "/") for source in SOURCES if source.name == "__init__.py"}
     assert not [package for package in packages if f"`{package}/`" not in tree]
+
+
+def test_git_tracks_no_other_source_folder() -> None:
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("this is not a git checkout")
+    folders = {path.split("/")[0] for path in listed.stdout.splitlines() if "/" in path}
+    assert folders <= {".ci", "alembic", "app", "docker", "docs", "tests", "workers"}

@@ -52,6 +52,7 @@ class Launcher:
 
         Raises:
             LostJob: the job belongs to another worker by now.
+            DamagedRunDirectory: its run directory cannot be used.
             OSError: the disk is full, or the process cannot be started.
         """
         spec = Spec.model_validate(job.spec)
@@ -78,6 +79,7 @@ class Launcher:
                     session, transitions.get(session, job.id), "plan_changed", message, level="warning"
                 )
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
+        run.check_entries()
         run.write_assignment(assignment)
         run.end_cooling_down()  # a request of an earlier attempt
         if job.requested == "stop":

@@ -30,6 +30,7 @@ Needs only the standard library and pydantic.
 import contextlib
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -121,8 +122,19 @@ _MAX_BYTES = {
 """The maximum size in bytes of a trainer's files and lines, by name."""
 
 
+_FOLDERS = (".base", "data", "checkpoints", "model")
+_FILES = (
+    "spec.json", "metrics.jsonl", "events.jsonl", "shares.jsonl", "base_model.json", "base_weights",
+    "progress.json", "completions.json", "outcome.json", "failure.json", "trainer.log", "at-work", "lock",
+)  # fmt: skip
+
+
 class RunDirectoryInUse(Exception):
     """Another trainer still holds the run directory."""
+
+
+class DamagedRunDirectory(ValueError):
+    """An entry of the run directory has been replaced by one of another kind."""
 
 
 class RunDirectory:
@@ -137,6 +149,25 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.log = path / "trainer.log"
+
+    def check_entries(self) -> None:
+        """Checks that files are plain files and folders are folders.
+
+        Raises:
+            DamagedRunDirectory: a link, a pipe or another kind of entry has taken the place of one of them.
+        """
+        for names, is_kind, kind in (
+            ((".", *_FOLDERS), stat.S_ISDIR, "folder"),
+            (_FILES, stat.S_ISREG, "file"),
+        ):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    path = self.path if name == "." else self.path / name
+                    if not is_kind(path.lstat().st_mode):
+                        raise DamagedRunDirectory(
+                            f"{path.name} among the job's files on the worker is not a {kind} any more: "
+                            "delete the job, and submit it again"
+                        )
 
     def write_assignment(self, assignment: Assignment) -> None:
         """Prepares the directory for an attempt, and removes the result of an earlier one."""
@@ -205,7 +236,7 @@ class RunDirectory:
         """The digest of the weights before the first step; None in runs of earlier versions."""
         with contextlib.suppress(NotPlain):
             content = read_plain(self.path, "base_weights", max_bytes=_MAX_BYTES["base_weights"])
-            return None if content is None else content.decode()
+            return None if content is None else content.decode(errors="replace")
         return None
 
     def write_completions(self, completions: Completions) -> None:

@@ -37,7 +37,7 @@ from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
 from workers.launch import Launcher, why_not_started
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
-from workers.run_directory import DISK_FULL_FAILURE
+from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory
 from workers.slots import Slots
 from workers.temperature import Heat
 
@@ -229,7 +229,9 @@ class Supervisor:
                 with contextlib.suppress(LostJob), self.database.writing() as session:
                     queue.postpone(session, fence, DISK_FULL_FAILURE.message, RETRY_SECONDS["disk_full"])
                 return True
-            self._crash(fence, Failure(code="not_started", message=why_not_started(error), permanent=False))
+            permanent = isinstance(error, DamagedRunDirectory)
+            failure = Failure(code="not_started", message=why_not_started(error), permanent=permanent)
+            self._end_attempt(fence, failure)
         finally:
             for lock in locks.values():
                 os.close(lock)  # the trainer has inherited it, if one was started
@@ -320,7 +322,7 @@ class Supervisor:
         if status is None or running.broken is None:
             return
         try:
-            self._crash(running.fence, running.broken)
+            self._end_attempt(running.fence, running.broken)
         except DBAPIError as error:
             if is_unavailable(error):
                 raise
@@ -336,9 +338,9 @@ class Supervisor:
             if failed is not None:
                 self.slots.set_aside(failed, failure.message)
 
-    def _crash(self, fence: Fence, failure: Failure) -> None:
+    def _end_attempt(self, fence: Fence, failure: Failure) -> None:
         with contextlib.suppress(LostJob), self.database.writing() as session:
-            queue.crash(session, fence, failure)
+            (queue.fail if failure.permanent else queue.crash)(session, fence, failure)
 
     def _request_stop(self, running: Running, why: str) -> None:
         if not running.stopping:

@@ -85,6 +85,8 @@ def check(
     sharing = requested.sharing()
     if sharing.cpu_offload:
         config = config.model_copy(update={"use_cpu_offload": True})
+    if requested.accumulation_steps_by_device is not None:
+        config = config.model_copy(update={"accumulation_steps": None})
     if requested.parallel_independent:
         config = config.model_copy(update={"sync_gradients": False})
     spec = freeze(

@@ -27,8 +27,12 @@ from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from tests.harness.training import interrupted_at, run_to_end, weights
+from workers.run_directory import RunDirectory
+from workers.slots import Slots
+from workers.supervisor import Supervisor
 from workers.training.__main__ import _crash
 from workers.training.exceptions import CannotTrain
+from workers.training.loading import stage_base_model
 from workers.training.start import _check_token_ids
 
 CONFIG = "/gradient-accumulation/config"
@@ -243,3 +247,42 @@ def test_the_digests_of_prepared_data_are_stored(tmp_path: Path) -> None:
     run_to_end(run)
     stored = json.loads((run.data / "prepared.json").read_text())
     assert set(stored["digests"]) == {"samples.arrow", "sizes.npy", "weights.npy"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lock", "events.jsonl", "metrics.jsonl", "trainer.log", "model", "checkpoints", "data", ".", "base"],
+)
+def test_a_replaced_entry_of_a_run_directory_fails_the_job_at_once(
+    database: Database, settings: Settings, name: str
+) -> None:
+    job_id = submitted(database)
+    run = RunDirectory(settings.runs_dir / job_id)
+    if name == ".":
+        run.path.write_text("a file")
+    else:
+        run.path.mkdir(parents=True)
+        path = run.path / name
+        if name in ("metrics.jsonl", "trainer.log"):
+            os.mkfifo(path)
+        elif name == "model":
+            path.symlink_to(settings.data_dir)
+        elif name == "base":
+            (run.path / "base_model.json").symlink_to("/etc/passwd")
+        elif "." in name or name == "lock":
+            path.mkdir()
+        else:
+            path.write_text("a file")
+    supervisor = Supervisor(settings, database, Slots(on_cpu=True))
+    supervisor._claim_for_free_devices()
+    with database.reading() as session:
+        job = transitions.get(session, job_id)
+    assert (job.status, supervisor.running) == ("failed", [])
+    assert "submit it again" in job.error["message"]
+
+
+def test_a_damaged_fingerprint_of_the_base_model_is_an_explained_failure(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=4))
+    (run.path / "base_model.json").write_bytes(b"\xff{")
+    with pytest.raises(CannotTrain, match="changed since"):
+        stage_base_model(run.assignment(), run)

@@ -1,5 +1,6 @@
 """Loads a base model and its tokenizer from files that were checked and staged first."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -64,7 +65,7 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
             f"{first_line(error, assignment, run.base)}",
         ) from error
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
-    if known.exists() and json.loads(known.read_text())["fingerprint"] != found:
+    if known.exists() and _fingerprint_in(known) != found:
         raise CannotTrain(
             "model_changed",
             f"the files of the model {assignment.spec.model.name} changed since the job's first "
@@ -73,6 +74,13 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
         )
     write_atomically(known, json.dumps({"name": assignment.spec.model.name, "fingerprint": found}))
     return folder
+
+
+def _fingerprint_in(known: Path) -> str | None:
+    """The fingerprint that an earlier attempt stored; None if the file is damaged."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads(known.read_bytes())["fingerprint"])
+    return None
 
 
 def load_tokenizer(folder: Path) -> Any:
