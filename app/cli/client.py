@@ -109,11 +109,21 @@ class Client:
         same = (each for each in newest if (each["sha256"], each["filename"]) == (sha256, file.name))
         return next(same, None)
 
-    def upload(self, file: Path) -> Any:
-        with file.open("rb") as content:
+    def upload(self, file: Path, columns: dict[str, str] | None = None, sample_by: str | None = None) -> Any:
+        """Uploads a file, and shows how far it is on a terminal.
+
+        Args:
+            columns: maps fields to the file's columns.
+            sample_by: what becomes one sample of a plain text file.
+        """
+        from app.cli.progress import uploading
+
+        fields = {"purpose": "fine-tune", "columns": json.dumps(columns) if columns else None}
+        fields["sample_by"] = sample_by
+        with file.open("rb") as content, uploading(file.name, file.stat().st_size, content) as shown:
             answer = self._ask(
-                "POST", "/v1/files", files={"file": (file.name, content)}, data={"purpose": "fine-tune"},
-                timeout=None,
+                "POST", "/v1/files", files={"file": (file.name, shown)},
+                data={name: value for name, value in fields.items() if value is not None}, timeout=None,
             )  # fmt: skip
         return answer.json()
 

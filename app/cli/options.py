@@ -12,6 +12,18 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _COMPLETION_SECONDS = 1.0
 
 Url = Annotated[str, typer.Option("--url", envvar="ACCRUE_URL", help="Address of the service")]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column",
+        metavar="FIELD=COLUMN",
+        help="Which column of the file holds a field, as in prompt=question; may be given several times",
+    ),
+]
+SampleBy = Annotated[
+    str | None,
+    typer.Option(help="What becomes one sample of a text file: document (default), paragraph or line"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON")]
 
 
@@ -41,6 +53,20 @@ NewestModel = Annotated[
         help="ftjob-…; if left out, the newest job that has a model", autocompletion=_complete_job
     ),
 ]
+
+
+def columns_of(given: list[str] | None) -> dict[str, str] | None:
+    """The columns that `--column` assigns to fields.
+
+    Raises:
+        typer.BadParameter: one of them has no `=`.
+    """
+    pairs = [each.partition("=") for each in given or []]
+    for field, equals, column in pairs:
+        if not (field and equals and column):
+            shown = f"{field}{equals}{column}"
+            raise typer.BadParameter(f"{shown!r} is not FIELD=COLUMN", param_hint="--column")
+    return {field: column for field, _, column in pairs} or None
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.client import Client
-from app.cli.options import DEFAULT_URL, AsJson, Url
+from app.cli.options import DEFAULT_URL, AsJson, Columns, SampleBy, Url, columns_of
 
 commands = typer.Typer()
 models = typer.Typer(invoke_without_command=True)
@@ -15,7 +15,9 @@ files = typer.Typer(invoke_without_command=True)
 commands.add_typer(models, name="models")
 commands.add_typer(files, name="files")
 
-FileToAdd = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON lines")]
+FileToAdd = Annotated[
+    Path, typer.Argument(exists=True, dir_okay=False, help="JSON lines, JSON, CSV, Parquet or text")
+]
 
 
 @models.callback()
@@ -61,10 +63,16 @@ def list_files(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson =
 
 
 @files.command("add")
-def add_file(file: FileToAdd, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def add_file(
+    file: FileToAdd,
+    column: Columns = None,
+    sample_by: SampleBy = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
     """Upload a file, and print its id."""
     with Client(url) as client:
-        stored = client.upload(file)
+        stored = client.upload(file, columns_of(column), sample_by)
     typer.echo(json.dumps(stored, indent=2) if as_json else stored["id"])
 
 

@@ -10,12 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.client import Client, ServiceError
-from app.cli.options import DEFAULT_URL, AsJson, Url, without_none
+from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of, without_none
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
 
-DataFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file, or a text file")]
+_READ_BY_SERVICE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
+
+DataFile = Annotated[
+    Path,
+    typer.Argument(exists=True, dir_okay=False, help="JSON lines, JSON, CSV, Parquet, or a text file"),
+]
 Model = Annotated[str, typer.Option(help="Base model")]
 Batch = Annotated[int | None, typer.Option(help="Effective batch: samples per optimizer step")]
 MaxLength = Annotated[int | None, typer.Option(help="Maximum tokens per sample")]
@@ -59,6 +64,7 @@ def submit(
         str | None,
         typer.Option(help="Devices to train on, all of one worker, or auto; default 1", metavar="NUMBER"),
     ] = None,
+    column: Columns = None,
     settings: Settings = None,
     tune: Annotated[
         bool,
@@ -74,7 +80,8 @@ def submit(
 ) -> None:
     """Upload data and train on it.
 
-    A file that does not end in .jsonl is one text, split into samples of max_length tokens.
+    Files that end in .jsonl, .json, .csv, .tsv or .parquet hold samples. Any other file is one text, split
+    into samples of max_length tokens.
     """
     from app.cli.terminal import follow, show_plan
 
@@ -88,7 +95,7 @@ def submit(
         "tune": "first" if tune else None,
     }  # fmt: skip
     with Client(url) as client:
-        job = _submit(client, file, model, batch, dataset, training, more, settings)
+        job = _submit(client, file, model, batch, dataset, training, more, settings, columns_of(column))
         if as_json:
             typer.echo(json.dumps(job, indent=2))
         else:
@@ -113,6 +120,7 @@ def tune(
     model: Model = "accrue/tiny-gpt2",
     batch: Batch = None,
     max_length: MaxLength = None,
+    column: Columns = None,
     settings: Settings = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
@@ -126,7 +134,7 @@ def tune(
 
     with Client(url) as client:
         dataset = {"max_length": max_length}
-        job = _submit(client, file, model, batch, dataset, {}, {"tune": "only"}, settings)
+        job = _submit(client, file, model, batch, dataset, {}, {"tune": "only"}, settings, columns_of(column))
         job = wait_for(client, job["id"], "measuring", quiet=as_json)
     if as_json:
         typer.echo(json.dumps(job["result"] and job["result"]["tuning"], indent=2))
@@ -136,8 +144,9 @@ def tune(
 
 @commands.command()
 def preview(
-    data: Annotated[str, typer.Argument(help="A JSONL file, or the id of an uploaded one: file-…")],
+    data: Annotated[str, typer.Argument(help="A data file, or the id of an uploaded one: file-…")],
     model: Model = "accrue/tiny-gpt2",
+    column: Columns = None,
     max_length: MaxLength = None,
     limit: Annotated[int, typer.Option(min=1, max=20, help="Samples to show")] = 3,
     url: Url = DEFAULT_URL,
@@ -150,7 +159,7 @@ def preview(
     from app.cli.tables import show_preview
 
     requested = without_none({"model_name": model, "max_length": max_length, "limit": limit})
-    with Client(url) as client, _uploaded(client, data) as file_id:
+    with Client(url) as client, _uploaded(client, data, columns_of(column)) as file_id:
         seen = client.get(f"/gradient-accumulation/datasets/{file_id}/preview", params=requested)
     if as_json:
         typer.echo(json.dumps(seen, indent=2, ensure_ascii=False))
@@ -159,24 +168,24 @@ def preview(
 
 
 @contextmanager
-def _uploaded(client: Client, data: str) -> Iterator[str]:
+def _uploaded(client: Client, data: str, columns: dict[str, str] | None) -> Iterator[str]:
     """The id of an uploaded file; a local file is uploaded, and deleted when the block ends."""
     if not Path(data).is_file():
         if not data.startswith("file-"):
             raise typer.BadParameter(f"there is no file {data}", param_hint="DATA")
         yield data
         return
-    if Path(data).suffix.lower() != ".jsonl":
+    if Path(data).suffix.lower() not in _READ_BY_SERVICE:
         _text(Path(data))  # raises if it is no text
         raise InvalidRequest(
-            f"{data} is not a .jsonl file, so it needs no preview: it is trained as one text, split into "
+            f"{data} is of no known kind, so it needs no preview: it is trained as one text, split into "
             "samples of max_length tokens, and every token counts toward the loss"
         )
-    stored = client.find_uploaded(Path(data))
+    stored = None if columns else client.find_uploaded(Path(data))
     if stored is not None:
         yield stored["id"]
         return
-    file_id: str = client.upload(Path(data))["id"]
+    file_id: str = client.upload(Path(data), columns)["id"]
     try:
         yield file_id
     finally:
@@ -243,13 +252,14 @@ def _submit(
     training: dict[str, Any],
     more: dict[str, Any],
     settings: list[str] | None,
+    columns: dict[str, str] | None,
 ) -> Any:
     """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer."""
     uploaded = None
-    if file.suffix.lower() == ".jsonl":
-        stored = client.find_uploaded(file)
+    if file.suffix.lower() in _READ_BY_SERVICE:
+        stored = None if columns else client.find_uploaded(file)
         if stored is None:
-            stored = client.upload(file)
+            stored = client.upload(file, columns)
             uploaded = stored["id"]
         dataset = {**dataset, "file_id": stored["id"]}
     else:
@@ -275,34 +285,17 @@ def _submit(
     return answer
 
 
-_BY_PANDAS = "read it with pandas, and save it with to_json('data.jsonl', orient='records', lines=True)"
-_CONVERSIONS = {
-    ".json": "jq -c '.[]' FILE > data.jsonl converts a JSON array to JSON lines",
-    ".csv": _BY_PANDAS,
-    ".tsv": _BY_PANDAS,
-    ".parquet": _BY_PANDAS,
-    ".xlsx": _BY_PANDAS,
-}
-"""How to convert files of other formats to JSON lines, by suffix."""
-
-
 def _text(file: Path) -> str:
     """The text of a file.
 
     Raises:
-        InvalidRequest: the file is not plain text, or has a format that must be converted first.
+        InvalidRequest: the file is not plain text.
     """
-    remedy = _CONVERSIONS.get(file.suffix.lower())
-    if remedy is not None:
-        raise InvalidRequest(
-            f'{file} is neither plain text nor JSON lines (.jsonl, each {{"text": …}}, '
-            f'{{"prompt": …, "completion": …}} or {{"messages": […]}}): {remedy}'
-        )
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InvalidRequest(
-            f"{file} is not UTF-8 text: submit a text file, or JSON lines as .jsonl"
+            f"{file} is not UTF-8 text: submit a text file, JSON lines (.jsonl), JSON, CSV or Parquet"
         ) from None
 
 

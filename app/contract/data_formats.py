@@ -1,4 +1,5 @@
-"""One line of training data: text, a prompt with its completion, or a chat.
+"""One line of training data: text, a prompt with its completion, or a chat; other common shapes become one
+of these (`row_shapes`).
 
 The service validates uploaded lines with these classes, and the trainer parses the lines with the same
 classes: every accepted line can be trained on.
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from app.contract.row_shapes import BadShape, canonical
 from app.contract.text import MAX_KEY_LENGTH, path_to_unstorable
 
 DataFormat = Literal["text", "prompt_completion", "messages"]
@@ -57,12 +59,26 @@ class Message(BaseModel):
     content: str
     weight: Literal[0, 1] = 1
     """0: an assistant's turn that is only context."""
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template receives."""
+        return self.model_dump(include=_FOR_TEMPLATES, exclude_none=True)
+
+
+_FOR_TEMPLATES = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 
 
 class Chat(Line):
-    """Only what the assistant says counts for the loss, in turns whose weight is not 0."""
+    """Only what the assistant says counts for the loss, its tool calls included, in turns whose weight is
+    not 0."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the assistant may call, as JSON schemas; chat templates describe them."""
 
     @model_validator(mode="after")
     def _has_something_to_learn(self) -> "Chat":
@@ -113,8 +129,11 @@ def format_of(line: dict[str, Any]) -> DataFormat:
         if keys <= line.keys():
             return name
     raise BadLine(
-        'expected the keys "messages", or "prompt" and "completion", or "text"; '
-        f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}"
+        'expected the keys "messages", or "prompt" and "completion", or "text", or a shape such as Alpaca\'s '
+        "or ShareGPT's; "
+        f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}. If other "
+        'columns hold the samples, assign them: columns={"prompt": "question", "completion": '
+        '"answer"}'
     )
 
 
@@ -139,15 +158,31 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
             f'not valid JSON ({reason}): a line is an object such as {{"text": "…"}}, or {{"prompt": "…", '
             '"completion": "…"}'
         ) from None
+    return parse_row(value, expected)
+
+
+def parse_row(value: Any, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:
+    """Parses a sample as `parse_line` does, once it is decoded.
+
+    Raises:
+        BadLine: not an object, of another format, or with a wrong value.
+    """
     if not isinstance(value, dict):
         raise BadLine(f"expected a JSON object, found {type(value).__name__}")
-    name = expected if expected and _KEYS[expected] <= value.keys() else format_of(value)
+    try:
+        row = canonical(value)
+        unstorable = path_to_unstorable(row)
+    except BadShape as error:
+        raise BadLine(str(error)) from None
+    except RecursionError:
+        raise BadLine("is nested too deeply") from None
+    name = expected if expected and _KEYS[expected] <= row.keys() else format_of(row)
     if expected and name != expected:
         raise BadLine(f"this is a {name} line, but the format is {expected}")
-    if (path := path_to_unstorable(value)) is not None:
-        raise BadLine(f"{'.'.join(path)}: has a NUL character or a lone surrogate")
+    if unstorable is not None:
+        raise BadLine(f"{'.'.join(unstorable)}: has a NUL character or a lone surrogate")
     try:
-        return name, EXAMPLE_CLASSES[name].model_validate(value)
+        return name, EXAMPLE_CLASSES[name].model_validate(row)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part)[:MAX_KEY_LENGTH] for part in first["loc"]) or "line"

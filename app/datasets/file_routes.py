@@ -1,15 +1,21 @@
 """Training files, on the OpenAI-compatible surface."""
 
-from typing import Annotated, Any, BinaryIO, Literal
+import re
+from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 from anyio import to_thread
-from fastapi import APIRouter, Form, Path, UploadFile
+from fastapi import APIRouter, Form, Path, Request, UploadFile
 from fastapi.responses import FileResponse, Response
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Select, select
+from starlette.datastructures import FormData
 
 from app.contract.base import Page
+from app.contract.row_shapes import ColumnField
 from app.contract.text import is_storable
 from app.datasets import files
+from app.datasets.containers import Reading, SampleBy
+from app.datasets.dataset_config import Columns
 from app.datasets.schemas import FileAnswer, FileDeleted
 from app.errors import Conflict, NotFound, Unprocessable
 from app.maintenance.retention import delete_file
@@ -46,14 +52,54 @@ async def upload(
     database: CurrentDatabase,
     settings: CurrentSettings,
     once: CurrentIdempotentRequest,
+    request: Request,
     file: UploadFile,
     purpose: Annotated[Literal["fine-tune"], Form()] = "fine-tune",
+    columns: Annotated[
+        str | None,
+        Form(
+            description='Which column holds which field, as JSON: {"prompt": "question", "completion": '
+            '"answer"}; or one form field each: columns[prompt]=question'
+        ),
+    ] = None,
+    sample_by: Annotated[
+        SampleBy, Form(description="What becomes one sample of a plain text file")
+    ] = "document",
 ) -> FileAnswer | Response:
-    """JSONL of chats, prompts with completions, or texts; every line is checked."""
+    """JSON lines, JSON, CSV, Parquet or plain text, with chats, prompts with completions, or texts; also in
+    Alpaca's and ShareGPT's shapes. Every sample is checked. JSON lines are stored as they are, all other
+    kinds as JSON lines."""
     name = (file.filename or "upload.jsonl")[-200:]
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
-    return await slowly(lambda: _stored(database, settings, once, file.file, name, purpose))
+    how = Reading(_columns(columns, await request.form()), sample_by)
+    return await slowly(lambda: _stored(database, settings, once, file.file, name, purpose, how))
+
+
+_COLUMNS: TypeAdapter[Columns] = TypeAdapter(Columns)
+_COLUMN_FIELD = re.compile(r"columns\[(\w+)\]")
+
+
+def _columns(given: str | None, form: FormData) -> dict[ColumnField, str]:
+    """The assigned columns of an upload, given as JSON or as one form field each.
+
+    Raises:
+        Unprocessable: they are not what `Columns` allows.
+    """
+    single = {match[1]: value for key, value in form.items() if (match := _COLUMN_FIELD.fullmatch(key))}
+    try:
+        found = _COLUMNS.validate_json(given) if given else _COLUMNS.validate_python(single)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        where = "".join(f"[{str(part)[:100]}]" for part in first["loc"] if part != "[key]")
+        raise Unprocessable(
+            f'columns{where}: {first["msg"]}. Expected an object such as {{"prompt": "question", '
+            f'"completion": "answer"}}, whose keys are among {", ".join(get_args(ColumnField))}.',
+            field="columns",
+        ) from None
+    if not all(map(is_storable, found.values())):
+        raise Unprocessable("columns: a name has a NUL character or a lone surrogate.", field="columns")
+    return found
 
 
 def _stored(
@@ -63,9 +109,10 @@ def _stored(
     content: BinaryIO,
     name: str,
     purpose: str,
+    how: Reading,
 ) -> FileAnswer | Response:
     with files.incoming(settings) as path:
-        checked = files.store_upload(content, path, settings)
+        checked = files.store_upload(content, path, settings, name, how)
         equal = files.find_duplicate(database, path, checked)
         once = once.with_content(f"{name} {checked.sha256}")
         with database.writing() as session:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,8 @@ from sqlalchemy import BindParameter, Connection, String, bindparam, func, or_, 
 from sqlalchemy.exc import DBAPIError
 
 from app.contract.data_formats import BadLine, DataFormat, parse_line
+from app.datasets.containers import Reading
+from app.datasets.conversion import container_at, convert
 from app.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, TooLarge
 from app.settings import Settings
 from app.storage import pending
@@ -62,12 +64,19 @@ def incoming(settings: Settings) -> Iterator[Path]:
     pending.settle(path)
 
 
-def store_upload(source: BinaryIO, path: Path, settings: Settings) -> CheckedFile:
-    """Copies an upload to its place and checks every line of it.
+def store_upload(
+    source: BinaryIO, path: Path, settings: Settings, name: str, how: Reading | None = None
+) -> CheckedFile:
+    """Copies an upload to its place and checks every sample in it. JSON lines are stored as they are; other
+    kinds of files, and files whose columns are assigned, are converted to JSON lines.
+
+    Args:
+        name: the file's own name, whose ending tells its kind.
+        how: how to read it.
 
     Raises:
         TooLarge: the upload is larger than `max_file_bytes`.
-        InvalidRequest: a line is not a valid example.
+        InvalidRequest: it cannot be read, or a sample is not a valid example.
     """
     written = 0
     pending.mark(path)
@@ -82,7 +91,76 @@ def store_upload(source: BinaryIO, path: Path, settings: Settings) -> CheckedFil
                 )
             target.write(block)
         _make_durable(target, path.parent)
-    return check(path, settings, field="file")
+    found = DataFiles(((path, name),), how or Reading())
+    if found.are_kept_as_they_are("file"):
+        return check(path, settings, field="file")
+    original = path.with_name(f"{path.name}.upload")
+    path.rename(original)
+    try:
+        found = replace(found, sources=((original, name),))
+        return store_converted(found, path, settings, field="file")
+    finally:
+        original.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Files that together are one data set."""
+
+    sources: tuple[tuple[Path, str], ...]
+    """Each file, with the name that it is known by."""
+    how: Reading
+
+    def are_kept_as_they_are(self, field: str) -> bool:
+        """Whether nothing needs to be converted.
+
+        Raises:
+            InvalidRequest: the file is of a kind that is not supported.
+        """
+        [(path, name), *more] = self.sources
+        return not more and not self.how.columns and container_at(path, name, field) == "jsonl"
+
+
+def check_files(found: DataFiles, settings: Settings, field: str) -> CheckedFile:
+    """Reads the files of a data set, as `check` does.
+
+    Raises:
+        InvalidRequest: as in `check`.
+    """
+    if found.are_kept_as_they_are(field):
+        return check(found.sources[0][0], settings, field)
+    path = settings.files_dir / f"{new_id('file')}.upload"
+    try:
+        return store_converted(found, path, settings, field)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def store_files(found: DataFiles, path: Path, settings: Settings, field: str) -> CheckedFile:
+    """Stores a data set's files as one training file.
+
+    Raises:
+        TooLarge, InvalidRequest: as in `store_upload`.
+    """
+    if found.are_kept_as_they_are(field):
+        [(source, name)] = found.sources
+        with source.open("rb") as content:
+            return store_upload(content, path, settings, name)
+    pending.mark(path)
+    return store_converted(found, path, settings, field)
+
+
+def store_converted(found: DataFiles, path: Path, settings: Settings, field: str) -> CheckedFile:
+    """Writes the samples of files as one file of JSON lines.
+
+    Raises:
+        InvalidRequest: a file cannot be read, or a sample is not a valid example.
+    """
+    path.touch(mode=0o600)
+    converted = convert(found.sources, path, found.how, settings, field)
+    with path.open("rb+") as target:
+        _make_durable(target, path.parent)
+    return CheckedFile(_digest(path), path.stat().st_size, converted.format, converted.examples)
 
 
 def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> CheckedFile:
@@ -237,7 +315,7 @@ def get(session: Session, file_id: str, field: str | None = None) -> File:
 
 
 def read_row(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
-    """A file's id, digest, format and number of examples.
+    """A file's id, digest, format, number of examples and name.
 
     Args:
         owner: only this owner's files are searched; None searches everyone's.
@@ -254,7 +332,8 @@ def read_row(connection: Connection, owner: str | None, file_id: str, field: str
 def _file(dialect: str) -> Any:
     owner: BindParameter[str | None] = bindparam("owner", type_=String)
     own = or_(owner.is_(None), File.owner == owner)
-    return select(File.id, File.sha256, File.format, File.examples).where(File.id == bindparam("id"), own)
+    columns = (File.id, File.sha256, File.format, File.examples, File.filename)
+    return select(*columns).where(File.id == bindparam("id"), own)
 
 
 _FILE = Prepared(_file)

@@ -11,7 +11,7 @@ from app.contract.spec import DataSpec, Overlength
 from app.datasets import files, previews
 from app.models import base_models
 from app.storage.waits import WaitLimiter
-from app.submissions.freeze import max_length_for
+from app.submissions.freeze import Data, max_length_for
 from app.web.dependencies import CurrentDatabase, CurrentSettings
 
 router = APIRouter(prefix="/datasets", tags=["training"])
@@ -27,24 +27,24 @@ async def preview(
     file_id: Annotated[str, Path(max_length=100, description="file-…")],
     model_name: Annotated[ModelName, Query(description="The model whose tokenizer reads the file")],
     max_length: Annotated[int | None, Query(ge=2, description="In tokens; default: that of a job")] = None,
-    overlength: Annotated[Overlength, Query(description="How to treat longer examples")] = "truncate",
+    overlength: Annotated[
+        Overlength | None, Query(description="How to treat longer examples; default: as a job does")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=20, description="Samples to show")] = 3,
 ) -> DatasetPreview:
     """A worker tokenizes the file. From a large file, it reads a thousand evenly spread examples."""
 
     def checked() -> PreviewSpec:
         with database.connecting() as connection:
-            known_as, digest, form, examples = files.read_row(
-                connection, database.viewer.owner, file_id, field="file_id"
-            )
+            found = files.read_row(connection, database.viewer.owner, file_id, field="file_id")
         model, _ = base_models.find_for_training(model_name, settings)
         data = DataSpec(
-            file_id=known_as,
-            sha256=digest,
-            format=form,
-            examples=examples,
+            file_id=found.id,
+            sha256=found.sha256,
+            format=found.format,
+            examples=found.examples,
             max_length=max_length_for(max_length, model, field="max_length"),
-            overlength=overlength,
+            overlength=overlength or Data(*found).overlength(),
             packing=False,
             validation=None,
         )

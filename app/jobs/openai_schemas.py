@@ -9,7 +9,8 @@ from pydantic import Field, StringConstraints
 
 from app.contract.architecture import ModelName
 from app.contract.base import Answer, Request
-from app.jobs.schemas import DatasetOptions, FileId, JobOptions, Metadata, TrainingConfig
+from app.datasets.dataset_config import DatasetOptions, FileId
+from app.jobs.schemas import JobOptions, Metadata, TrainingConfig
 
 Auto = Literal["auto"]
 OpenAIStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]

@@ -15,8 +15,8 @@ from app.contract.arguments import (
     ScheduleArguments,
     reject_unknown_arguments,
 )
-from app.contract.base import Answer, Flag, Request, RequestPart, ShortText
-from app.contract.data_formats import DataFormat, Role, Weight
+from app.contract.base import Answer, Flag, Request, ShortText
+from app.contract.data_formats import DataFormat
 from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
 from app.contract.spec import (
@@ -32,12 +32,12 @@ from app.contract.spec import (
     ZeroStage,
 )
 from app.contract.states import JobStatus, RequestedAction
+from app.datasets.dataset_config import DatasetConfig
 from app.planning.devices import MAX_GPU_ID
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
 from app.statistics.schemas import RankFigures
 
 WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
-FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
 
 Metadata = Annotated[
     dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
@@ -50,93 +50,6 @@ UserId = (
     | Annotated[str, StringConstraints(strict=True, max_length=200)]
 )
 """A label chosen by the client: an integer that JSON represents exactly, or a short string."""
-
-
-class DatasetOptions(Request):
-    """How samples are processed, whatever their source."""
-
-    format: DataFormat | None = Field(None, description="null: detected from the file's lines")
-    max_length: int | None = Field(
-        None, ge=2, description="Tokens; null: the model's positions, at most 1024"
-    )
-    overlength: Overlength = "truncate"
-    validation_split: float | None = Field(
-        None, gt=0, lt=1, description="Share of the lines that is kept for evaluation"
-    )
-    packing: Flag = Field(
-        False, description="Samples of a micro-batch share a row without padding, kept apart by attention"
-    )
-
-
-class InlinePrompt(RequestPart):
-    """A prompt with its completion; only the completion counts toward the loss."""
-
-    prompt: str
-    completion: str = Field(min_length=1)
-    weight: Weight = 1.0
-
-
-class InlineMessage(RequestPart):
-    """A turn of a chat; those of the assistant count for the loss."""
-
-    role: Role
-    content: str
-    weight: Literal[0, 1] = 1
-
-
-_INLINE_FORMATS: dict[str, DataFormat] = {
-    "texts": "text",
-    "prompts": "prompt_completion",
-    "messages": "messages",
-}
-
-
-class DatasetConfig(DatasetOptions):
-    """Where the samples come from: exactly one of `texts`, `prompts`, `messages`, `file_id` and `dataset`."""
-
-    texts: list[Annotated[str, StringConstraints(min_length=1)]] | None = Field(
-        None, fail_fast=True, max_length=100_000, description="Inline samples; they are stored as a file"
-    )
-    prompts: list[InlinePrompt] | None = Field(
-        None, fail_fast=True, max_length=100_000, description="Inline prompts with their completions"
-    )
-    messages: list[Annotated[list[InlineMessage], Field(min_length=1, max_length=1000)]] | None = Field(
-        None, fail_fast=True, max_length=100_000, description="Inline chats, each a list of messages"
-    )
-    file_id: FileId | None = Field(None, description="An uploaded JSONL file")
-    dataset: ModelName | None = Field(None, description="A file of the service's dataset folder, by name")
-    validation_file_id: FileId | None = Field(None, description="An uploaded file to evaluate on")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "DatasetConfig":
-        if self.validation_split is not None and self.validation_file_id is not None:
-            raise ValueError("give validation_split or validation_file_id, not both")
-        names = ("texts", "prompts", "messages", "file_id", "dataset")
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError("give exactly one of texts, prompts, messages, file_id and dataset")
-        form = _INLINE_FORMATS.get(given[0])
-        if form is None:
-            return self
-        if not getattr(self, given[0]):
-            raise ValueError(f"{given[0]} is empty: give at least one sample")
-        if self.format not in (None, form):
-            raise ValueError(f"{given[0]} are of format {form}, not {self.format}: leave format out")
-        for number, chat in enumerate(self.messages or []):
-            if not any(message.role == "assistant" and message.weight for message in chat):
-                raise ValueError(f"messages.{number} needs a message of the role assistant with weight 1")
-        return self
-
-    def inline(self) -> tuple[DataFormat, list[dict[str, Any]]] | None:
-        """The request's inline samples as lines of a training file; None if the request names a file."""
-        if self.texts is not None:
-            return "text", [{"text": text} for text in self.texts]
-        if self.prompts is not None:
-            return "prompt_completion", [prompt.model_dump() for prompt in self.prompts]
-        if self.messages is not None:
-            chats = [[message.model_dump() for message in chat] for chat in self.messages]
-            return "messages", [{"messages": chat} for chat in chats]
-        return None
 
 
 class TrainingConfig(Request):

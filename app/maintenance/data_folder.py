@@ -91,8 +91,9 @@ def clean(database: Database, settings: Settings) -> int:
                 continue
             removed += not is_named
             pending.settle(folder / name)
-    for link in settings.files_dir.glob("file-*.link"):
-        link.unlink(missing_ok=True)
+    for pattern in ("file-*.link", "file-*.upload"):
+        for unfinished in settings.files_dir.glob(pattern):
+            unfinished.unlink(missing_ok=True)
     if removed:
         log.info("removed what an earlier service left behind", files=removed)
     return removed

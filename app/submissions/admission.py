@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,12 +10,14 @@ from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.plan import Plan
 from app.contract.spec import Spec, Strategy
 from app.datasets import dataset_folder, files
+from app.datasets.dataset_config import DatasetConfig
+from app.datasets.files import DataFiles
 from app.devices import gpus
 from app.devices.gpus import select_devices
 from app.errors import QuotaExceeded, Unprocessable
 from app.jobs import configurations, lifecycle, queue, transitions
 from app.jobs.lifecycle import Submission
-from app.jobs.schemas import DatasetConfig, TrainingRequest
+from app.jobs.schemas import TrainingRequest
 from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models
 from app.models.base_models import PlannableModel
@@ -40,7 +41,7 @@ class AdmittedRequest:
     """A request that can be trained as it stands."""
 
     submission: Submission
-    own_data: Path | list[dict[str, Any]] | None
+    own_data: DataFiles | list[dict[str, Any]] | None
     """Samples that become a file together with the job: a data set's path, or inline lines; None where the
     request names a file."""
     speed: Speed | None
@@ -155,7 +156,7 @@ def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
 
 def _own_data(
     requested: TrainingRequest, settings: Settings
-) -> tuple[Path | list[dict[str, Any]] | None, Data]:
+) -> tuple[DataFiles | list[dict[str, Any]] | None, Data]:
     """The samples that a request contains or names as a data set, with their description."""
     inline, name = requested.dataset_config.inline(), requested.dataset_config.dataset
     if inline is not None:
@@ -163,9 +164,9 @@ def _own_data(
         return lines, Data(file_id="file-0", sha256="", format=form, examples=len(lines))
     if name is None:
         return None, Data(file_id="file-0", sha256="", format="text", examples=0)
-    path = dataset_folder.find(name, settings)
-    checked = files.check(path, settings, field="dataset_config.dataset")
-    return path, Data("file-0", checked.sha256, checked.format, checked.examples)
+    found = dataset_folder.find(name, requested.dataset_config.reading(), settings)
+    checked = files.check_files(found, settings, field="dataset_config.dataset")
+    return found, Data("file-0", checked.sha256, checked.format, checked.examples, found.sources[0][1])
 
 
 def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:

@@ -17,6 +17,7 @@ from app.contract.spec import (
     DataSpec,
     GradientCompression,
     OptimizerSpec,
+    Overlength,
     RampSpec,
     RequestedSplit,
     ScheduleSpec,
@@ -26,8 +27,9 @@ from app.contract.spec import (
     ValidationSpec,
     ZeroStage,
 )
+from app.datasets.dataset_config import DatasetConfig
 from app.errors import Unprocessable
-from app.jobs.schemas import DatasetConfig, TrainingConfig
+from app.jobs.schemas import TrainingConfig
 from app.planning import learning_rate
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.recommendations import recommended_batch
@@ -54,6 +56,12 @@ class Data:
     sha256: str
     format: DataFormat
     examples: int
+    filename: str = ""
+
+    def overlength(self) -> Overlength:
+        """What happens to samples that are too long, if the request does not say."""
+        is_document = self.format == "text" and self.filename.lower().endswith((".txt", ".md"))
+        return "split" if is_document else "truncate"
 
 
 def resolve_batch(
@@ -172,7 +180,7 @@ def freeze(
             f"parallel_independent on {devices} devices needs at least {devices} samples to train on.",
             field="parallel_independent",
         )
-    samples = data.examples - own.held_out() if dataset.overlength != "split" else None
+    samples = data.examples - own.held_out() if own.overlength != "split" else None
     together = 1 if strategy == "independent" else devices
     batch = resolve_batch(config, together, recommended_batch(samples), by_device)
     if tune is not None:
@@ -280,7 +288,7 @@ def _data(data: Data, validation: Data | None, dataset: DatasetConfig, model: Mo
         format=data.format,
         examples=data.examples,
         max_length=max_length_for(dataset.max_length, model),
-        overlength=dataset.overlength,
+        overlength=dataset.overlength or data.overlength(),
         packing=dataset.packing,
         validation=_validation(validation, dataset.validation_split),
     )

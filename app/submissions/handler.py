@@ -119,10 +119,9 @@ def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> fil
         return None
     if isinstance(data, list):
         return files.store_lines(checked.submission.spec.data.format, data, path)
-    with data.open("rb") as source:
-        stored = files.store_upload(source, path, settings)
+    stored = files.store_files(data, path, settings, field="dataset_config.dataset")
     if stored.sha256 != checked.submission.spec.data.sha256:
-        raise Conflict(f"The data set {data.name} changed while it was being read: try again.")
+        raise Conflict("The data set changed while it was being read: try again.")
     return stored
 
 
@@ -135,7 +134,8 @@ def _add_file(
     most_bytes: int | None,
 ) -> Submission:
     """Adds the file of a job's own samples. Returns the submission with that file as its data."""
-    name = checked.own_data.name if isinstance(checked.own_data, Path) else "texts.jsonl"
+    own = checked.own_data
+    name = own.sources[0][1] if isinstance(own, files.DataFiles) else "texts.jsonl"
     files.add(
         session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True,
         most_bytes=most_bytes,

@@ -368,7 +368,8 @@ def test_datasets_by_name_come_from_the_datasets_folder(settings: Settings, tmp_
             assert (
                 stored.read_text() == next(folder.rglob(f"{name.removesuffix('.jsonl')}.jsonl")).read_text()
             )
-        for name in ("link", "out/secret", "nothing", "../secret", "more"):
+        assert submit(client, dataset_config={"dataset": "more"})["dataset"]["examples"] == 1
+        for name in ("link", "out/secret", "nothing", "../secret", "out"):
             refused = client.post(
                 f"{PATH}/with-accumulation", json={**JOB, "dataset_config": {"dataset": name}}
             )

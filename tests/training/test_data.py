@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from app.contract.data_formats import Chat, parse_line
 from app.contract.spec import DataSpec
 from tests.harness.data import spec, with_digest_of
 from tests.harness.runs import write_texts
@@ -124,3 +125,58 @@ def test_tokenising_stops_between_chunks_on_request(tmp_path: Path, monkeypatch:
     with pytest.raises(Interrupted):
         prepare(requested, source, make_tokenizer(), tmp_path / "prepared", stop=lambda: next(looks))
     assert prepare(requested, source, make_tokenizer(), tmp_path / "prepared").samples == 40
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TEMPLATE = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}!{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+@pytest.mark.parametrize("tools", [{"tools": [TOOL]}, {"functions": [TOOL["function"]]}])
+def test_tools_and_their_calls_reach_the_template(tmp_path: Path, arguments: Any, tools: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    source = tmp_path / "data.jsonl"
+    source.write_text(json.dumps({"messages": messages, **tools}))
+    data = with_digest_of(source, spec("messages"))
+    prepared = prepare(data, source, tokenizer, tmp_path / "prepared")
+    tokens, counts = Samples(tmp_path / "prepared").read(0)
+    assert tokenizer.decode(tokens).endswith('<user>1+1;<assistant>!add{"a": 1};<tool>2;<assistant>two;')
+    assert tokenizer.decode(tokens).startswith('[[{"type": "function", "function": {"name": "add"')
+    assert tokenizer.decode(tokens[counts]) == '!add{"a": 1};two;'
+    assert prepared.unused_keys == []
+
+
+def test_sharegpt_s_function_calls_become_tool_calls(tmp_path: Path) -> None:
+    turns = [
+        {"from": "system", "value": "S"},
+        {"from": "human", "value": "1+1"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "two"},
+    ]
+    chat = parse_line(json.dumps({"conversations": turns}))[1]
+    assert isinstance(chat, Chat)
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert chat.messages[2].tool_calls == [{"type": "function", "function": function}]
+
+
+def test_alpaca_s_history_is_context(tmp_path: Path) -> None:
+    row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
+    chat = parse_line(json.dumps(row))[1]
+    assert isinstance(chat, Chat)
+    assert [(m.role, m.content, m.weight) for m in chat.messages] == [
+        ("system", "s", 1), ("user", "a", 1), ("assistant", "b", 0), ("user", "c", 1), ("assistant", "d", 1),
+    ]  # fmt: skip

@@ -373,9 +373,9 @@ class Tokeniser:
         for index in learned:
             prefixes += [(index, True), (index + 1, False)]
         requested = [each for each in prefixes if each[0]]  # an empty prefix needs no rendering
-        messages = [message.model_dump(include={"role", "content"}) for message in chat.messages]
+        messages = [message.for_template() for message in chat.messages]
         try:
-            made = iter(self._renderer.render(messages, requested))
+            made = iter(self._renderer.render(messages, requested, chat.tools))
         except CannotTrain as error:
             raise CannotTrain(error.code, f"line {number} of the data: {error}") from None
         return [next(made) if count else "" for count, _ in prefixes]

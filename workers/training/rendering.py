@@ -42,8 +42,16 @@ class Renderer:
         self._template, self._special_tokens = template, special_tokens
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, messages: list[dict[str, Any]], prefixes: list[tuple[int, bool]]) -> list[str]:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        prefixes: list[tuple[int, bool]],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[str]:
         """Renders the first `n` messages, with or without the opening of an answer, for each of the prefixes.
+
+        Args:
+            tools: the functions that the assistant may call, as JSON schemas.
 
         Raises:
             CannotTrain: the template takes too long, too much memory, or raises. The message contains nothing
@@ -53,7 +61,8 @@ class Renderer:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps({"messages": messages, "prefixes": prefixes}).encode() + b"\n")
+            requested = {"messages": messages, "prefixes": prefixes, "tools": tools}
+            process.stdin.write(json.dumps(requested).encode() + b"\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -136,6 +145,7 @@ def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> lis
     for count, opens in requested["prefixes"]:
         rendered, _ = render(
             conversations=[requested["messages"][:count]],
+            tools=requested["tools"],
             chat_template=first["template"],
             add_generation_prompt=opens,
             **first["special_tokens"],

@@ -559,13 +559,18 @@ function fileChoice(chooser) {
       errorElement.textContent = `${file.name} was not uploaded. ${error.message}`;
     }
   }
-  const picker = h("input", { type: "file", id: "field-upload", accept: ".jsonl", onchange: uploadChosen });
+  const picker = h("input", {
+    type: "file",
+    id: "field-upload",
+    accept: ".jsonl,.ndjson,.json,.csv,.tsv,.parquet,.txt,.md",
+    onchange: uploadChosen,
+  });
   return {
     load,
     upload: h(
       "div",
       { class: "field" },
-      h("label", { for: "field-upload" }, "Upload JSON lines (text, prompt/completion or messages)"),
+      h("label", { for: "field-upload" }, "Upload JSON lines, JSON, CSV, Parquet or text"),
       picker,
       errorElement,
     ),

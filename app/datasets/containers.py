@@ -1,0 +1,247 @@
+"""The kinds of files that samples come in, and how each is read row by row in bounded memory."""
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from app.contract.row_shapes import ColumnField
+
+Container = Literal["jsonl", "json", "csv", "parquet", "text"]
+SampleBy = Literal["document", "paragraph", "line"]
+"""What becomes one sample of a plain text file; paragraphs are separated by empty lines."""
+
+Row = tuple[int, dict[str, Any]]
+"""A row's number in its file, from 1, and its values."""
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
+HEAD_BYTES = 4096
+
+_PARQUET = b"PAR1"
+_DELIMITERS = ",;\t|"
+_ROWS_AT_ONCE = 1000
+_MAX_DEPTH = 64
+_UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are to be read."""
+
+    columns: Mapping[ColumnField, str] = field(default_factory=dict)
+    """Maps our fields to the file's columns; empty to recognise them by their names."""
+    sample_by: SampleBy = "document"
+
+
+class BadFile(ValueError):
+    """A file that cannot be read as its kind; the message says why."""
+
+
+def container_of(name: str, head: bytes) -> Container:
+    """The kind of a file, by its first bytes and its name; files of unknown kinds are taken for JSON lines.
+
+    Args:
+        head: the first `HEAD_BYTES` bytes.
+
+    Raises:
+        BadFile: the file is of a kind that is not supported.
+    """
+    suffix = Path(name).suffix.lower()
+    if head.startswith(_PARQUET):
+        return "parquet"
+    if suffix == ".parquet":
+        raise BadFile("This is not a Parquet file, although its name ends in .parquet.")
+    if suffix in _UNREADABLE:
+        raise BadFile(f"Files whose names end in {suffix} cannot be read: save it as {_UNREADABLE[suffix]}.")
+    if suffix in (".csv", ".tsv"):
+        return "csv"
+    if suffix in (".txt", ".md"):
+        return "text"
+    return "json" if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "jsonl"
+
+
+def read_rows(
+    path: Path, name: str, container: Container, *, sample_by: SampleBy = "document", longest: int = 2**23
+) -> Iterator[Row]:
+    """The rows of a file; a text file has rows with the one key `text`.
+
+    Args:
+        longest: the most bytes of a row. Longer documents of a text file are divided, at the end of a line if
+            possible.
+
+    Raises:
+        BadFile: the file cannot be read; the message gives the row's number.
+    """
+    match container:
+        case "jsonl":
+            return _json_lines(path, longest)
+        case "json":
+            return _json_array(path)
+        case "csv":
+            return _csv(path, name, longest)
+        case "parquet":
+            return _parquet(path)
+        case "text":
+            return _text(path, sample_by, longest)
+
+
+def _json_lines(path: Path, longest: int) -> Iterator[Row]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(longest + 1):
+            number += 1
+            if len(line) > longest:
+                raise BadFile(f"Line {number} is longer than {longest} bytes.")
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise BadFile(f"Line {number}: not UTF-8 text ({error.reason}).") from None
+            except (ValueError, RecursionError) as error:
+                raise BadFile(f"Line {number}: not valid JSON ({str(error)[:120]}).") from None
+
+
+def _json_array(path: Path) -> Iterator[Row]:
+    import ijson
+
+    number = 0
+    with path.open("rb") as file:
+        if file.read(3) != codecs.BOM_UTF8:
+            file.seek(0)
+        try:
+            for number, row in enumerate(_items(ijson.basic_parse(file, use_float=True)), start=1):
+                yield number, row
+        except (ijson.JSONError, UnicodeDecodeError, OverflowError) as error:
+            reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+            raise BadFile(f"Not valid JSON after row {number} ({reason}).") from None
+        except RecursionError:
+            raise BadFile(f"Row {number + 1} is nested deeper than {_MAX_DEPTH} levels.") from None
+
+
+def _items(events: Iterable[tuple[str, Any]]) -> Iterator[Any]:
+    """The items of an array, from a parser's events.
+
+    Raises:
+        RecursionError: one is nested too deeply.
+    """
+    import ijson
+
+    depth, builder = 0, ijson.ObjectBuilder()
+    for event, value in events:
+        if event in ("start_map", "start_array"):
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise RecursionError
+            if depth == 1:
+                continue
+        elif event in ("end_map", "end_array"):
+            depth -= 1
+            if depth == 0:
+                continue
+        builder.event(event, value)
+        if depth == 1:
+            yield builder.value
+            builder = ijson.ObjectBuilder()
+
+
+def _csv(path: Path, name: str, longest: int) -> Iterator[Row]:
+    csv.field_size_limit(longest)
+    with path.open("rb") as raw:
+        wide = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as spreadsheets write Unicode text
+        raw.seek(0)
+        with io.TextIOWrapper(raw, encoding="utf-16" if wide else "utf-8-sig", newline="") as text:
+            yield from _cells(text, Path(name).suffix.lower() == ".tsv")
+
+
+def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
+    number = 0
+    try:
+        first = text.readline(HEAD_BYTES)
+        delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
+        text.seek(0)
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise BadFile("Two columns have the same name: the first row must have a name for each column.")
+        for number, cells in enumerate(rows, start=1):
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise BadFile(
+                    f"Row {number} has {len(cells)} cells, but there are {len(header)} columns: write cells "
+                    "that contain the delimiter or line breaks in double quotes."
+                )
+            yield number, dict(zip(header, cells, strict=True))
+    except UnicodeError as error:
+        raise BadFile(f"Not UTF-8 text after row {number} ({error.reason}): save it as UTF-8.") from None  # type: ignore[attr-defined]
+    except csv.Error as error:
+        raise BadFile(f"Not valid CSV after row {number} ({error}).") from None
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _without_padding(row)
+    except (pa.ArrowException, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise BadFile(f"Not a valid Parquet file after row {number} ({reason}).") from None
+
+
+def _without_padding(value: Any) -> Any:
+    """The value without the fields that Arrow adds to each struct for those of other rows."""
+    if isinstance(value, dict):
+        return {key: _without_padding(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_padding(each) for each in value]
+    return value
+
+
+def _text(path: Path, sample_by: SampleBy, longest: int) -> Iterator[Row]:
+    try:
+        with path.open(encoding="utf-8-sig", newline=None) as file:
+            for number, text in enumerate(_samples(file, sample_by, longest // 4), start=1):
+                yield number, {"text": text}
+    except UnicodeDecodeError as error:
+        raise BadFile(f"Not UTF-8 text ({error.reason}): save the file as UTF-8.") from None
+
+
+def _samples(lines: io.TextIOWrapper, sample_by: SampleBy, longest: int) -> Iterator[str]:
+    """Texts of at most `longest` characters."""
+    if sample_by == "line":
+        for line in _limited(lines, longest):
+            if line.strip():
+                yield line.rstrip("\n")
+        return
+    kept: list[str] = []
+    size = 0
+    for line in _limited(lines, longest):
+        ends = sample_by == "paragraph" and not line.strip()
+        if ends or size + len(line) > longest:
+            yield from _joined(kept)
+            kept, size = [], 0
+        if not ends:
+            kept.append(line)
+            size += len(line)
+    yield from _joined(kept)
+
+
+def _limited(lines: io.TextIOWrapper, longest: int) -> Iterable[str]:
+    return iter(lambda: lines.readline(longest), "")
+
+
+def _joined(lines: list[str]) -> Iterator[str]:
+    text = "".join(lines).strip("\n")
+    if text.strip():
+        yield text

@@ -1,0 +1,89 @@
+"""Converts files of other kinds (JSON, CSV, Parquet, text) to JSON lines, in a process of its own.
+
+The process (`converter.py`) has little memory and no secrets, and ends with the one that started it: a file
+may be made to exhaust memory, or to crash a native library.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app.datasets.containers import HEAD_BYTES, BadFile, Container, Reading, container_of
+from app.datasets.converter import CPU_SECONDS, MEMORY_BYTES, Converted
+from app.errors import InvalidRequest
+from app.settings import Settings
+
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
+
+
+def container_at(path: Path, name: str, named: str) -> Container:
+    """The kind of a stored file.
+
+    Args:
+        name: the file's original name.
+        named: the request's field that errors name.
+
+    Raises:
+        InvalidRequest: the file is of a kind that is not supported.
+    """
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    try:
+        return container_of(name, head)
+    except BadFile as error:
+        raise InvalidRequest(str(error), field=named) from None
+
+
+def convert(
+    sources: Iterable[tuple[Path, str]], target: Path, how: Reading, settings: Settings, named: str
+) -> Converted:
+    """Converts files to one file of JSON lines.
+
+    Args:
+        sources: the files, each with its original name.
+        target: the new file; what it held before is lost.
+        named: the request's field that errors name.
+
+    Raises:
+        InvalidRequest: a file cannot be read, or a row is not a valid example.
+    """
+    order = {
+        "sources": [(str(path), name) for path, name in sources],
+        "target": str(target),
+        "how": asdict(how),
+        "max_file_bytes": settings.max_file_bytes,
+        "max_line_bytes": settings.max_line_bytes,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", f"{PACKAGE_PREFIX}app.datasets.converter"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        | {"OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"},
+        cwd=PACKAGES_FOLDER,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()  # and kept open: its end would end the process
+        answer = process.stdout.readline()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    if not answer.endswith(b"\n"):
+        raise InvalidRequest(
+            f"The file could not be read within {MEMORY_BYTES // 2**20} MiB and {CPU_SECONDS} s of "
+            "processor time: divide it, or upload JSON lines.",
+            field=named,
+        )
+    result = json.loads(answer)
+    if "error" in result:
+        raise InvalidRequest(result["error"], field=named)
+    return Converted(**result)

@@ -1,0 +1,125 @@
+"""`python -m app.datasets.converter` converts files to JSON lines: an order as a line of JSON in, the result
+as a line of JSON out."""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.contract.data_formats import BadLine, DataFormat, parse_line
+from app.contract.row_shapes import BadShape, mapped
+from app.datasets.containers import HEAD_BYTES, BadFile, Container, Reading, container_of, read_rows
+
+MEMORY_BYTES = 2**30
+"""The process's limit of memory, in addition to what its libraries map."""
+CPU_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    format: DataFormat
+    examples: int
+
+
+def main() -> None:
+    """Runs the process."""
+    order = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    _load_libraries(order)
+    _limit_memory()
+    try:
+        result = asdict(_write(order))
+    except (BadFile, BadLine) as error:
+        result = {"error": str(error)}
+    sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _load_libraries(order: dict[str, Any]) -> None:
+    """Loads what the files need, before memory is limited."""
+    for path, name in order["sources"]:
+        with contextlib.suppress(BadFile, OSError), Path(path).open("rb") as file:
+            library = _LIBRARIES.get(container_of(name, file.read(HEAD_BYTES)))
+            if library is not None:
+                importlib.import_module(library)
+
+
+_LIBRARIES: Mapping[Container, str] = {"json": "ijson", "parquet": "pyarrow.parquet"}
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        mapped_bytes = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        most = mapped_bytes + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _write(order: dict[str, Any]) -> Converted:
+    how, longest = Reading(**order["how"]), order["max_line_bytes"]
+    form: DataFormat | None = None
+    examples = written = 0
+    with Path(order["target"]).open("wb") as target:
+        for path, name in order["sources"]:
+            with Path(path).open("rb") as file:
+                container = container_of(name, file.read(HEAD_BYTES))
+            for number, row in read_rows(
+                Path(path), name, container, sample_by=how.sample_by, longest=longest
+            ):
+                where = f"{'Line' if container == 'jsonl' else 'Row'} {number}"
+                where += f" of {name}" if len(order["sources"]) > 1 else ""
+                line = _line(row, how, where)
+                if len(line) > longest:
+                    raise BadFile(
+                        f"{where} is longer than {longest} bytes (ACCRUE_MAX_LINE_BYTES): split it into "
+                        "several samples."
+                    )
+                try:
+                    form, _ = parse_line(line, form)
+                except BadLine as error:
+                    raise BadFile(f"{where}: {error}.") from None
+                written += len(line) + 1
+                if written > order["max_file_bytes"]:
+                    raise BadFile(
+                        f"The samples take more than {order['max_file_bytes']} bytes as JSON lines "
+                        "(ACCRUE_MAX_FILE_BYTES)."
+                    )
+                target.write(line + b"\n")
+                examples += 1
+    if form is None:
+        raise BadFile("The file has no sample.")
+    return Converted(form, examples)
+
+
+def _line(row: Any, how: Reading, where: str) -> bytes:
+    """The row as a line of JSON."""
+    try:
+        if how.columns and isinstance(row, dict):
+            row = mapped(row, how.columns)
+        return json.dumps(row, ensure_ascii=False, default=str).encode()
+    except BadShape as error:
+        raise BadFile(f"{where} {error}.") from None
+    except UnicodeEncodeError:
+        raise BadFile(f"{where} has a lone surrogate.") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadFile(f"{where} cannot be written as JSON ({str(error)[:120]}).") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The same samples in every kind of file and every known shape."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+
+from app.contract.data_formats import parse_line
+from app.settings import Settings
+
+QUESTIONS = [("Add, and say “why”.", "1 + 1", "2", 1.0), ("Name a colour\nor two.", "", "red; blue", 0.5)]
+
+CHATS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "user", "content": "\n\n".join(part for part in (instruction, given) if part)},
+            {"role": "assistant", "content": output},
+        ],
+        "weight": weight,
+    }
+    for instruction, given, output, weight in QUESTIONS
+]
+ALPACA: list[dict[str, Any]] = [
+    {"instruction": instruction, "input": given, "output": output, "weight": weight}
+    for instruction, given, output, weight in QUESTIONS
+]
+SHAREGPT: list[dict[str, Any]] = [
+    {
+        "conversations": [
+            {"from": "human", "value": chat["messages"][0]["content"]},
+            {"from": "gpt", "value": chat["messages"][1]["content"]},
+        ],
+        "weight": chat["weight"],
+    }
+    for chat in CHATS
+]
+CONVERSATIONAL: list[dict[str, Any]] = [
+    {"prompt": chat["messages"][:1], "completion": chat["messages"][1:], "weight": chat["weight"]}
+    for chat in CHATS
+]
+PARTS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat["messages"]
+        ],
+        "weight": chat["weight"],
+    }
+    for chat in CHATS
+]
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def array(rows: list[dict[str, Any]]) -> bytes:
+    return json.dumps(rows, indent=1).encode()
+
+
+def table(delimiter: str = ",", encoding: str = "utf-8") -> Callable[[list[dict[str, Any]]], bytes]:
+    def written(rows: list[dict[str, Any]]) -> bytes:
+        file = io.StringIO(newline="")
+        writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(
+                {
+                    key: value if isinstance(value, str | float) else json.dumps(value)
+                    for key, value in row.items()
+                }
+            )
+        return file.getvalue().encode(encoding)
+
+    return written
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+KINDS = {
+    "jsonl": lines,
+    "json": array,
+    "csv": table(),
+    "semicolons.csv": table(";"),
+    "utf16.csv": table(encoding="utf-16"),
+    "bom.csv": table(encoding="utf-8-sig"),
+    "tsv": table("\t"),
+    "parquet": parquet,
+}
+SHAPES = {
+    "chats": CHATS,
+    "alpaca": ALPACA,
+    "sharegpt": SHAREGPT,
+    "conversational": CONVERSATIONAL,
+    "parts": PARTS,
+}
+
+
+def upload(client: TestClient, name: str, content: bytes, **fields: str) -> Any:
+    form = {"purpose": "fine-tune", **fields}
+    return client.post("/v1/files", files={"file": (name, content)}, data=form).json()
+
+
+def examples_of(content: bytes) -> list[Any]:
+    """What the trainer tokenises of each line."""
+    return [parse_line(line)[1].model_dump(exclude_none=True) for line in content.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *(
+            (kind, shape)
+            for kind in ("jsonl", "json", "csv", "parquet")
+            for shape in SHAPES
+            if (kind, shape) != ("csv", "conversational")
+        ),
+        *((kind, "alpaca") for kind in KINDS),
+    ],
+)
+def test_the_same_samples_are_trained_on_whatever_their_file(
+    client: TestClient, kind: str, shape: str
+) -> None:
+    file = upload(client, f"data.{kind}", KINDS[kind](SHAPES[shape]))
+    assert (file.get("format"), file.get("examples")) == ("messages", 2), file
+    stored = client.get(f"/v1/files/{file['id']}/content").content
+    assert examples_of(stored) == examples_of(lines(CHATS))
+
+
+def test_json_lines_are_kept_byte_by_byte(client: TestClient) -> None:
+    file = upload(client, "data.jsonl", lines(ALPACA))
+    assert client.get(f"/v1/files/{file['id']}/content").content == lines(ALPACA)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_columns_are_assigned_to_fields(client: TestClient, kind: str) -> None:
+    rows = [
+        {"question": "2+2", "answer": "4", "prompt": "no"},
+        {"question": "", "answer": "NA", "prompt": ""},
+    ]
+    content = KINDS[kind](rows)
+    as_json = json.dumps({"prompt": "question", "completion": "answer"})
+    for fields in (
+        {"columns": as_json},
+        {"columns[prompt]": "question", "columns[completion]": "answer"},
+    ):
+        file = upload(client, f"data.{kind}", content, **fields)
+        stored = client.get(f"/v1/files/{file['id']}/content").text.splitlines()
+        expected = [{"prompt": "2+2", "completion": "4"}, {"prompt": "", "completion": "NA"}]
+        assert [json.loads(line) for line in stored] == expected
+    without = upload(client, f"data.{kind}", content)
+    assert "columns=" in without["detail"]
+    missing = upload(client, f"data.{kind}", content, columns='{"text": "body"}')
+    assert missing["detail"] == (
+        f"{'Line' if kind == 'jsonl' else 'Row'} 1 has no column 'body'; it has 'answer', 'prompt', "
+        "'question'."
+    )
+
+
+def test_openai_s_client_uploads_a_table_with_assigned_columns(client: TestClient) -> None:
+    with openai.OpenAI(api_key="unused", base_url="http://127.0.0.1:8000/v1", http_client=client) as ours:  # type: ignore[arg-type]
+        file = ours.files.create(
+            file=("qa.csv", b"q,a\n1,2\n"), purpose="fine-tune",
+            extra_body={"columns": {"prompt": "q", "completion": "a"}},
+        )  # fmt: skip
+        assert ours.files.content(file.id).read() == b'{"prompt": "1", "completion": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"),
+    [
+        ("document", ["one\ntwo\n\n\nthree"]),
+        ("paragraph", ["one\ntwo", "three"]),
+        ("line", ["one", "two", "three"]),
+    ],
+)
+def test_plain_text(client: TestClient, sample_by: str, expected: list[str]) -> None:
+    file = upload(client, "book.txt", b"one\ntwo\n\n\nthree\n", sample_by=sample_by)
+    stored = client.get(f"/v1/files/{file['id']}/content").text.splitlines()
+    assert [json.loads(line)["text"] for line in stored] == expected
+
+
+def test_a_document_is_split_unless_the_job_says_otherwise(client: TestClient) -> None:
+    file = upload(client, "book.txt", b"word " * 5000)
+    job = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file["id"]}}
+    job = {**job, "training_config": {"max_steps": 2}, "dry_run": True}
+    answer = client.post("/gradient-accumulation/training/with-accumulation", json=job).json()
+    assert answer["dataset"]["overlength"] == "split"
+    job["dataset_config"] = {"file_id": file["id"], "overlength": "truncate"}
+    answer = client.post("/gradient-accumulation/training/with-accumulation", json=job).json()
+    assert answer["dataset"]["overlength"] == "truncate"
+
+
+def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, settings: Settings) -> None:
+    line = "x" * 99 + "\n"
+    file = upload(client, "long.txt", (line * (settings.max_line_bytes // 100 + 1000)).encode())
+    texts = [
+        json.loads(each)["text"] for each in client.get(f"/v1/files/{file['id']}/content").text.splitlines()
+    ]
+    assert len(texts) > 1
+    assert "\n".join(texts) + "\n" == line * (settings.max_line_bytes // 100 + 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.csv", b"prompt,completion\na,b,c\n", "Row 1 has 3 cells, but there are 2 columns"),
+        ("a.csv", b'prompt,completion\n"a,b\n', "Not valid CSV after row 0"),
+        ("a.csv", b"prompt,prompt\na,b\n", "Two columns have the same name"),
+        ("a.csv", b"text\n\xff\n", "Not UTF-8 text after row 0"),
+        ("a.csv", b"text\n", "no sample"),
+        ("a.csv", b"", "no sample"),
+        ("a.csv", b"text,weight\nhi,much\n", "Row 1: weight: Input should be a valid number"),
+        ("a.json", b'[{"text": "a"}, {"text": ', "Not valid JSON after row 1"),
+        ("a.json", b'[{"text": "a"}, "b"]', "Row 2: expected a JSON object, found str"),
+        ("a.json", b'[{"text": "a\\u0000"}]', "Row 1: text: has a NUL character"),
+        ("a.json", b"[" * 100_000, "Row 1 is nested deeper than 64 levels"),
+        ("a.json", b"[]", "no sample"),
+        ("a.parquet", b"PAR1" + b"x" * 200 + b"PAR1", "Not a valid Parquet file"),
+        ("a.parquet", b"text", "not a Parquet file"),
+        ("a.xlsx", b"PK\x03\x04", "save it as CSV"),
+        ("a.txt", b"\n \n", "no sample"),
+        ("a.txt", b"\xff\xfe\x00", "Not UTF-8 text"),
+        ("a.jsonl", b'{"instruction": 1, "output": "a"}', "Line 1: instruction is not a text"),
+        ("a.jsonl", b'{"conversations": [{"from": "dog", "value": "a"}]}', "from is 'dog'"),
+        ("a.jsonl", b'{"conversations": [{"from": ["x"], "value": "a"}]}', "from is ['x']"),
+        ("a.jsonl", b'{"messages": "hello"}', "messages is a text that is not valid JSON"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": null}]}', "content"),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "is of type 'image_url': only text can be trained on",
+        ),
+        ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+    ],
+)
+def test_bad_files_are_rejected_with_the_reason(
+    client: TestClient, settings: Settings, name: str, content: bytes, problem: str
+) -> None:
+    answer = upload(client, name, content)
+    if problem:
+        assert problem in answer["detail"]
+        assert list(settings.files_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "columns", ["[]", "{", '{"question": "prompt"}', '{"text": 1}', '{"text": ""}', '{"text": "\\u0000"}']
+)
+def test_bad_columns_are_rejected(client: TestClient, columns: str) -> None:
+    answer = upload(client, "a.csv", b"text\na\n", columns=columns)
+    assert answer["status"] == 400
+    assert answer["error"]["param"] == "columns"
+
+
+def test_a_parquet_file_that_expands_enormously_is_rejected(
+    client: TestClient, settings: Settings, tmp_path: Path
+) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["x" * 100_000]))
+    pq.write_table(pa.table({"text": column}), tmp_path / "bomb.parquet")
+    content = (tmp_path / "bomb.parquet").read_bytes()
+    assert len(content) < 2**20
+    answer = upload(client, "bomb.parquet", content)
+    assert "ACCRUE_MAX_FILE_BYTES" in answer["detail"]
+    assert list(settings.files_dir.iterdir()) == []
+
+
+def test_a_folder_of_files_is_a_data_set(tmp_path: Path, settings: Settings, client: TestClient) -> None:
+    folder = tmp_path / "datasets" / "qa" / "data"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        (folder / f"train-{number}.parquet").write_bytes(parquet([{"q": f"q{number}", "a": "b"}]))
+    (folder / "test-0.parquet").write_bytes(parquet([{"q": "no", "a": "no"}]))
+    client.app.state.settings = settings.model_copy(update={"datasets_dir": tmp_path / "datasets"})  # type: ignore[attr-defined]
+    columns = {"instruction": "q", "output": "a"}
+    job = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"dataset": "qa", "columns": columns}}
+    answer = client.post("/gradient-accumulation/training/with-accumulation", json=job).json()
+    assert (answer["dataset"]["format"], answer["dataset"]["examples"]) == ("messages", 2)
+    stored = (settings.files_dir / answer["dataset"]["file_id"]).read_text().splitlines()
+    assert [json.loads(line)["instruction"] for line in stored] == ["q0", "q1"]
+    assert not list(settings.files_dir.glob("*.upload"))
+    wrong = {**job, "dataset_config": {"file_id": answer["dataset"]["file_id"], "columns": columns}}
+    answer = client.post("/gradient-accumulation/training/with-accumulation", json=wrong)
+    assert answer.status_code == 422
+    assert "give columns with the upload" in answer.text
