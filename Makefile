@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices families serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -81,6 +81,9 @@ bench-memory: $(STAMP) ## Measure and predict peak memory by accumulation steps,
 
 bench-devices: $(STAMP) ## Compare one and two ranks, unequal ones too, with Trainer under torchrun (about 15 minutes)
 	$(BIN)/python -m tests.benchmarks.devices
+
+bench-data: $(STAMP) ## Upload a million samples as JSON lines, CSV and Parquet, and tokenise them (about 10 minutes)
+	$(BIN)/python -m tests.benchmarks.rows
 
 families: $(STAMP) ## Train a small model of every family that transformers knows, and write a table (about 15 minutes)
 	$(BIN)/python -m tests.benchmarks.families

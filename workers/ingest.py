@@ -216,6 +216,9 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
         if position.window is None:
             return started
         own = position.window
+        if own.samples_to_prepare is not None:
+            prepared = {"prepared_samples": own.prepared_samples}
+            return {**started, **prepared, "samples_to_prepare": own.samples_to_prepare}
         started |= {"micro_step": own.micro_step, "accumulation_step": own.accumulation_step}
         return {**started, "within_window": True}
     sums = position.sums

@@ -396,10 +396,8 @@ class Reporter:
         Args:
             micro_step: the run's micro-steps before this window.
         """
-        now = time.monotonic()
-        if now - self._progress_at < PROGRESS_EVERY_SECONDS:
+        if not self._is_due():
             return
-        self._progress_at = now
         self._run.write_progress(
             WindowProgress(
                 attempt=self.attempt,
@@ -408,6 +406,22 @@ class Reporter:
                 accumulation_step=accumulation_step,
             )
         )
+
+    def preparing(self, done: int, total: int) -> None:
+        """Reports how many samples are tokenised, at most once a second."""
+        if self._is_due():
+            prepared = {"prepared_samples": min(done, total), "samples_to_prepare": total}
+            self._run.write_progress(
+                WindowProgress(attempt=self.attempt, step=0, micro_step=0, accumulation_step=0, **prepared)
+            )
+
+    def _is_due(self) -> bool:
+        """Whether a second has passed since the last report of progress."""
+        now = time.monotonic()
+        if now - self._progress_at < PROGRESS_EVERY_SECONDS:
+            return False
+        self._progress_at = now
+        return True
 
     def note_work(self) -> None:
         """Marks the trainer as working, at most once per interval."""
@@ -448,6 +462,9 @@ class SilentReporter(Reporter):
 
     def progress(self, step: int, micro_step: int, accumulation_step: int) -> None:
         """Rank 0 reports its own."""
+
+    def preparing(self, done: int, total: int) -> None:
+        """Rank 0 prepares the data for all."""
 
     def note_work(self) -> None:
         """Rank 0 shows it."""

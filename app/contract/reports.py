@@ -168,7 +168,8 @@ class LogLine(Frozen):
 
 
 class WindowProgress(Frozen):
-    """How far the current window has progressed: the content of progress.json."""
+    """How far the current window, or the preparation before the first one, has progressed: the content of
+    progress.json."""
 
     attempt: Count
     step: Count
@@ -177,6 +178,9 @@ class WindowProgress(Frozen):
     """Micro-batches so far, over the whole job."""
     accumulation_step: Count
     """Micro-batches of this window so far."""
+    prepared_samples: Count | None = None
+    """Samples tokenised so far; null once training has begun."""
+    samples_to_prepare: Count | None = None
 
 
 class EventLine(Frozen):

@@ -436,6 +436,9 @@ class Progress(Answer):
     tokens_per_second: float | None = None
     memory_peak_bytes: int | None = None
     eta_seconds: float | None = None
+    prepared_samples: int | None = None
+    """Samples tokenised so far; null once training has begun."""
+    samples_to_prepare: int | None = None
     ranks: list[RankFigures] | None = None
     """What each of several devices has done; null with one device."""
 

@@ -141,7 +141,7 @@ class EventStream:
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
 
     def _windows(self, job_ids: set[str]) -> dict[str, WindowProgress]:
-        """The progress within the current windows of running jobs."""
+        """The progress of running jobs within their current windows, or in preparing their data."""
         running = select(Job.id, Job.attempt, Job.progress).where(
             Job.status == "running", Job.id.in_(job_ids)
         )
@@ -150,11 +150,13 @@ class EventStream:
                 job_id: WindowProgress(
                     attempt=attempt,
                     step=progress.get("step", 0),
-                    micro_step=progress["micro_step"],
-                    accumulation_step=progress["accumulation_step"],
+                    micro_step=progress.get("micro_step", 0),
+                    accumulation_step=progress.get("accumulation_step", 0),
+                    prepared_samples=progress.get("prepared_samples"),
+                    samples_to_prepare=progress.get("samples_to_prepare"),
                 )
                 for job_id, attempt, progress in session.execute(running)
-                if progress.get("within_window")
+                if progress.get("within_window") or progress.get("samples_to_prepare")
             }
 
     def _new_events(self, ready: Sequence[_Follower]) -> tuple[dict[int, list[JobEvent]], list[int]]:

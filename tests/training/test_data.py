@@ -180,3 +180,31 @@ def test_alpaca_s_history_is_context(tmp_path: Path) -> None:
     assert [(m.role, m.content, m.weight) for m in chat.messages] == [
         ("system", "s", 1), ("user", "a", 1), ("assistant", "b", 0), ("user", "c", 1), ("assistant", "d", 1),
     ]  # fmt: skip
+
+
+def test_a_conversation_that_cannot_be_rendered_is_named_among_many(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'endless' %}{% for i in range(10 ** 9) %}"
+        "{% for j in range(10 ** 9) %}x{% endfor %}{% endfor %}{% endif %}{{ m.content }};{% endfor %}"
+    )
+    source = tmp_path / "data.jsonl"
+    turns = ["a", "b", "endless", "c"]
+    answer = {"role": "assistant", "content": "d"}
+    chats = [{"messages": [{"role": "user", "content": turn}, answer]} for turn in turns]
+    source.write_text("\n".join(map(json.dumps, chats)))
+    data = with_digest_of(source, spec("messages", examples=4))
+    with pytest.raises(CannotTrain, match=r"line 3 of the data: the model's chat template"):
+        prepare(data, source, tokenizer, tmp_path / "prepared")
+
+
+def test_progress_is_reported_between_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.training.data._CHUNK", 10)
+    source = write_texts(tmp_path / "data.jsonl", count=25)
+    data = with_digest_of(source, spec("text", examples=25))
+    seen: list[tuple[int, int]] = []
+    prepare(
+        data, source, make_tokenizer(), tmp_path / "prepared",
+        report=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert seen == [(10, 25), (20, 25), (25, 25)]

@@ -230,6 +230,24 @@ def test_progress_within_a_window_is_reported(database: Database, run: RunDirect
     assert (progress["accumulation_step"], progress["within_window"]) == (2, False)
 
 
+def test_progress_of_the_preparation_is_shown_until_the_first_step(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    with Reporter(run, 1) as reporter:
+        reporter._progress_at -= 10
+        reporter.preparing(300, 1000)
+        reporter.preparing(400, 1000)  # within the same second
+        read(database, run, fence)
+        with database.reading() as session:
+            progress = transitions.get(session, fence.job_id).progress
+        assert (progress["prepared_samples"], progress["samples_to_prepare"]) == (300, 1000)
+        reporter.step(line(1))
+    read(database, run, fence)
+    with database.reading() as session:
+        progress = transitions.get(session, fence.job_id).progress
+    assert "samples_to_prepare" not in progress
+
+
 def test_text_that_cannot_be_stored_loses_no_event(
     database: Database, run: RunDirectory, fence: Fence
 ) -> None:

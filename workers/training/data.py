@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from app.contract.data_formats import (
 from app.contract.spec import DataSpec, Shard
 from workers.run_directory import sync, write_atomically
 from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.rendering import Renderer
+from workers.training.rendering import Conversation, NotRendered, Renderer
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
@@ -135,12 +136,14 @@ def prepare(
     folder: Path,
     taken: Mask | None = None,
     stop: Callable[[], bool] = lambda: False,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Prepared:
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
 
     Args:
         taken: which of the file's examples are used, bool of shape (examples,); None for all.
         stop: checked between chunks.
+        report: called between chunks with the number of examples done, and of all.
 
     Raises:
         CannotTrain: a line is invalid or too long, or no token counts for the loss.
@@ -154,7 +157,7 @@ def prepare(
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
-    prepared = _write(spec, source, tokenizer, folder, taken, stop)
+    prepared = _write(spec, source, tokenizer, folder, taken, stop, report)
     if prepared.targets == 0:
         raise CannotTrain(
             "nothing_to_learn",
@@ -220,11 +223,11 @@ def _write(
     folder: Path,
     taken: Mask | None,
     stop: Callable[[], bool],
+    report: Callable[[int, int], None],
 ) -> Prepared:
     prepared = Prepared()
-    lengths: list[int] = []
-    targets: list[int] = []
-    weights: list[float] = []
+    lengths, targets, weights = array("q"), array("q"), array("f")
+    done, total = 0, spec.examples if taken is None else int(taken.sum())
     examples = read_examples(spec, source, taken)
     with (
         Tokeniser(tokenizer) as tokeniser,
@@ -241,9 +244,11 @@ def _write(
                 for row in fit_length(spec, number, tokens, counts, prepared)
             ]
             writer.write_batch(_record([(tokens, counts) for tokens, counts, _ in rows]))
-            lengths += [len(tokens) for tokens, _, _ in rows]
-            targets += [int(sum(counts[1:])) if weight else 0 for _, counts, weight in rows]
-            weights += [weight for _, _, weight in rows]
+            lengths.extend(len(tokens) for tokens, _, _ in rows)
+            targets.extend(int(sum(counts[1:])) if weight else 0 for _, counts, weight in rows)
+            weights.extend(weight for _, _, weight in rows)
+            done += len(chunk)
+            report(done, total)
     np.save(folder / "sizes.npy", np.array([lengths, targets], dtype=np.int64).reshape(2, -1))
     np.save(folder / "weights.npy", np.array(weights, dtype=np.float32))
     prepared.samples, prepared.tokens, prepared.targets = len(lengths), sum(lengths), sum(targets)
@@ -311,7 +316,11 @@ class Tokeniser:
 
     def rows(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[int], list[bool]]]:
         """Yields each example's line number, its tokens, and which of these count."""
-        pieces = [self._pieces(number, example) for number, example in chunk]
+        rendered = iter(self._rendered([(line, each) for line, each in chunk if isinstance(each, Chat)]))
+        pieces = [
+            _turns(number, *next(rendered)) if isinstance(example, Chat) else _pieces(example)
+            for number, example in chunk
+        ]
         texts = [text for example in pieces for text, _ in example]
         encoded = iter(self._tokenizer(texts, add_special_tokens=False).input_ids)
         for (number, example), own in zip(chunk, pieces, strict=True):
@@ -327,39 +336,11 @@ class Tokeniser:
                 counts += [True]
             yield number, tokens, counts
 
-    def _pieces(self, number: int, example: Example) -> list[Piece]:
-        match example:
-            case TextExample():
-                return [(example.text, True)]
-            case PromptCompletion():
-                return [(example.prompt, False), (example.completion, True)]
-            case Chat():
-                return self._turns(number, example)
-
-    def _turns(self, number: int, chat: Chat) -> list[Piece]:
-        """Splits the rendered chat into pieces; of an assistant's turn, everything after its opening
-        counts."""
-        learned = [
-            index for index, message in enumerate(chat.messages)
-            if message.role == "assistant" and message.weight
-        ]  # fmt: skip
-        whole, *parts = self._rendered(number, chat, learned)
-        pieces: list[Piece] = []
-        at = 0
-        for before, upto in zip(parts[::2], parts[1::2], strict=True):
-            if not (whole.startswith(before) and whole.startswith(upto)):
-                raise CannotTrain(
-                    "chat_template",
-                    f"line {number} of the data: the model's chat template renders a turn "
-                    "differently once others follow, so it is unclear which tokens to learn; use "
-                    "prompt and completion instead",
-                )
-            pieces += [(whole[at : len(before)], False), (whole[len(before) : len(upto)], True)]
-            at = len(upto)
-        return [*pieces, (whole[at:], False)]
-
-    def _rendered(self, number: int, chat: Chat, learned: list[int]) -> list[str]:
-        """The whole chat; and for each turn to be learned, the text before it and the text to its end."""
+    def _rendered(self, chats: list[tuple[int, Chat]]) -> list[tuple[str, list[str]]]:
+        """Each chat as a whole; and for each turn to be learned, the text before it and the text to its
+        end."""
+        if not chats:
+            return []
         if not self._tokenizer.chat_template:
             raise CannotTrain(
                 "no_chat_template",
@@ -369,16 +350,58 @@ class Tokeniser:
         if self._renderer is None:
             template = self._tokenizer.get_chat_template()
             self._renderer = Renderer(template, self._tokenizer.special_tokens_map)
-        prefixes = [(len(chat.messages), False)]
-        for index in learned:
-            prefixes += [(index, True), (index + 1, False)]
-        requested = [each for each in prefixes if each[0]]  # an empty prefix needs no rendering
-        messages = [message.for_template() for message in chat.messages]
+        prefixes = [_prefixes(chat) for _, chat in chats]
+        conversations = [
+            Conversation(
+                [message.for_template() for message in chat.messages],
+                [prefix for prefix in own if prefix[0]],  # an empty prefix needs no rendering
+                chat.tools,
+            )
+            for (_, chat), own in zip(chats, prefixes, strict=True)
+        ]
         try:
-            made = iter(self._renderer.render(messages, requested, chat.tools))
-        except CannotTrain as error:
-            raise CannotTrain(error.code, f"line {number} of the data: {error}") from None
-        return [next(made) if count else "" for count, _ in prefixes]
+            made = self._renderer.render(conversations)
+        except NotRendered as error:
+            line = chats[error.number][0]
+            raise CannotTrain("chat_template", f"line {line} of the data: {error}") from None
+        found = []
+        for own, texts in zip(prefixes, map(iter, made), strict=True):
+            whole, *parts = [next(texts) if count else "" for count, _ in own]
+            found.append((whole, parts))
+        return found
+
+
+def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:
+    if isinstance(example, TextExample):
+        return [(example.text, True)]
+    return [(example.prompt, False), (example.completion, True)]
+
+
+def _prefixes(chat: Chat) -> list[tuple[int, bool]]:
+    """The prefixes that are rendered: the whole chat; and for each turn to be learned, that before it, and
+    that to its end."""
+    found = [(len(chat.messages), False)]
+    for index, message in enumerate(chat.messages):
+        if message.role == "assistant" and message.weight:
+            found += [(index, True), (index + 1, False)]
+    return found
+
+
+def _turns(number: int, whole: str, parts: list[str]) -> list[Piece]:
+    """Splits the rendered chat into pieces; of an assistant's turn, everything after its opening counts."""
+    pieces: list[Piece] = []
+    at = 0
+    for before, upto in zip(parts[::2], parts[1::2], strict=True):
+        if not (whole.startswith(before) and whole.startswith(upto)):
+            raise CannotTrain(
+                "chat_template",
+                f"line {number} of the data: the model's chat template renders a turn "
+                "differently once others follow, so it is unclear which tokens to learn; use "
+                "prompt and completion instead",
+            )
+        pieces += [(whole[at : len(before)], False), (whole[len(before) : len(upto)], True)]
+        at = len(upto)
+    return [*pieces, (whole[at:], False)]
 
 
 def fit_length(

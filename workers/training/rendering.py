@@ -13,11 +13,12 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
-from workers.training.exceptions import CannotTrain
 from workers.training.isolation import drop_capabilities
 from workers.training.limits import limit_memory
 
@@ -26,8 +27,65 @@ CPU_SECONDS = 5
 
 MEMORY_BYTES = 2**30
 """The child's memory limit, in addition to what its libraries take."""
+_BATCH_CHARACTERS = 2**18
 MAX_CHARACTERS = 64 * 2**20
 """The maximum number of rendered characters of one conversation, over all of its prefixes."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and which prefixes of them are rendered."""
+
+    messages: list[dict[str, Any]]
+    prefixes: list[tuple[int, bool]]
+    """For each: the number of messages, and whether the opening of an answer follows them."""
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the assistant may call, as JSON schemas."""
+
+
+class NotRendered(Exception):
+    """A conversation that the template cannot render; the message says why.
+
+    Args:
+        number: the conversation's place among those that were requested, from 0.
+    """
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+def _batches(conversations: Sequence[Conversation]) -> Iterator[tuple[int, int]]:
+    """Ranges of conversations that are rendered at once: the more, the less time is spent on exchanging
+    them."""
+    first = size = 0
+    for number, conversation in enumerate(conversations):
+        size += sum(len(str(message.get("content", ""))) for message in conversation.messages)
+        if size > _BATCH_CHARACTERS or number + 1 == len(conversations):
+            yield first, number + 1
+            first, size = number + 1, 0
+
+
+def _texts_of(number: int, answer: dict[str, Any] | None) -> list[str]:
+    """The texts of an answer.
+
+    Raises:
+        NotRendered: there is none, or it says why not.
+    """
+    if answer is None:
+        raise NotRendered(
+            number,
+            f"the model's chat template took more than {CPU_SECONDS} s or {MEMORY_BYTES // 2**20} MiB for "
+            "one conversation: use prompt and completion instead, or a model with a simpler template",
+        )
+    if "error" in answer:
+        raise NotRendered(
+            number,
+            f"the model's chat template rejects this conversation ({answer['error']}): check the order and "
+            "the roles of its messages, or use prompt and completion instead",
+        )
+    texts: list[str] = answer["texts"]
+    return texts
 
 
 class Renderer:
@@ -42,26 +100,30 @@ class Renderer:
         self._template, self._special_tokens = template, special_tokens
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        prefixes: list[tuple[int, bool]],
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[str]:
-        """Renders the first `n` messages, with or without the opening of an answer, for each of the prefixes.
-
-        Args:
-            tools: the functions that the assistant may call, as JSON schemas.
+    def render(self, conversations: Sequence[Conversation]) -> list[list[str]]:
+        """Renders conversations, each for its own prefixes.
 
         Raises:
-            CannotTrain: the template takes too long, too much memory, or raises. The message contains nothing
+            NotRendered: the template takes too long, too much memory, or raises. The message contains nothing
                 of the conversation.
         """
+        made: list[list[str]] = []
+        for first, last in _batches(conversations):
+            answers = self._answers(conversations[first:last])
+            for number in range(first, last):
+                # If the child was ended, the conversation that did it is found one by one.
+                own = answers[number - first : number - first + 1] if answers is not None else None
+                own = self._answers(conversations[number : number + 1]) if own is None else own
+                made.append(_texts_of(number, own[0] if own else None))
+        return made
+
+    def _answers(self, conversations: Sequence[Conversation]) -> list[dict[str, Any]] | None:
+        """The child's answer for each conversation; None if it was ended by one of its limits."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            requested = {"messages": messages, "prefixes": prefixes, "tools": tools}
+            requested = [vars(conversation) for conversation in conversations]
             process.stdin.write(json.dumps(requested).encode() + b"\n")
             process.stdin.flush()
             answer = process.stdout.readline()
@@ -69,20 +131,9 @@ class Renderer:
             answer = b""
         if not answer.endswith(b"\n"):
             self.close()
-            raise CannotTrain(
-                "chat_template",
-                f"the model's chat template took more than {CPU_SECONDS} s or {MEMORY_BYTES // 2**20} MiB "
-                "for one conversation: use prompt and completion instead, or a model with a simpler template",
-            )
-        answer = json.loads(answer)
-        if "error" in answer:
-            raise CannotTrain(
-                "chat_template",
-                f"the model's chat template rejects this conversation ({answer['error']}): check the order "
-                "and the roles of its messages, or use prompt and completion instead",
-            )
-        texts: list[str] = answer["texts"]
-        return texts
+            return None
+        answers: list[dict[str, Any]] = json.loads(answer)
+        return answers
 
     def close(self) -> None:
         """Ends the child."""
@@ -130,14 +181,17 @@ def main() -> None:
     drop_capabilities()  # again: starting a program makes the process open to inspection again
     first = json.loads(sys.stdin.buffer.readline())
     for line in sys.stdin.buffer:
-        _limit_time()
-        requested = json.loads(line)
-        try:
-            answer: dict[str, Any] = {"texts": _texts(render_jinja_template, first, requested)}
-        except Exception as error:  # a template may raise anything; its message may be training text
-            answer = {"error": type(error).__name__}
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        answers = [_answer(render_jinja_template, first, each) for each in json.loads(line)]
+        sys.stdout.buffer.write(json.dumps(answers).encode() + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _answer(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> dict[str, Any]:
+    _limit_time()
+    try:
+        return {"texts": _texts(render, first, requested)}
+    except Exception as error:  # a template may raise anything; its message may be training text
+        return {"error": type(error).__name__}
 
 
 def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ def start(
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
     try:
         with leader_first(group):
-            prepared, samples, validation = _data(run, assignment, tokenizer, stop)
+            prepared, samples, validation = _data(run, assignment, tokenizer, stop, reporter)
     except (CannotTrain, Interrupted, OSError, MemoryError):
         raise
     except (
@@ -157,7 +157,7 @@ def _shares(
 
 
 def _data(
-    run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop
+    run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop, reporter: Reporter
 ) -> tuple[Prepared, Samples, Samples | None]:
     """The tokenised samples to train on, and those to evaluate on."""
     spec = assignment.spec.data
@@ -168,7 +168,7 @@ def _data(
         trained = of_shard(
             assignment.spec.shard, np.ones(spec.examples, np.bool_) if trained is None else trained
         )
-    prepared = prepare(spec, source, tokenizer, run.data, trained, stop)
+    prepared = prepare(spec, source, tokenizer, run.data, trained, stop, reporter.preparing)
     samples = Samples(run.data)
     if spec.validation is None:
         return prepared, samples, None

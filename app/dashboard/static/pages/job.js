@@ -234,12 +234,18 @@ function makeState() {
         {},
         job.status === "queued"
           ? waitingReason(job)
-          : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`,
+          : job.status === "running" && progress.samples_to_prepare
+            ? `Tokenised ${number(progress.prepared_samples)} of ${number(progress.samples_to_prepare)} samples`
+            : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`,
       ),
     );
     error.textContent = job.error?.message ?? "";
     bar.max = total ?? 1;
     if (total || ENDED.includes(job.status)) bar.value = total ? progress.step : 1;
+    if (progress.samples_to_prepare && job.status === "running") {
+      bar.max = progress.samples_to_prepare;
+      bar.value = progress.prepared_samples;
+    }
     const shown = {
       batch: split(job),
       loss: fixed(progress.loss_ema),
