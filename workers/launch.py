@@ -68,6 +68,7 @@ class Launcher:
             data_file=str(self.settings.files_dir / spec.data.file_id),
             validation_file=self._validation_file(spec),
             model_path=base_models.path_of(spec.model, self.settings),
+            layer_paths=base_models.layer_paths(spec.model, self.settings),
         )
         with self.database.writing() as session:
             queue.store_plan(session, fence, plan, _name(devices))

@@ -1,7 +1,7 @@
 """The sizes of a causal language model that its memory use and its limits depend on."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import StringConstraints
 
@@ -37,16 +37,6 @@ class Architecture(Frozen):
     """Trainable parameters, tied ones counted once."""
     is_estimated: bool = False
     """Whether sizes and `parameters` are estimates, since no rule for the family is known."""
-
-
-class ModelReference(Frozen):
-    """A base model, and where its files are to be found."""
-
-    name: str
-    source: Literal["built_in", "local", "hub"]
-    architecture: Architecture
-    fingerprint: str | None = None
-    """A digest of the model's files at submission (`model_files.fingerprint_of_files`); None if not local."""
 
 
 MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")

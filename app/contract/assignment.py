@@ -18,3 +18,5 @@ class Assignment(Frozen):
     """Absolute path of the validation file; None if the job has none of its own."""
     model_path: str
     """Absolute path of a model's directory, or a hub id."""
+    layer_paths: tuple[str, ...] = ()
+    """Absolute paths of the folders with the model's layers, in their order."""

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from app.contract.base import Frozen
-from app.contract.spec import Attention, AuxScope, LoraSpec, OptimizerName, RunPrecision, ZeroStage
+from app.contract.model_reference import LoraSpec
+from app.contract.spec import Attention, AuxScope, OptimizerName, RunPrecision, ZeroStage
 
 
 class Recipe(Frozen):

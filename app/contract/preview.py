@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from app.contract.architecture import ModelReference
 from app.contract.base import Answer, Frozen
 from app.contract.data_formats import DataFormat
+from app.contract.model_reference import ModelReference
 from app.contract.spec import DataSpec, Overlength
 
 

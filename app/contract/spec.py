@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import Field
 
 from app.contract.accumulation import ClipMode, Precision
-from app.contract.architecture import ModelReference
 from app.contract.base import Frozen
 from app.contract.data_formats import DataFormat
+from app.contract.model_reference import LoraSpec, ModelReference
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
@@ -86,18 +86,6 @@ class ScheduleSpec(Frozen):
     """one_cycle: the peak rate divided by the first rate."""
     final_div_factor: float
     """one_cycle: the first rate divided by the last one."""
-
-
-class LoraSpec(Frozen):
-    """Low-rank adapters (Hu et al. 2021) through peft."""
-
-    r: int
-    alpha: int
-    dropout: float
-    target_modules: tuple[str, ...] | None
-    """Suffixes of module names; None: every linear layer but the output head."""
-    merge: bool
-    """The model is saved with the adapters merged into it, instead of the adapters alone."""
 
 
 class MethodSpec(Frozen):

@@ -5,11 +5,11 @@ from typing import Annotated
 from anyio import to_thread
 from fastapi import APIRouter, Path, Query, Request
 
-from app.contract.architecture import ModelName
+from app.contract.model_reference import StartingModel
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.spec import DataSpec, Overlength
 from app.datasets import files, previews
-from app.models import base_models
+from app.models import starting_models
 from app.storage.waits import WaitLimiter
 from app.submissions.freeze import Data, max_length_for
 from app.web.dependencies import CurrentDatabase, CurrentSettings
@@ -25,7 +25,7 @@ async def preview(
     database: CurrentDatabase,
     settings: CurrentSettings,
     file_id: Annotated[str, Path(max_length=100, description="file-…")],
-    model_name: Annotated[ModelName, Query(description="The model whose tokenizer reads the file")],
+    model_name: Annotated[StartingModel, Query(description="The model whose tokenizer reads the file")],
     max_length: Annotated[int | None, Query(ge=2, description="In tokens; default: that of a job")] = None,
     overlength: Annotated[
         Overlength | None, Query(description="How to treat longer examples; default: as a job does")
@@ -37,7 +37,7 @@ async def preview(
     def checked() -> PreviewSpec:
         with database.connecting() as connection:
             found = files.read_row(connection, database.viewer.owner, file_id, field="file_id")
-        model, _ = base_models.find_for_training(model_name, settings)
+        model, _ = starting_models.find_for_training(model_name, database, settings)
         data = DataSpec(
             file_id=found.id,
             sha256=found.sha256,

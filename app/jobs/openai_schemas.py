@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from app.contract.architecture import ModelName
 from app.contract.base import Answer, Request
+from app.contract.model_reference import StartingModel
 from app.datasets.dataset_config import DatasetOptions, FileId
 from app.jobs.schemas import JobOptions, Metadata, TrainingConfig
 
@@ -42,7 +42,7 @@ class FineTuningMethod(Request):
 class FineTuningRequest(Request):
     """A request for a job as OpenAI's clients send it; all other options go through `extra_body`."""
 
-    model: ModelName
+    model: StartingModel
     training_file: FileId
     validation_file: FileId | None = None
     method: FineTuningMethod | None = None

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, AccumulationConfig
-from app.contract.architecture import ModelName
 from app.contract.arguments import (
     OPTIMIZER_ARGUMENTS,
     SCHEDULE_ARGUMENTS,
@@ -17,6 +16,7 @@ from app.contract.arguments import (
 )
 from app.contract.base import Answer, Flag, Request, ShortText
 from app.contract.data_formats import DataFormat
+from app.contract.model_reference import StartingModel
 from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
 from app.contract.spec import (
@@ -382,7 +382,7 @@ class JobOptions(AccumulationConfig):
 class TrainingRequest(JobOptions):
     """A job: the model, the data, the effective batch."""
 
-    model_name: ModelName
+    model_name: StartingModel
     dataset_config: DatasetConfig
     training_config: TrainingConfig = Field(default_factory=TrainingConfig)
     metadata: Metadata = Field(default_factory=dict)

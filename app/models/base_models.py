@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture, ModelReference
+from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture
 from app.contract.model_files import fingerprint_of_files
+from app.contract.model_reference import ModelReference
 from app.contract.text import path_to_unstorable, size_error
 from app.errors import TooManyRequests, Unprocessable
 from app.planning import architectures, catalogue
@@ -94,12 +95,29 @@ def path_of(model: ModelReference, settings: Settings) -> str:
         ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process.
     """
     if model.source == "built_in":
-        return str(settings.created_models_dir / model.name)
+        return str(settings.created_models_dir / model.base_name)
     if model.source == "hub":
-        return model.name
+        return model.base_name
+    if model.source == "job":
+        return str((settings.runs_dir / str(model.job_id) / "model").absolute())
     if settings.models_dir is None:
         raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
-    return str(settings.models_dir.absolute() / model.name)
+    return str(settings.models_dir.absolute() / model.base_name)
+
+
+def layer_paths(model: ModelReference, settings: Settings) -> tuple[str, ...]:
+    """The folders of a model's layers."""
+    runs = settings.runs_dir.absolute()
+    return tuple(str(runs / layer.job_id / layer.folder) for layer in model.layers)
+
+
+def read_folder(name: str, folder: Path) -> PlannableModel:
+    """A model in a folder that a job wrote.
+
+    Raises:
+        Unprocessable: there is none, or it cannot be planned for.
+    """
+    return _read(name, _parse(name, _read_limited(name, folder / "config.json")))
 
 
 def is_local(name: str, settings: Settings) -> bool:

@@ -24,7 +24,8 @@ RESULT_FILE = "file-metrics-"
 
 def name_of(job: Job) -> str:
     """The name of a job's model, once the job has succeeded."""
-    return f"ft:{job.model_name}:{_ORGANISATION}:{job.suffix or ''}:{job.id.removeprefix('ftjob-')}"
+    base = job.model_name.split(":")[1] if job.model_name.startswith("ft:") else job.model_name
+    return f"ft:{base}:{_ORGANISATION}:{job.suffix or ''}:{job.id.removeprefix('ftjob-')}"
 
 
 def result_file_of(job: Job) -> str:

@@ -17,7 +17,7 @@ from app.devices.gpus import first_devices, select_devices
 from app.errors import Unprocessable
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
-from app.models import base_models
+from app.models import base_models, starting_models
 from app.planning.answers import RawQuestion, answer, answer_raw, change_to_simulate
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
@@ -82,7 +82,7 @@ class _ResolvedRequest:
 
 def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database) -> _ResolvedRequest:
     assert requested.model_name is not None
-    base = base_models.find_for_planning(requested.model_name, settings)
+    base = starting_models.find_for_planning(requested.model_name, database, settings)
     devices, warnings = devices_of(requested, settings, database)
     recipe, sequence = _recipe(requested, devices[0]), _sequence(requested, base.architecture)
     warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=requested.optimizer)

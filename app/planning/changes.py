@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.contract.memory_profile import Recipe
-from app.contract.spec import LoraSpec
+from app.contract.model_reference import LoraSpec
 
 Applied = Callable[[Recipe], Recipe]
 

@@ -6,11 +6,8 @@ from app.contract.arguments import (
     Method,
     QloraMethod,
 )
-from app.contract.spec import (
-    LoraSpec,
-    MemoryLimits,
-    MethodSpec,
-)
+from app.contract.model_reference import LoraSpec
+from app.contract.spec import MemoryLimits, MethodSpec
 from app.errors import Unprocessable
 
 DEFAULT_EPOCHS = 3

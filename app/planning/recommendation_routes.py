@@ -6,13 +6,14 @@ from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
 from app.contract.accumulation import MAX_EFFECTIVE_BATCH, ClipMode
-from app.contract.architecture import Architecture, ModelName
+from app.contract.architecture import Architecture
 from app.contract.arguments import OptimizerChoice
+from app.contract.model_reference import StartingModel
 from app.devices import gpus, live_workers
 from app.devices.gpus import first_devices
 from app.errors import Unprocessable
 from app.jobs import transitions
-from app.models import base_models
+from app.models import starting_models
 from app.planning.devices import MAX_DEVICE_LENGTH, Device, parse_declared
 from app.planning.evidence import Choices, architecture_of_size, situation, submission
 from app.planning.job_advice import advice_for
@@ -23,7 +24,7 @@ from app.planning.recommendations import (
 from app.planning.schemas import Recommendations
 from app.settings import Settings
 from app.storage.session import Session
-from app.web.dependencies import CurrentSettings, Reading
+from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading
 
 router = APIRouter(tags=["performance"])
 
@@ -31,11 +32,12 @@ router = APIRouter(tags=["performance"])
 @router.get("/performance/recommendations", summary="Recommended values, each with its evidence")
 def recommendations(
     session: Reading,
+    database: CurrentDatabase,
     settings: CurrentSettings,
     model_size: Annotated[
         str | None, Query(max_length=40, description="small, medium, large, xl, or a parameter count")
     ] = None,
-    model_name: Annotated[ModelName | None, Query()] = None,
+    model_name: Annotated[StartingModel | None, Query()] = None,
     training_id: Annotated[str | None, Query(max_length=100)] = None,
     target_batch_size: Annotated[int | None, Query(ge=1, le=MAX_EFFECTIVE_BATCH)] = None,
     target_effective_batch_size: Annotated[
@@ -72,7 +74,7 @@ def recommendations(
         model_name = job.model_name
         architecture = Architecture.model_validate(job.spec["model"]["architecture"])
     elif model_name is not None:
-        architecture = base_models.find_for_planning(model_name, settings).architecture
+        architecture = starting_models.find_for_planning(model_name, database, settings).architecture
     else:
         architecture = architecture_of_size(model_size or "small")
     requested = Choices(target, optimizer, method, dataset_size, clip_mode, kind)

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.contract.accumulation import MAX_MICRO_BATCH, Precision
-from app.contract.architecture import ModelName
 from app.contract.arguments import Method, OptimizerChoice
 from app.contract.base import Answer, Flag, Request
+from app.contract.model_reference import StartingModel
 from app.contract.plan import Alternative, Source
 from app.planning.memory import Memory
 
@@ -16,7 +16,7 @@ class BatchSizeRequest(Request):
     """Requests the largest micro-batch that fits, and how a target batch is split, for a model or from raw
     figures."""
 
-    model_name: ModelName | None = None
+    model_name: StartingModel | None = None
     model_size_gb: float | None = Field(None, gt=0, le=1e6, description="Weights, GiB")
     activation_memory_per_sample_mb: float | None = Field(None, gt=0, le=1e9, description="MiB")
     available_memory_gb: float | None = Field(None, gt=0, le=1e6, description="GiB")

@@ -16,6 +16,8 @@ class Checkpoint:
     """A checkpoint that is on disk."""
 
     id: str
+    name: str
+    """Of its folder."""
     created_at: int
     step: int
     train_loss: float | None
@@ -40,6 +42,7 @@ def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Che
     return [
         Checkpoint(
             id=event.id.replace("ftevent-", "ftckpt-", 1),
+            name=event.data["name"],
             created_at=int(event.created_at),
             step=(step := event.data["step"]),
             train_loss=trained.get(step),

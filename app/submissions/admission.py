@@ -19,7 +19,7 @@ from app.jobs import configurations, lifecycle, queue, transitions
 from app.jobs.lifecycle import Submission
 from app.jobs.schemas import TrainingRequest
 from app.memory_profiles.profiles import ProfileKey
-from app.models import base_models
+from app.models import base_models, starting_models
 from app.models.base_models import PlannableModel
 from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
@@ -32,6 +32,7 @@ from app.storage.database import Database, lock_until_commit
 from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.freeze import Data, freeze
+from app.submissions.methods import training_from
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 
@@ -73,7 +74,8 @@ def check(
     Raises:
         Unprocessable, NotFound: the request cannot be trained; the message names the field.
     """
-    model, base = base_models.find_for_training(requested.model_name, settings)
+    model, base = starting_models.find_for_training(requested.model_name, inputs.database, settings)
+    training = training_from(model, requested.training_config)
     if requested.dry_run:
         inputs = inputs.fresh()
     config, stored_devices = _config(inputs.database, requested)
@@ -96,7 +98,7 @@ def check(
         validation,
         requested.dataset_config,
         config,
-        requested.training_config,
+        training,
         devices.requested,
         profile=requested.profile,
         tune=requested.tune,
@@ -124,7 +126,7 @@ def check(
         spec=spec,
         plan=plan,
         config=config.model_dump(mode="json"),
-        training_config=requested.training_config.model_dump(mode="json"),
+        training_config=training.model_dump(mode="json"),
         config_id=requested.config_id,
         user_id=requested.user_id,
         metadata=requested.metadata,

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.contract.accumulation import AccumulationConfig, Precision
-from app.contract.architecture import ModelReference
 from app.contract.arguments import (
     OPTIMIZER_ARGUMENTS,
     SCHEDULE_ARGUMENTS,
 )
 from app.contract.data_formats import DataFormat
+from app.contract.model_reference import ModelReference
 from app.contract.reports import MAX_REPLICAS
 from app.contract.spec import (
     MAX_EVALUATIONS,
@@ -31,7 +31,7 @@ from app.datasets.dataset_config import DatasetConfig
 from app.errors import Unprocessable
 from app.jobs.schemas import TrainingConfig
 from app.planning import learning_rate
-from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
+from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits
 from app.planning.recommendations import recommended_batch
 from app.planning.sharding import why_not_divided
 from app.planning.split import (
@@ -42,6 +42,7 @@ from app.planning.split import (
     resolve,
     without_accumulation,
 )
+from app.submissions.methods import method_from
 
 DEFAULT_SAVE_EVERY = 50
 DEFAULT_RAMP = 8
@@ -189,7 +190,7 @@ def freeze(
         model=model,
         data=own,
         seed=training.seed,
-        method=method_spec(training.method),
+        method=method_from(model, training),
         effective_batch_size=batch.effective_batch_size,
         ramp=_ramp(config, batch.effective_batch_size),
         epochs=None if training.max_steps else (training.epochs or DEFAULT_EPOCHS),

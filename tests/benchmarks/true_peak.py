@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from app.contract.architecture import ModelReference
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
 from app.contract.assignment import Assignment
+from app.contract.model_reference import LoraSpec, ModelReference
 from app.contract.plan import FixedSize, Plan
-from app.contract.spec import LoraSpec, MethodSpec, Spec
+from app.contract.spec import MethodSpec, Spec
 from app.planning.architectures import from_config
 from app.planning.devices import Device
 from app.planning.recipes import recipe_of

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.contract.memory_profile import Recipe
-from app.contract.spec import LoraSpec
+from app.contract.model_reference import LoraSpec
 from app.planning.estimate import ByProfile
 from tests.harness.gpu_results import keep
 from workers.profiling.profile import make_profile

@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from app.contract.architecture import ModelReference
+from app.contract.model_reference import ModelReference
 from app.contract.spec import Spec
 from app.planning.architectures import from_config
 from tests.harness.runs import create_run

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.contract.model_reference import LoraSpec
 from app.contract.plan import MicroBatchRule, TokenBudget
-from app.contract.spec import GradientCompression, LoraSpec, ZeroStage
+from app.contract.spec import GradientCompression, ZeroStage
 from tests.harness.small_models import make_model, make_window64
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import Groups, cut_window

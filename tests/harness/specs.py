@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from app.contract.architecture import ModelReference
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
+from app.contract.model_reference import ModelReference
 from app.contract.plan import MicroBatchRule, Plan
 from app.contract.spec import (
     DataSpec,

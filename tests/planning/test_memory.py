@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.memory_profile import Recipe
-from app.contract.spec import LoraSpec
+from app.contract.model_reference import LoraSpec
 from app.planning.architectures import named
 from app.planning.devices import GIB
 from app.planning.estimate import ByFormula, Estimate, comparable_estimates, largest_micro_batch

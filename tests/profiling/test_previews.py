@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from app.contract.architecture import ModelReference
+from app.contract.model_reference import ModelReference
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.spec import DataSpec
 from app.datasets import files, previews

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from app.contract.memory_profile import Recipe
-from app.contract.spec import LoraSpec
+from app.contract.model_reference import LoraSpec
 from app.planning.catalogue import config_of
 from tests.benchmarks.accuracy import FAMILIES
 from workers.profiling.allocator import replay

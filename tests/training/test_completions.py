@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.contract.spec import LoraSpec, MethodSpec, ValidationSpec
+from app.contract.model_reference import LoraSpec
+from app.contract.spec import MethodSpec, ValidationSpec
 from tests.harness.runs import create_run, events_of, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
-from app.contract.spec import LoraSpec
 from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import loss
 from workers.training.balance import balance_of

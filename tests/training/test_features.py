@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedSize, TokenBudget
-from app.contract.spec import EarlyStopping, LoraSpec, MethodSpec, RampSpec, ValidationSpec
+from app.contract.spec import EarlyStopping, MethodSpec, RampSpec, ValidationSpec
 from tests.harness.runs import create_run, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.contract.architecture import BUILT_IN_MODEL, ModelReference
+from app.contract.architecture import BUILT_IN_MODEL
+from app.contract.model_reference import ModelReference
 from app.contract.preview import DatasetPreview, PreviewSpec
 from tests.harness.data import spec, with_digest_of
 from tests.harness.specs import make_spec

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from app.contract.architecture import ModelReference
 from app.contract.assignment import Assignment
+from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.enclosure import in_a_child
 

@@ -185,6 +185,7 @@ def _needed(assignment: Assignment) -> Iterator[Path]:
     model = Path(assignment.model_path)
     if model.is_absolute():  # otherwise it is a name on the hub
         yield model.resolve()
+    yield from (Path(path).resolve() for path in assignment.layer_paths)
 
 
 def code_and_caches() -> Iterator[Path]:

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from app.contract.architecture import ModelReference
 from app.contract.assignment import Assignment
 from app.contract.model_files import fingerprint_of_files
+from app.contract.model_reference import ModelReference
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from workers.run_directory import RunDirectory, write_atomically
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
+from workers.training.layers import check_layers, continue_adapters, with_layers
 from workers.training.loss import backbone_of
 from workers.training.model import AUTOCAST, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage
@@ -54,7 +55,8 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
     """Runs `prepare_files` for a run, and checks that every attempt uses the same files.
 
     Raises:
-        CannotTrain: the files cannot be fetched, are not safe to load, or changed since the first attempt.
+        CannotTrain: the files cannot be fetched, are not safe to load, or changed since the first attempt or,
+            for what earlier jobs trained, since the submission.
     """
     try:
         folder = prepare_files(assignment.spec.model, assignment.model_path, run.base)
@@ -64,6 +66,7 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
             f"the model {assignment.spec.model.name} could not be loaded: "
             f"{first_line(error, assignment, run.base)}",
         ) from error
+    check_layers(assignment)
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
     if known.exists() and _fingerprint_in(known) != found:
         raise CannotTrain(
@@ -140,6 +143,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
         _check_positions(model, assignment.spec)
+        model = with_layers(model, assignment)
         model = prepare_for_training(
             model,
             lora=assignment.spec.method.lora,
@@ -148,6 +152,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             freeze=assignment.spec.freeze,
             precision=assignment.plan.precision,
         )
+        continue_adapters(model, assignment)
     if assignment.spec.compile:
         _check_compiler()
         torch._dynamo.config.recompile_limit = _COMPILED_SHAPES

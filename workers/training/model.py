@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from app.contract.model_reference import LoraSpec
 from app.contract.plan import Plan, RankPlan
-from app.contract.spec import LoraSpec, MethodSpec, RunPrecision
+from app.contract.spec import MethodSpec, RunPrecision
 from workers.run_directory import sync
 from workers.training.exceptions import CannotTrain
 

@@ -1,0 +1,82 @@
+"""Which model a job starts from: a base model, perhaps with what earlier jobs have trained on it."""
+
+from typing import Annotated, Literal
+
+from pydantic import StringConstraints
+
+from app.contract.architecture import MODEL_NAME, Architecture
+from app.contract.base import Frozen
+
+
+class LoraSpec(Frozen):
+    """Low-rank adapters (Hu et al. 2021) through peft."""
+
+    r: int
+    alpha: int
+    dropout: float
+    target_modules: tuple[str, ...] | None
+    """Suffixes of module names; None: every linear layer but the output head."""
+    merge: bool
+    """The model is saved with the adapters merged into it, instead of the adapters alone."""
+
+
+class ModelLayer(Frozen):
+    """Weights that an earlier job trained on a model: loaded after those of the model itself."""
+
+    name: str
+    """The model with this layer, as `ModelReference.name`."""
+    job_id: str
+    folder: str
+    """Below the job's run directory: model, or checkpoints/step-…"""
+    lora: LoraSpec | None
+    """The adapters that the weights belong to; None: they replace weights of the model."""
+    fingerprint: str
+    """A digest of the folder's files at submission (`model_files.fingerprint_of_files`)."""
+
+
+class ModelReference(Frozen):
+    """A model to start from, and where its files are to be found."""
+
+    name: str
+    source: Literal["built_in", "local", "hub", "job"]
+    architecture: Architecture
+    fingerprint: str | None = None
+    """A digest of the model's files at submission (`model_files.fingerprint_of_files`); None if it is built
+    in or from the hub."""
+    base: str | None = None
+    """The name of the model below the layers; None: `name`."""
+    job_id: str | None = None
+    """Where the source is a job: the job that trained the whole model, or that below the layers."""
+    layers: tuple[ModelLayer, ...] = ()
+    """What earlier jobs trained on it, in the order of loading."""
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model below the layers."""
+        return self.base or self.name
+
+    def continued_adapters(self, *, adapters: bool) -> ModelLayer | None:
+        """The adapters that a job goes on training; None if it trains new ones, or no adapters.
+
+        Args:
+            adapters: whether the job trains adapters.
+        """
+        last = self.layers[-1] if self.layers else None
+        return last if adapters and last is not None and last.lora is not None else None
+
+    def name_below_adapters(self) -> str:
+        """The name of the model that a job's adapters are added to."""
+        below = self.layers[:-1] if self.continued_adapters(adapters=True) else self.layers
+        return below[-1].name if below else self.base_name
+
+
+_TRAINED = r"ft:[A-Za-z0-9._/-]+:accrue:[A-Za-z0-9_.-]*:[A-Za-z0-9]+"
+_CHECKPOINT = r"(:ckpt-step-[0-9]+)?"
+_PLAIN = MODEL_NAME.pattern.removeprefix("^").removesuffix("$")
+
+StartingModel = Annotated[
+    str,
+    StringConstraints(pattern=rf"^({_PLAIN}|({_TRAINED}|ftjob-[A-Za-z0-9]+){_CHECKPOINT})$", max_length=400),
+]
+"""A base model's name or owner/name; a trained model's (`ft:…`), or the id of the job that trained it; or one
+of a job's checkpoints (`…:ckpt-step-50`). Never a path."""

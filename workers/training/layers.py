@@ -1,0 +1,115 @@
+"""Loads what earlier jobs trained on a model: whole weights from a checkpoint, and adapters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from app.contract.assignment import Assignment
+from app.contract.model_files import fingerprint_of_files
+from app.contract.model_reference import ModelLayer
+from workers.training.exceptions import CannotTrain
+from workers.training.model import with_adapters
+
+_ADAPTERS, _CHECKPOINT = "adapter_model.safetensors", "model.safetensors"
+
+
+def check_layers(assignment: Assignment) -> None:
+    """Checks that the layers' files are those that the job was submitted with.
+
+    Raises:
+        CannotTrain: they have been deleted, or have changed.
+    """
+    for layer, path in zip(assignment.spec.model.layers, assignment.layer_paths, strict=True):
+        try:
+            is_same = Path(path).is_dir() and fingerprint_of_files(Path(path)) == layer.fingerprint
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise CannotTrain(
+                "model_changed",
+                f"the files of {layer.name} have been deleted or changed since the job was submitted: submit "
+                "a new job, from a model that exists",
+            )
+
+
+def with_layers(model: Any, assignment: Assignment) -> Any:
+    """The model with all of its layers, except for the adapters that the job goes on training. Adapters are
+    merged into the weights below them.
+
+    Raises:
+        CannotTrain: the layers do not belong to the model.
+    """
+    spec = assignment.spec
+    continued = spec.model.continued_adapters(adapters=spec.method.lora is not None)
+    for layer, path in zip(spec.model.layers, assignment.layer_paths, strict=True):
+        if layer is continued:
+            continue
+        if layer.lora is None:
+            _copy(_weights(Path(path) / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
+        else:
+            adapted = with_adapters(model, layer.lora, seed=0)
+            _load(adapted, layer, Path(path))
+            model = adapted.merge_and_unload()
+            model.requires_grad_(True)  # which peft has set to false
+    return model
+
+
+def continue_adapters(model: Any, assignment: Assignment) -> None:
+    """Gives the job's adapters the values that the earlier job has left.
+
+    Raises:
+        CannotTrain: they do not belong to the model.
+    """
+    spec = assignment.spec
+    layer = spec.model.continued_adapters(adapters=spec.method.lora is not None)
+    if layer is not None:
+        _load(model, layer, Path(assignment.layer_paths[-1]))
+
+
+def _load(model: Any, layer: ModelLayer, path: Path) -> None:
+    """Loads adapters into a model that has them already."""
+    if (path / _CHECKPOINT).exists():
+        _copy(_weights(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
+        return
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    saved = _weights(path / _ADAPTERS, layer)
+    expected: dict[str, Tensor] = get_peft_model_state_dict(model)
+    _check_alike(saved, expected, layer)
+    set_peft_model_state_dict(model, saved)
+
+
+def _weights(path: Path, layer: ModelLayer) -> dict[str, Tensor]:
+    try:
+        if path.is_symlink():
+            raise OSError(0, "a link")
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CannotTrain(
+            "model_not_loaded", f"the weights of {layer.name} could not be read ({type(error).__name__})"
+        ) from None
+
+
+def _copy(saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor], layer: ModelLayer) -> None:
+    _check_alike(saved, {name: parameters[name] for name in saved if name in parameters}, layer)
+    with torch.no_grad():
+        for name, weight in saved.items():
+            parameters[name].copy_(weight)
+
+
+def _check_alike(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], layer: ModelLayer) -> None:
+    """Checks that saved weights and those of a model have the same names and shapes.
+
+    Raises:
+        CannotTrain: they have not.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in saved.items()}
+    if not shapes or shapes != {name: tuple(weight.shape) for name, weight in own.items()}:
+        raise CannotTrain(
+            "model_not_loaded", f"the weights of {layer.name} do not belong to the model below them"
+        )
