@@ -36,15 +36,15 @@ async def preview(
 
     def checked() -> PreviewSpec:
         with database.connecting() as connection:
-            found = files.read_row(connection, database.viewer.owner, file_id, field="file_id")
+            found = Data(*files.read_row(connection, database.viewer.owner, file_id, field="file_id"))
         model, _ = starting_models.find_for_training(model_name, database, settings)
         data = DataSpec(
-            file_id=found.id,
+            file_id=found.file_id,
             sha256=found.sha256,
             format=found.format,
             examples=found.examples,
             max_length=max_length_for(max_length, model, field="max_length"),
-            overlength=overlength or Data(*found).overlength(),
+            overlength=overlength or found.overlength(),
             packing=False,
             validation=None,
         )

@@ -1,11 +1,14 @@
 """The dashboard as people use it, in a real browser against real processes."""
 
+import json
 import os
 import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -149,11 +152,34 @@ def test_a_rejected_upload_clears_the_selected_file(
     page.get_by_label("Upload JSON lines").set_input_files(data)
     expect(chosen).to_have_value(re.compile("^file-"))
     table = tmp_path / "table.csv"
-    table.write_text("prompt,completion\n1,2\n")
+    table.write_text("question,answer\n1,2\n")
     page.get_by_label("Upload JSON lines").set_input_files(table)
-    expect(page.get_by_role("alert").filter(has_text="table.csv was not uploaded")).to_contain_text("Line 1")
+    expect(page.get_by_role("alert").filter(has_text="table.csv was not uploaded")).to_contain_text("Row 1")
     expect(chosen).to_have_value("")
     noticed.faults.clear()  # a browser writes every answer of 400 into its console
+    page.get_by_label("Columns of the file").fill("prompt=question, completion = answer")
+    page.get_by_label("Upload JSON lines").set_input_files([])
+    page.get_by_label("Upload JSON lines").set_input_files(table)
+    expect(page.get_by_text("table.csv is uploaded")).to_be_visible()
+    expect(chosen).to_have_value(re.compile("^file-"))
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "txt"])
+def test_every_kind_of_file_can_be_uploaded(
+    page: Page, tmp_path: Path, noticed: PageErrors, kind: str
+) -> None:
+    file = tmp_path / f"data.{kind}"
+    rows = [{"prompt": "1+1", "completion": "2"}]
+    if kind == "json":
+        file.write_text(json.dumps(rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("prompt,completion\n1+1,2\n")
+    page.goto("./")
+    page.get_by_label("Upload JSON lines").set_input_files(file)
+    expect(page.get_by_text(f"data.{kind} is uploaded")).to_be_visible()
+    expect(page.locator("#field-file")).to_have_value(re.compile("^file-"))
 
 
 def test_plan_settings_are_in_the_url_and_can_be_saved_under_a_name(page: Page) -> None:

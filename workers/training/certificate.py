@@ -3,7 +3,6 @@
 loss_checks.py checks separately that the trained loss is the model's own.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -226,11 +225,7 @@ def error_in_fp64(training: Training, window: Indices, model: Any) -> float | No
     counted = window[samples.targets[window] > 0]
     few = counted[np.argsort(samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
     try:
-        model = copy.deepcopy(model).to("cpu", torch.float64)
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # grouped products have no fp64
-        for module in model.modules():
-            module._compiled_call_impl = None
+        model = models.copy_in_fp64(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None

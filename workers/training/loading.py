@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from app.contract.assignment import Assignment
@@ -21,12 +22,14 @@ from workers.run_directory import RunDirectory, write_atomically
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
 from workers.training.layers import check_layers, continue_adapters, with_layers
+from workers.training.limits import limited_memory
 from workers.training.loss import backbone_of
 from workers.training.model import AUTOCAST, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage
 
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10
+_CONFIG_BYTES = 2**30
 
 
 def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
@@ -121,6 +124,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             is not installed.
     """
     try:
+        _check_config(folder)
         tokenizer = load_tokenizer(folder)
         try:
             model, notes = _read(assignment, folder, assignment.spec.attention), []
@@ -135,6 +139,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (
         OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
+        ArithmeticError, AssertionError, StrictDataclassError,
     ) as error:  # fmt: skip
         raise CannotTrain(
             "model_not_loaded",
@@ -159,6 +164,24 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         backbone_of(model).compile(dynamic=False)
     shown = [each for each in warned if issubclass(each.category, UserWarning)]  # others are for programmers
     return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in shown]
+
+
+def _check_config(folder: Path) -> None:
+    """Reads config.json with little memory: some configurations expand a few numbers into a list.
+
+    Raises:
+        CannotTrain: it does not suffice.
+    """
+    from transformers import AutoConfig
+
+    try:
+        with limited_memory(_CONFIG_BYTES):
+            AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except MemoryError:
+        raise CannotTrain(
+            "model_not_loaded",
+            f"the model's config.json takes more than {_CONFIG_BYTES // 2**20} MiB of memory to read",
+        ) from None
 
 
 def _read(assignment: Assignment, folder: Path, attention: str) -> Any:

@@ -17,6 +17,7 @@ from workers.run_directory import Reporter
 from workers.training import guards
 from workers.training import model as models
 from workers.training.batches import BatchLayout, MicroBatch, collate
+from workers.training.data import Tokens
 from workers.training.distributed.group import Group
 from workers.training.exceptions import CannotTrain
 from workers.training.loader import Loader
@@ -25,9 +26,44 @@ from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
 
-def check_causality(replica: Replica, loader: Loader) -> None:
+def check_that_it_runs(replica: Replica, loader: Loader) -> None:
+    """Runs the model on the longest sample, as in training. A model whose configuration is impossible fails
+    here, once, and not again in each attempt.
+
+    Raises:
+        CannotTrain: the model fails; the message says how.
+    """
+    samples = loader.samples
+    longest = samples.read(int(np.argmax(samples.lengths)))
+    rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
+    try:
+        with torch.no_grad(), replica.autocast():
+            replica.token_loss(collate([longest], rows).to(replica.device))
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _fails(error, len(longest[0])) from error
+    except RuntimeError as error:
+        if guards.is_out_of_memory(error):
+            return  # training knows what to do then
+        if isinstance(error, torch.AcceleratorError):
+            raise
+        raise _fails(error, len(longest[0])) from error
+
+
+def _fails(error: Exception, tokens: int) -> CannotTrain:
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return CannotTrain(
+        "model_fails",
+        f"the model fails on a sample of {tokens} tokens ({type(error).__name__}: {first}): check its "
+        "config.json, and that max_length is not more than it can take",
+    )
+
+
+def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     """Checks that no token's prediction depends on the tokens after it: a model that sees them would learn to
     copy, and padding on the right would change its loss.
+
+    Low precisions round by more than a model that sees later tokens may change, so if there is any change in
+    them, the check is repeated in fp64, with a copy of the model on the host.
 
     Raises:
         CannotTrain: it does.
@@ -36,18 +72,16 @@ def check_causality(replica: Replica, loader: Loader) -> None:
     tokens = loader.samples.read(longest)[0][:_CHECKED_TOKENS]
     if len(tokens) < _LEAST_CHECKED_TOKENS:
         return
-    seen = len(tokens) // 2
-    counts = np.arange(len(tokens)) < seen
-    other = tokens.copy()
-    other[seen:] = 0 if (tokens[seen:] != 0).any() else 1
     rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
-    with torch.no_grad(), replica.autocast(), models.without_randomness(replica.model):
-        one, another = (
-            replica.token_loss(collate([(each, counts)], rows).to(replica.device)).loss_sum
-            for each in (tokens, other)
-        )
-    error = _difference(another, one, seen - 1)
-    if not error <= (_ROUNDING if replica.precision == "fp32" else _COARSE_ROUNDING):
+    with replica.autocast():
+        error = _change_by_later_tokens(replica.token_loss, tokens, rows, replica.device)
+    tolerance = _ROUNDING
+    if group.from_first(error > tolerance and replica.precision != "fp32"):
+        exact = _change_in_fp64(replica, tokens, rows)
+        error = error if exact is None else exact
+        tolerance = _ROUNDING if exact is not None else _coarse_rounding(replica)
+    error = group.from_first(error)
+    if not error <= tolerance:
         raise CannotTrain(
             "not_causal",
             "the model's predictions depend on the tokens after them (other tokens there change the loss by "
@@ -55,8 +89,45 @@ def check_causality(replica: Replica, loader: Loader) -> None:
         )
 
 
-_ROUNDING, _COARSE_ROUNDING = 1e-5, 2e-2
-"""How much a loss may change because other tokens are computed beside it, in fp32 and in lower precisions."""
+def _change_by_later_tokens(
+    loss: TokenLoss, tokens: Tokens, rows: BatchLayout, device: torch.device
+) -> float:
+    """How much the loss of the first half of a sample changes, at most, if the second half is replaced:
+    relative to that loss."""
+    seen = len(tokens) // 2
+    counts = np.arange(len(tokens)) < seen
+    others = [tokens.copy(), tokens.copy()]
+    others[0][seen:] = 0 if (tokens[seen:] != 0).any() else 1
+    others[1][seen:] = np.resize(tokens[:seen][::-1], len(tokens) - seen)
+    with torch.no_grad(), models.without_randomness(loss.model):
+        one, *changed = (
+            loss(collate([(each, counts)], rows).to(device)).loss_sum for each in (tokens, *others)
+        )
+    differences = [_difference(each, one, seen - 1) for each in changed]
+    return max(differences) if all(map(isfinite, differences)) else inf
+
+
+def _change_in_fp64(replica: Replica, tokens: Tokens, rows: BatchLayout) -> float | None:
+    """The same change, computed in fp64 on the host; None if the model cannot be copied or converted."""
+    if replica.is_sharded:
+        return None
+    try:
+        model = models.copy_in_fp64(replica.model)
+        loss = TokenLoss(model)
+        loss.head = loss.head if replica.token_loss.head is not None else None
+        return _change_by_later_tokens(loss, tokens, rows, torch.device("cpu"))
+    except (RuntimeError, TypeError, MemoryError):
+        return None
+
+
+def _coarse_rounding(replica: Replica) -> float:
+    """How much rounding in a low precision may change a loss. In a mixture of experts, other tokens change
+    which of them an expert computes together."""
+    return models.TOLERANCE[replica.precision] if models.is_mixture_of_experts(replica.model) else 1e-3
+
+
+_ROUNDING = 1e-5
+"""How much a loss may change because other tokens are computed beside it, in fp32."""
 _CHECKED_TOKENS = 128
 """The check of causality is as good with a short sample as with a long one."""
 _LEAST_CHECKED_TOKENS = 4

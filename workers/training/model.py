@@ -1,6 +1,7 @@
 """Prepares a loaded model for training (adapters, frozen parameters, precision), and saves it."""
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -137,6 +138,20 @@ def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:
         return checkpoint(forward, *arguments)
 
     return quiet
+
+
+def copy_in_fp64(model: Any) -> Any:
+    """A copy of a model on the host, in fp64.
+
+    Raises:
+        RuntimeError, TypeError, MemoryError: it cannot be copied or converted, or memory is insufficient.
+    """
+    copied = copy.deepcopy(model).to("cpu", torch.float64)
+    if hasattr(copied, "set_experts_implementation"):
+        copied.set_experts_implementation("eager")  # grouped products have no fp64
+    for module in copied.modules():
+        module._compiled_call_impl = None
+    return copied
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:

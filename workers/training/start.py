@@ -23,7 +23,13 @@ from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
-from workers.training.loss_checks import check_causality, check_head, check_packing, check_routing
+from workers.training.loss_checks import (
+    check_causality,
+    check_head,
+    check_packing,
+    check_routing,
+    check_that_it_runs,
+)
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.optimizer import make_optimizer
 from workers.training.parameters import Parameters
@@ -89,7 +95,9 @@ def start(
     loader.shrink_buckets(state.budgets[group.rank].tokens)
     check_routing(replica, loader, reporter)
     check_head(replica, loader, state.fallbacks, reporter, group)
-    check_causality(replica, loader)
+    if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
+        check_that_it_runs(replica, loader)
+    check_causality(replica, loader, group)
     check_packing(replica, loader, state.fallbacks, reporter, group)
     budgets = [
         Budget(

@@ -53,9 +53,11 @@ export async function post(path, body, { signal, idempotencyKey } = {}) {
   ).json();
 }
 
-export async function upload(file) {
+/** @param {object | null} columns which column of the file holds which field */
+export async function upload(file, columns = null) {
   const form = new FormData();
   form.append("purpose", "fine-tune");
+  if (columns) form.append("columns", JSON.stringify(columns));
   form.append("file", file);
   return (await request("v1/files", { method: "POST", body: form })).json();
 }

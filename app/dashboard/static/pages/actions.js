@@ -12,7 +12,7 @@ const POSSIBLE = {
   succeeded: ["delete"],
 };
 const CONFIRMATIONS = {
-  cancel: "Cancel this job? What it has learned so far is lost.",
+  cancel: "Cancel this job? It saves no model; its last checkpoints stay, and a new job can start from them.",
   delete: "Delete this job with its model, its log and its checkpoints?",
 };
 const NAMES = {

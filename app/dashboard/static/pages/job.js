@@ -340,6 +340,7 @@ async function showOutcome(outcome, job, signal) {
           { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) },
           "Download the model",
         ),
+      result.model_path && h("a", { href: `#/plan?model=${job.id}` }, "Train it further"),
       h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Metrics as CSV"),
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
       job.links.profile &&

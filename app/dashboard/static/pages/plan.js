@@ -520,10 +520,11 @@ function sized(element, side, share) {
 }
 
 async function fillModels(form, signal) {
-  const { data } = await get(`${ROOT}/models`, signal);
+  const [base, all] = await Promise.all([get(`${ROOT}/models`, signal), get("v1/models", signal)]);
   fill(
     form.querySelector("#models"),
-    data.map((model) => h("option", { value: model.id }, `${number(model.parameters)} parameters`)),
+    all.data.filter((model) => model.job).map((model) => h("option", { value: model.id }, `trained from ${model.parent}`)),
+    base.data.map((model) => h("option", { value: model.id }, `${number(model.parameters)} parameters`)),
   );
 }
 
@@ -549,7 +550,7 @@ function fileChoice(chooser) {
     if (!file) return;
     errorElement.textContent = "";
     try {
-      const stored = await upload(file);
+      const stored = await upload(file, columnsOf(columns.value));
       await load(undefined, stored.id);
       announce(`${file.name} is uploaded.`);
       tell();
@@ -559,6 +560,13 @@ function fileChoice(chooser) {
       errorElement.textContent = `${file.name} was not uploaded. ${error.message}`;
     }
   }
+  const columns = h("input", {
+    type: "text",
+    id: "field-columns",
+    autocomplete: "off",
+    spellcheck: "false",
+    placeholder: "prompt=question, completion=answer",
+  });
   const picker = h("input", {
     type: "file",
     id: "field-upload",
@@ -573,8 +581,16 @@ function fileChoice(chooser) {
       h("label", { for: "field-upload" }, "Upload JSON lines, JSON, CSV, Parquet or text"),
       picker,
       errorElement,
+      h("label", { for: "field-columns" }, "Columns of the file, if it names them otherwise (set before uploading)"),
+      columns,
     ),
   };
+}
+
+/** `{prompt: "question"}` for "prompt=question"; null if nothing is entered. */
+function columnsOf(text) {
+  const pairs = text.split(",").map((pair) => pair.split("=").map((part) => part.trim()));
+  return text.trim() ? Object.fromEntries(pairs) : null;
 }
 
 /** Plans that this browser stores by name. */
