@@ -100,11 +100,25 @@ def estimated(config: Mapping[str, Any]) -> Architecture:
     return Architecture(
         family=family, layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
         head_dim=head_dim, intermediate_size=width, vocabulary=vocabulary,
-        positions=_largest(_first(text, _POSITIONS)) or UNLIMITED_POSITIONS, gated=gated, experts=experts,
+        positions=_positions(family, text), gated=gated, experts=experts,
         active_experts=min(active, experts),
         parameters=embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden,
         is_estimated=True,
     )  # fmt: skip
+
+
+_COUNTED_AFTER_PADDING = {
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+"""Families whose positions begin after the id of the padding token (fairseq's convention)."""
+
+
+def _positions(family: str, text: Mapping[str, Any]) -> int:
+    """The longest sequence, in tokens."""
+    positions = _largest(_first(text, _POSITIONS)) or UNLIMITED_POSITIONS
+    if family in _COUNTED_AFTER_PADDING:
+        positions -= int(text.get("pad_token_id", 1) or 0) + 1
+    return max(1, positions)
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:

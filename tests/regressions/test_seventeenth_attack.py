@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from app.planning.architectures import from_config
 from tests.harness.any_family import lay_any, make_any, small_config
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
@@ -64,6 +65,11 @@ def test_a_causal_model_is_accepted_in_low_precision(tmp_path: Path, family: str
         ("roberta", {"max_position_embeddings": 20, "is_decoder": True}),
         ("openai-gpt", {"n_head": 0}),
         ("gpt_neo", {"attention_types": [[["global", "local"], 10**9]]}),
+        ("mixtral", {"num_experts_per_tok": 9}),
+        ("falcon_mamba", {"time_step_rank": -1}),
+        ("megatron-bert", {"chunk_size_feed_forward": "x", "is_decoder": True}),
+        ("reformer", {}),
+        ("xmod", {"is_decoder": True}),
     ],
 )
 def test_an_impossible_config_fails_once_with_the_reason(
@@ -72,3 +78,22 @@ def test_an_impossible_config_fails_once_with_the_reason(
     with pytest.raises(CannotTrain) as caught:
         run_to_end(with_config(tmp_path, family, **fields))
     assert caught.value.code in ("model_fails", "model_not_loaded", "max_length")
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_field_of_the_config_is_named_and_not_the_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(CannotTrain, match="intermediate_size"):
+        run_to_end(with_config(tmp_path, "llama", intermediate_size="12"))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_is_not_finite_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(CannotTrain, match="not finite"):
+        run_to_end(with_config(tmp_path, "granite", logits_scaling=0.0))
+
+
+def test_roberta_s_positions_begin_after_the_padding_token() -> None:
+    config = small_config("roberta").to_dict()
+    assert from_config(config).positions == config["max_position_embeddings"] - config["pad_token_id"] - 1

@@ -68,7 +68,7 @@ def fetch(model: ModelReference, path: str) -> Path:
 
 def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:
     """The first line of an error, with paths replaced by the model's name."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = " ".join(str(error).split("\n")[:2]).strip() or type(error).__name__
     for path in (str(folder), assignment.model_path):
         first = first.replace(path, assignment.spec.model.name)
     return first[:500]

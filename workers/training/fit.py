@@ -30,6 +30,7 @@ from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import Interrupted, StopRequested
 from workers.training.loader import Indices
+from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.parameters import Parameters
 from workers.training.report import log_line, report_start
@@ -58,7 +59,8 @@ def fit(
         training, prepared = start(run, assignment, reporter, trackers, stop, group)
         report_start(training, prepared)
         try:
-            certificate.certify(training)
+            with final_failures(group):
+                certificate.certify(training)
             if assignment.spec.tune == "only":
                 return measure(training)
             if group.leads and not training.replica.is_sharded:

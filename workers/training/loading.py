@@ -19,6 +19,7 @@ from app.contract.model_reference import ModelReference
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from workers.run_directory import RunDirectory, write_atomically
+from workers.training import guards
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
 from workers.training.layers import check_layers, continue_adapters, with_layers
@@ -139,8 +140,12 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (
         OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
-        ArithmeticError, AssertionError, StrictDataclassError,
+        ArithmeticError, AssertionError, StrictDataclassError, RuntimeError,
     ) as error:  # fmt: skip
+        if isinstance(error, RuntimeError) and (
+            guards.is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+        ):
+            raise
         raise CannotTrain(
             "model_not_loaded",
             f"the model {assignment.spec.model.name} could not be loaded: "

@@ -26,44 +26,54 @@ from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
 
-def check_that_it_runs(replica: Replica, loader: Loader) -> None:
-    """Runs the model on the longest sample, as in training. A model whose configuration is impossible fails
-    here, once, and not again in each attempt.
+@contextlib.contextmanager
+def final_failures(group: Group) -> Iterator[None]:
+    """Turns errors of the model's own code into a final failure: it would fail in the same way in each
+    attempt. Errors of memory, of the device and of other ranks are not.
 
     Raises:
         CannotTrain: the model fails; the message says how.
     """
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _fails(error) from error
+    except RuntimeError as error:
+        if group.size > 1 or guards.is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise
+        raise _fails(error) from error
+
+
+def _fails(error: Exception) -> CannotTrain:
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return CannotTrain(
+        "model_fails",
+        f"the model fails when it is trained on one sample ({type(error).__name__}: {first}): check its "
+        "config.json, and that max_length is not more than it can take",
+    )
+
+
+def check_that_it_runs(replica: Replica, loader: Loader) -> None:
+    """Runs the model on the longest sample, in training mode: a model whose configuration is impossible fails
+    here."""
     samples = loader.samples
     longest = samples.read(int(np.argmax(samples.lengths)))
     rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
     try:
         with torch.no_grad(), replica.autocast():
             replica.token_loss(collate([longest], rows).to(replica.device))
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _fails(error, len(longest[0])) from error
     except RuntimeError as error:
-        if guards.is_out_of_memory(error):
-            return  # training knows what to do then
-        if isinstance(error, torch.AcceleratorError):
+        if not guards.is_out_of_memory(error):  # training knows what to do then
             raise
-        raise _fails(error, len(longest[0])) from error
-
-
-def _fails(error: Exception, tokens: int) -> CannotTrain:
-    first = (str(error).strip().splitlines() or [""])[0][:200]
-    return CannotTrain(
-        "model_fails",
-        f"the model fails on a sample of {tokens} tokens ({type(error).__name__}: {first}): check its "
-        "config.json, and that max_length is not more than it can take",
-    )
 
 
 def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     """Checks that no token's prediction depends on the tokens after it: a model that sees them would learn to
     copy, and padding on the right would change its loss.
 
-    Low precisions round by more than a model that sees later tokens may change, so if there is any change in
-    them, the check is repeated in fp64, with a copy of the model on the host.
+    Where a token's experts are computed together with those of other tokens, rounding changes the loss too,
+    and in low precisions by more than later tokens may. So if there is any change, the check is repeated in
+    fp64, with a copy of the model on the host.
 
     Raises:
         CannotTrain: it does.
@@ -75,13 +85,16 @@ def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
     with replica.autocast():
         error = _change_by_later_tokens(replica.token_loss, tokens, rows, replica.device)
-    tolerance = _ROUNDING
-    if group.from_first(error > tolerance and replica.precision != "fp32"):
+    tolerance = _IN_FP64
+    if group.from_first(error > tolerance):
         exact = _change_in_fp64(replica, tokens, rows)
-        error = error if exact is None else exact
-        tolerance = _ROUNDING if exact is not None else _coarse_rounding(replica)
+        error, tolerance = (error, _rounding(replica)) if exact is None else (exact, _IN_FP64)
     error = group.from_first(error)
-    if not error <= tolerance:
+    if not isfinite(error):
+        raise CannotTrain(
+            "not_finite", "the model's loss on a sample is not finite: check its config.json and its weights"
+        )
+    if error > tolerance:
         raise CannotTrain(
             "not_causal",
             "the model's predictions depend on the tokens after them (other tokens there change the loss by "
@@ -120,14 +133,16 @@ def _change_in_fp64(replica: Replica, tokens: Tokens, rows: BatchLayout) -> floa
         return None
 
 
-def _coarse_rounding(replica: Replica) -> float:
-    """How much rounding in a low precision may change a loss. In a mixture of experts, other tokens change
-    which of them an expert computes together."""
+def _rounding(replica: Replica) -> float:
+    """How much rounding may change a loss in the replica's precision. In a mixture of experts, other tokens
+    change which of them an expert computes together."""
+    if replica.precision == "fp32":
+        return 1e-5
     return models.TOLERANCE[replica.precision] if models.is_mixture_of_experts(replica.model) else 1e-3
 
 
-_ROUNDING = 1e-5
-"""How much a loss may change because other tokens are computed beside it, in fp32."""
+_IN_FP64 = 1e-7
+"""How much a loss may change in fp64, where models compute parts of it in fp32."""
 _CHECKED_TOKENS = 128
 """The check of causality is as good with a short sample as with a long one."""
 _LEAST_CHECKED_TOKENS = 4

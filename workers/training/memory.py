@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+from math import inf
 from pathlib import Path
 
 import torch
@@ -25,6 +26,14 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_on_host() -> float:
+    """Bytes of the host's memory that can be taken without swapping; infinite if the system does not say."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024.0 * int(next((line for line in lines if line.startswith("MemAvailable:")), "").split()[1])
+    return inf
 
 
 def reset_peak(device: torch.device) -> None:

@@ -18,6 +18,7 @@ from app.contract.plan import Plan, RankPlan
 from app.contract.spec import MethodSpec, RunPrecision
 from workers.run_directory import sync
 from workers.training.exceptions import CannotTrain
+from workers.training.memory import available_on_host
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -141,12 +142,22 @@ def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:
 
 
 def copy_in_fp64(model: Any) -> Any:
-    """A copy of a model on the host, in fp64.
+    """A copy of a model on the host, in fp64; it takes no memory of a GPU.
 
     Raises:
         RuntimeError, TypeError, MemoryError: it cannot be copied or converted, or memory is insufficient.
     """
-    copied = copy.deepcopy(model).to("cpu", torch.float64)
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(not each.is_floating_point() for each in model.parameters()):
+        raise TypeError("the weights are quantised")
+    if 8.5 * sum(each.numel() for each in tensors) > available_on_host():
+        raise MemoryError
+    replaced: dict[int, Any] = {}
+    for each in tensors:
+        own = each.detach().to("cpu", torch.float64 if each.is_floating_point() else None, copy=True)
+        is_parameter = isinstance(each, torch.nn.Parameter)
+        replaced[id(each)] = torch.nn.Parameter(own, each.requires_grad) if is_parameter else own
+    copied = copy.deepcopy(model, replaced).to("cpu", torch.float64)
     if hasattr(copied, "set_experts_implementation"):
         copied.set_experts_implementation("eager")  # grouped products have no fp64
     for module in copied.modules():

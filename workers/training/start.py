@@ -29,6 +29,7 @@ from workers.training.loss_checks import (
     check_packing,
     check_routing,
     check_that_it_runs,
+    final_failures,
 )
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.optimizer import make_optimizer
@@ -93,12 +94,13 @@ def start(
     form = _layout(assignment, rank, tokenizer, model, replica.balance)
     loader = Loader(samples, validation, form, device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
-    check_routing(replica, loader, reporter)
-    check_head(replica, loader, state.fallbacks, reporter, group)
-    if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
-        check_that_it_runs(replica, loader)
-    check_causality(replica, loader, group)
-    check_packing(replica, loader, state.fallbacks, reporter, group)
+    with final_failures(group):
+        check_routing(replica, loader, reporter)
+        check_head(replica, loader, state.fallbacks, reporter, group)
+        if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
+            check_that_it_runs(replica, loader)
+        check_causality(replica, loader, group)
+        check_packing(replica, loader, state.fallbacks, reporter, group)
     budgets = [
         Budget(
             each,
