@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import StringConstraints
+from pydantic import AfterValidator, StringConstraints
 
 from app.contract.architecture import MODEL_NAME, Architecture
 from app.contract.base import Frozen
@@ -74,9 +74,19 @@ _TRAINED = r"ft:[A-Za-z0-9._/-]+:accrue:[A-Za-z0-9_.-]*:[A-Za-z0-9]+"
 _CHECKPOINT = r"(:ckpt-step-[0-9]+)?"
 _PLAIN = MODEL_NAME.pattern.removeprefix("^").removesuffix("$")
 
+_LONGEST = 200
+
+
+def _check_length(name: str) -> str:
+    if len(name) > _LONGEST and not name.startswith("ft:"):
+        raise ValueError(f"has more than {_LONGEST} characters")
+    return name
+
+
+_FORM = rf"^({_PLAIN}|({_TRAINED}|ftjob-[A-Za-z0-9]+){_CHECKPOINT})$"
+
 StartingModel = Annotated[
-    str,
-    StringConstraints(pattern=rf"^({_PLAIN}|({_TRAINED}|ftjob-[A-Za-z0-9]+){_CHECKPOINT})$", max_length=400),
+    str, StringConstraints(pattern=_FORM, max_length=400), AfterValidator(_check_length)
 ]
 """A base model's name or owner/name; a trained model's (`ft:…`), or the id of the job that trained it; or one
 of a job's checkpoints (`…:ckpt-step-50`). Never a path."""
