@@ -43,6 +43,8 @@ class ModelReference(Frozen):
     fingerprint: str | None = None
     """A digest of the model's files at submission (`model_files.fingerprint_of_files`); None if it is built
     in or from the hub."""
+    revision: str | None = None
+    """Of a model of the hub: the commit at submission or, if that is unknown, the requested revision."""
     base: str | None = None
     """The name of the model below the layers; None: `name`."""
     job_id: str | None = None
@@ -64,16 +66,19 @@ class ModelReference(Frozen):
         last = self.layers[-1] if self.layers else None
         return last if adapters and last is not None and last.lora is not None else None
 
-    def name_below_adapters(self) -> str:
-        """The name of the model that a job's adapters are added to."""
+    def below_adapters(self) -> tuple[str, str | None]:
+        """The name of the model that a job's adapters are added to, and its revision on the hub."""
         below = self.layers[:-1] if self.continued_adapters(adapters=True) else self.layers
-        return below[-1].name if below else self.base_name
+        if below:
+            return below[-1].name, None
+        return self.base_name.partition("@")[0], self.revision
 
 
-_TRAINED = r"ft:[A-Za-z0-9._/-]+:accrue:[A-Za-z0-9_.-]*:[A-Za-z0-9]+"
+_TRAINED = r"ft:[A-Za-z0-9._/@-]+:accrue:[A-Za-z0-9_.-]*:[A-Za-z0-9]+"
 _CHECKPOINT = r"(:ckpt-step-[0-9]+)?"
 _PLAIN = MODEL_NAME.pattern.removeprefix("^").removesuffix("$")
 
+_REVISION = r"(@[A-Za-z0-9][A-Za-z0-9._/-]*)?"
 _LONGEST = 200
 
 
@@ -83,10 +88,10 @@ def _check_length(name: str) -> str:
     return name
 
 
-_FORM = rf"^({_PLAIN}|({_TRAINED}|ftjob-[A-Za-z0-9]+){_CHECKPOINT})$"
+_FORM = rf"^({_PLAIN}{_REVISION}|({_TRAINED}|ftjob-[A-Za-z0-9]+){_CHECKPOINT})$"
 
 StartingModel = Annotated[
     str, StringConstraints(pattern=_FORM, max_length=400), AfterValidator(_check_length)
 ]
-"""A base model's name or owner/name; a trained model's (`ft:…`), or the id of the job that trained it; or one
-of a job's checkpoints (`…:ckpt-step-50`). Never a path."""
+"""A base model's name or owner/name, on the hub with @revision; a trained model's (`ft:…`), or the id of the
+job that trained it; or one of a job's checkpoints (`…:ckpt-step-50`). Never a path."""

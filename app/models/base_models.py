@@ -1,9 +1,7 @@
 """Base models by name: built in, in the models folder, in the hub's cache, or on the hub."""
 
-import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +13,9 @@ from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture
 from app.contract.model_files import fingerprint_of_files
 from app.contract.model_reference import ModelReference
 from app.contract.text import path_to_unstorable, size_error
-from app.errors import TooManyRequests, Unprocessable
+from app.errors import Unprocessable
+from app.models import hub
+from app.models.hub import LARGEST_CONFIG_BYTES
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
 from app.settings import Settings
@@ -23,11 +23,6 @@ from app.settings import Settings
 Source = Literal["built_in", "local", "hub"]
 KnownFrom = Literal["built_in", "local", "catalogue"]
 
-_HUB_TIMEOUT_SECONDS = 5.0
-"""The time limit for the whole response."""
-_HUB_REDIRECTS = 5
-_HUB_BLOCK_BYTES = 2**14
-_LARGEST_CONFIG_BYTES = 2**20
 _MOST_CONFIG_FIELDS = 20_000
 """Large, since some configs have one entry per class or per layer."""
 
@@ -50,9 +45,9 @@ def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, Pl
     if name == BUILT_IN_MODEL:
         return _built_in()
     source: Source = "local"
-    config = _local_config(name, settings)
+    config, commit = _local_config(name, settings), None
     if config is None:
-        source, config = "hub", _cached_config(name) or _hub_config(name, settings)
+        source, (config, commit) = "hub", _hub_config(name, settings)
     base = _read(name, config)
     folder = _local_folder(name, settings) if source == "local" else None
     return ModelReference(
@@ -60,6 +55,7 @@ def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, Pl
         source=source,
         architecture=base.architecture,
         fingerprint=None if folder is None else _fingerprint(name, folder),
+        revision=commit or hub.split(name)[1],
     ), base
 
 
@@ -97,7 +93,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
     if model.source == "built_in":
         return str(settings.created_models_dir / model.base_name)
     if model.source == "hub":
-        return model.base_name
+        return hub.split(model.base_name)[0]
     if model.source == "job":
         return str((settings.runs_dir / str(model.job_id) / "model").absolute())
     if settings.models_dir is None:
@@ -181,15 +177,21 @@ def _local_folder(name: str, settings: Settings) -> Path | None:
         return None
 
 
-def _cached_config(name: str) -> dict[str, Any] | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _hub_config(name: str, settings: Settings) -> tuple[dict[str, Any], str | None]:
+    """The config of a model of the hub, and its commit, from the cache or by a request.
 
+    Raises:
+        Unprocessable: it cannot be read, or the hub does not give it.
+    """
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return _parse(name, _read_limited(name, Path(cached))) if isinstance(cached, str) else None
+        found = hub.cached(name) or hub.fetch(name, settings)
+    except OSError as error:
+        raise Unprocessable(
+            f"The config.json of {name} cannot be read ({error.strerror}).", field="model_name"
+        ) from None
+    except hub.NotOnHub as error:
+        raise _unknown(name, settings, str(error)) from None
+    return _parse(name, found.content), found.commit
 
 
 def _read_limited(name: str, path: Path) -> bytes:
@@ -200,67 +202,11 @@ def _read_limited(name: str, path: Path) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            return file.read(_LARGEST_CONFIG_BYTES + 1)
+            return file.read(LARGEST_CONFIG_BYTES + 1)
     except OSError as error:
         raise Unprocessable(
             f"The config.json of {name} cannot be read ({error.strerror}).", field="model_name"
         ) from None
-
-
-_looking_up = threading.BoundedSemaphore(8)
-"""Limits concurrent look-ups on the hub: each blocks one of the service's forty threads."""
-
-
-def _hub_config(name: str, settings: Settings) -> dict[str, Any]:
-    """Fetches a config.json from the hub, without retries and with a short timeout, since a user waits."""
-    if settings.offline:
-        raise _unknown(name, settings, "and ACCRUE_OFFLINE forbids a request to the hub")
-    import httpx2 as httpx
-    from huggingface_hub import get_token, hf_hub_url
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        url = hf_hub_url(name, "config.json")
-    except HFValidationError:
-        raise _unknown(name, settings, "and it is not a valid name on the hub") from None
-    if not _looking_up.acquire(blocking=False):
-        raise TooManyRequests(
-            "Many models are being looked up on the hub already: try again in a moment.",
-            retry_after_seconds=5,
-        )
-    try:
-        status, content = asyncio.run(_fetched(url, get_token()))  # with this machine's token, if it has one
-    except TimeoutError:
-        raise _unknown(name, settings, "and the hub answers too slowly") from None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        raise _unknown(name, settings, "and the hub cannot be reached from here") from None
-    finally:
-        _looking_up.release()
-    if status != httpx.codes.OK:
-        raise _unknown(name, settings, f"and the hub answers {status}")
-    return _parse(name, content)
-
-
-async def _fetched(url: str, token: str | None) -> tuple[int, bytes]:
-    """The status and the content of an answer, up to the largest size that is accepted.
-
-    Raises:
-        TimeoutError: name look-up, redirects, headers and content together take too long.
-    """
-    import httpx2 as httpx
-
-    headers, content = {"Authorization": f"Bearer {token}"} if token else None, b""
-    async with (
-        asyncio.timeout(_HUB_TIMEOUT_SECONDS),
-        httpx.AsyncClient(follow_redirects=True, max_redirects=_HUB_REDIRECTS) as client,
-        client.stream("GET", url, headers=headers, timeout=_HUB_TIMEOUT_SECONDS) as answer,
-    ):
-        if answer.status_code == httpx.codes.OK:
-            async for block in answer.aiter_bytes(_HUB_BLOCK_BYTES):
-                content += block
-                if len(content) > _LARGEST_CONFIG_BYTES:
-                    break  # `_parse` refuses it
-        return answer.status_code, content
 
 
 def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
@@ -269,8 +215,10 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     )
     near = _near(name, [*local_names(settings), *catalogue.CATALOGUE])
     meant = f"Did you mean {near}? " if near not in (None, name) else ""
+    known = catalogue.config_of(hub.split(name)[0]) is not None
+    what = f"The weights of the model {name} are not" if known else f"The model {name} is not"
     return Unprocessable(
-        f"{meant}The model {name} is not {where}, {why}. Put its folder (config.json, safetensors, "
+        f"{meant}{what} {where}, {why}. Put its folder (config.json, safetensors, "
         f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(local_names(settings)[:20])}. For "
         f"planning only, {len(catalogue.CATALOGUE)} more models are available: GET "
         "/gradient-accumulation/models, or accrue models.",
@@ -287,9 +235,9 @@ def _near(name: str, names: Iterable[str]) -> str | None:
 
 
 def _parse(name: str, content: bytes) -> dict[str, Any]:
-    if len(content) > _LARGEST_CONFIG_BYTES:
+    if len(content) > LARGEST_CONFIG_BYTES:
         raise Unprocessable(
-            f"The config.json of {name} is larger than {_LARGEST_CONFIG_BYTES} bytes.", field="model_name"
+            f"The config.json of {name} is larger than {LARGEST_CONFIG_BYTES} bytes.", field="model_name"
         )
     try:
         config = json.loads(content)

@@ -21,8 +21,9 @@ _FORMS = {
         "is not a file id: use an id like file-…, as returned by POST /v1/files and listed by GET /v1/files"
     ),
     "model": "has a form that is not allowed: use letters, digits, dots, hyphens and underscores, and a "
-    "slash only between owner and name. To continue training a model that was trained here, give its name "
-    "(ft:…, as GET /v1/models lists it), or the id of its job (ftjob-…)",
+    "slash only between owner and name; for a revision on the hub, add @revision. To continue training a "
+    "model that was trained here, give its name (ft:…, as GET /v1/models lists it), or the id of its job "
+    "(ftjob-…)",
 }
 _FIELD_FORMS = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
               "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip

@@ -14,7 +14,7 @@ from app.contract.reports import Failure
 from app.errors import QuotaExceeded, Unprocessable
 from app.jobs import lifecycle, queue
 from app.jobs.transitions import Fence
-from app.models import base_models
+from app.models import base_models, hub
 from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import parse_device
@@ -155,9 +155,9 @@ def test_names_unknown_to_the_hub_are_rejected(settings: Settings, name: str) ->
 def test_a_slow_hub_does_not_delay_other_requests(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_models, "_HUB_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(hub, "_TIMEOUT_SECONDS", 1.0)
     with slow_server() as address:
-        monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda name, file: f"{address}/{name}/{file}")
+        monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda name, file, **_: f"{address}/{name}/{file}")
         began = time.monotonic()
         with pytest.raises(Unprocessable, match="too slowly"):
             base_models.find_for_planning("some/model", settings.model_copy(update={"offline": False}))

@@ -23,7 +23,7 @@ from app.jobs import lifecycle
 from app.logs import _printable
 from app.main import create_app
 from app.maintenance.backup import restore, take
-from app.models import base_models
+from app.models import hub
 from app.results import run_files
 from app.results.routes import _log_lines
 from app.results.series import PAGE
@@ -213,9 +213,9 @@ def test_owners_take_turns_at_previews(database: Database) -> None:
 
 
 def test_hub_lookups_do_not_use_up_the_threads(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
-    taken = [base_models._looking_up.acquire(blocking=False) for _ in range(8)]
+    silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    taken = [hub._looking_up.acquire(blocking=False) for _ in range(8)]
     try:
         with TestClient(create_app(settings.model_copy(update={"offline": False}))) as client:
             client.headers["Host"] = "127.0.0.1"
@@ -224,8 +224,8 @@ def test_hub_lookups_do_not_use_up_the_threads(settings: Settings, monkeypatch: 
             assert answer.status_code == 429
     finally:
         for _ in filter(None, taken):
-            base_models._looking_up.release()
-        hub.close()
+            hub._looking_up.release()
+        silent.close()
 
 
 @pytest.mark.sqlite

@@ -2,19 +2,15 @@
 hub's cache.
 """
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.harness.hub import Hub, running_hub
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import HIDDEN_VARIABLE, TOKEN_VARIABLE, RunDirectory
@@ -24,62 +20,11 @@ from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 ROOT = Path(__file__).parents[2]
 
 
-class Hub(ThreadingHTTPServer):
-    """As much of the hub's interface as a download takes, for one model."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = {file.name: file.read_bytes() for file in folder.iterdir()}
-        self.downloaded_with: set[str | None] = set()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self.wfile.write(self._answer())
-
-    def _answer(self) -> bytes:
-        path, headers, status = self.path.partition("?")[0], {}, 200
-        files = self.server.files
-        if "/tree/" in path:
-            body = json.dumps([
-                {"type": "file", "path": name, "size": len(content), "oid": _digest(content)}
-                for name, content in files.items()
-            ]).encode()  # fmt: skip
-        elif path.startswith("/api/models/"):
-            siblings = [{"rfilename": name} for name in files]
-            body = json.dumps({"id": "me/tiny", "sha": "a" * 40, "siblings": siblings}).encode()
-        elif (content := files.get(path.rpartition("/")[2])) is not None:
-            self.server.downloaded_with.add(self.headers.get("Authorization"))
-            body, headers = content, {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": "a" * 40}
-        else:
-            body, status = b"", 404
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        return body
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()  # as git does
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     ensure_tiny_gpt2(tmp_path / "source")
-    hub = Hub(tmp_path / "source")
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    with running_hub(tmp_path / "source") as hub:
+        yield hub
 
 
 def laid(data: Path) -> RunDirectory:
@@ -92,10 +37,12 @@ def laid(data: Path) -> RunDirectory:
     return run
 
 
-def trained(run: RunDirectory, hub_url: str, home: Path) -> subprocess.CompletedProcess[str]:
+def trained(
+    run: RunDirectory, hub_url: str, home: Path, token: bytes = b"hf_secret"
+) -> subprocess.CompletedProcess[str]:
     """An isolated trainer's run to its end, with a token of the hub's."""
     reading, writing = os.pipe()
-    os.write(writing, b"hf_secret")
+    os.write(writing, token)
     os.close(writing)
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), TOKEN_VARIABLE: str(reading),
@@ -127,3 +74,41 @@ def test_an_unreachable_hub_is_reported_before_training(tmp_path: Path) -> None:
     assert failure is not None
     assert failure.code == "model_not_loaded"
     assert "me/tiny" in failure.message
+    assert not failure.permanent
+
+
+LARGE, KEPT = 25 * 2**20, 10 * 2**20
+"""Bytes of a file of which a part is kept when its download breaks: the client writes 10 MiB at a time."""
+
+
+def test_a_broken_download_is_continued_where_it_broke(tmp_path: Path, hub: Hub) -> None:
+    run = laid(tmp_path / "data")
+    hub.files["other.safetensors"] = bytes(LARGE)
+    hub.breaks_after = KEPT + 2**20
+    done = trained(run, hub.url, tmp_path / "hub")
+    assert done.returncode == 0, done.stderr
+    assert hub.continued_from == [KEPT]
+
+
+def test_a_job_whose_download_stays_broken_tries_again_later(tmp_path: Path, hub: Hub) -> None:
+    run = laid(tmp_path / "data")
+    hub.breaks_after, hub.stays_broken = 100_000, True
+    done = trained(run, hub.url, tmp_path / "hub")
+    failure = run.failure()
+    assert done.returncode == 1
+    assert failure is not None
+    assert not failure.permanent
+    hub.breaks_after, hub.stays_broken = None, False
+    (run.path / "failure.json").unlink()
+    done = trained(run, hub.url, tmp_path / "hub")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rejected_token_fails_the_job_for_good(tmp_path: Path, hub: Hub) -> None:
+    run = laid(tmp_path / "data")
+    hub.token = "hf_right"
+    assert trained(run, hub.url, tmp_path / "hub", b"hf_wrong").returncode == 1
+    failure = run.failure()
+    assert failure is not None
+    assert failure.permanent
+    assert "hf_wrong" not in failure.message

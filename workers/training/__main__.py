@@ -34,7 +34,7 @@ from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
 from workers.training.distributed.replicas import PART_VARIABLE, train_replicas
 from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, OutOfStep
-from workers.training.fetching import fetch, fetch_in_child, first_line
+from workers.training.fetching import fetch, fetch_in_child, first_line, may_pass
 from workers.training.isolation import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
@@ -156,10 +156,13 @@ def _fetch(run: RunDirectory) -> int:
     try:
         with run.at_work():  # nothing is reported during a download
             fetch(assignment.spec.model, assignment.model_path)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, ImportError)) and not may_pass(error):
+            raise
         first = first_line(error, assignment, run.base)
         message = f"the model {assignment.spec.model.name} could not be loaded: {first}"
-        run.write_failure(Failure(code="model_not_loaded", message=message, permanent=True))
+        failure = Failure(code="model_not_loaded", message=message, permanent=not may_pass(error))
+        run.write_failure(failure)
         return 1
     return 0
 
@@ -184,8 +187,7 @@ Work = Callable[[Reporter, RunDirectory, StopSignal], None]
 
 
 def _report_end(run: RunDirectory, stop: StopSignal, work: Work, rank: int = 0) -> int:
-    """Runs work to its end, and reports a failure in the run directory. This has the trainer's only broad
-    except. Returns the exit status."""
+    """Runs work to its end, and reports a failure in the run directory. Returns the exit status."""
     number = run.assignment().attempt
     with SilentReporter(number) if rank else Reporter(run, number) as reporter:
         try:

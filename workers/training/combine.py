@@ -49,8 +49,8 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
     _report(reporter, outcomes, best, loss, average=assignment.spec.average)
     tokenizer = loading.load_tokenizer(training.base)
     spec = assignment.spec
-    below = spec.model.name_below_adapters()
-    files = models.save(training.replica.model, tokenizer, run.model, spec.method, below)
+    below = spec.model.below_adapters()
+    files = models.save(training.replica.model, tokenizer, run.model, spec.method, *below)
     training.loader.close()
     return Outcome(
         files=files,

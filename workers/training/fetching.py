@@ -59,11 +59,31 @@ def fetch(model: ModelReference, path: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                path, allow_patterns=_WANTED, ignore_patterns=_OTHER, token=token, local_files_only=is_fetched
+                path,
+                revision=model.revision,
+                allow_patterns=_WANTED,
+                ignore_patterns=_OTHER,
+                token=token,
+                local_files_only=is_fetched,
             )
         )
     finally:
         os.environ.pop("HF_TOKEN", None)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a failed download may succeed later: the hub could not be reached, or failed itself."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response is None or error.response.status_code in _PASSING
+    if isinstance(error, LocalEntryNotFoundError):
+        return not os.environ.get("HF_HUB_OFFLINE")
+    return type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError)
+
+
+_PASSING = {408, 425, 429, *range(500, 600)}
+"""Statuses of the hub's answers after which a later request may succeed."""
 
 
 def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:

@@ -267,7 +267,7 @@ def finish(training: Training) -> Outcome:
         tokenizer,
         training.run.model,
         assignment.spec.method,
-        assignment.spec.model.name_below_adapters(),
+        *assignment.spec.model.below_adapters(),
     )
     fail_point("trainer.saved")
     training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))

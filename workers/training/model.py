@@ -232,13 +232,16 @@ def autocast(precision: RunPrecision, device: str) -> Any:
     return torch.autocast(device, dtype=AUTOCAST[precision])
 
 
-def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str) -> tuple[str, ...]:
+def save(
+    model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str, revision: str | None = None
+) -> tuple[str, ...]:
     """Writes the model, or only its adapters, completely or not at all. Returns the names of the files.
 
     Merging adapters changes `model` itself.
 
     Args:
         base: the base model's name, which adapters refer to.
+        revision: its revision on the hub.
     """
     if method.lora is not None and method.lora.merge:
         model = model.merge_and_unload()
@@ -248,9 +251,8 @@ def save(model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     if (adapters := partial / "adapter_config.json").exists():  # where peft has put a path of this machine
-        adapters.write_text(
-            json.dumps({**json.loads(adapters.read_text()), "base_model_name_or_path": base}, indent=2)
-        )
+        own = {"base_model_name_or_path": base, "revision": revision}
+        adapters.write_text(json.dumps({**json.loads(adapters.read_text()), **own}, indent=2))
     (partial / "README.md").unlink(missing_ok=True)  # peft's, a template that is not filled in
     for path in (*partial.iterdir(), partial):
         sync(path)
