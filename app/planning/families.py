@@ -37,6 +37,15 @@ _ENCODERS = frozenset(
 )
 """Families whose tokens attend in both directions unless the config has `is_decoder: true`."""
 
+OWN_LOGITS = frozenset(
+    """
+    bert big_bird camembert data2vec-text electra ernie inkling_text megatron-bert modernbert-decoder rembert
+    roberta roberta-prelayernorm roc_bert roformer
+    """.split()  # noqa: SIM905
+)
+"""Families whose logits are not simply those of their output head, so that training computes all logits at
+once (loss_checks.check_head finds out; `make families` compares this list with what it found)."""
+
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 

@@ -18,6 +18,7 @@ from app.contract.architecture import Architecture
 from app.contract.base import Frozen
 from app.contract.memory_profile import Recipe
 from app.contract.spec import OptimizerName, Spec
+from app.planning.families import OWN_LOGITS
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
@@ -125,6 +126,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     if recipe.optimizer_on_cpu:
         states = 0
     rows = min(tokens, max(LEAST_LOSS_ROWS, LOSS_CHUNK // architecture.vocabulary))
+    rows = tokens if architecture.family in OWN_LOGITS else rows
     logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
     logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0
     return Memory(

@@ -15,12 +15,9 @@ from tests.harness.runs import create_run
 from workers.run_directory import RunDirectory
 from workers.training.tiny_gpt2 import make_tokenizer
 
+LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"]
 ALL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
-_LAYERS = (
-    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_encoder_layers"
-)
 _WIDTHS = "hidden_size n_embd n_embed d_model dim embedding_size embed_dim embedding_dim lru_width"
 _HEADS = "num_attention_heads n_head n_heads encoder_attention_heads decoder_attention_heads"
 _INNER = (
@@ -48,7 +45,7 @@ _WINDOWS = (
 _ONE = "n_group topk_group n_shared_experts num_expert_group first_k_dense_replace mamba_n_groups n_groups"
 
 SIZES: dict[str, int] = {
-    **dict.fromkeys(_LAYERS.split(), 2),
+    **dict.fromkeys(LAYERS, 2),
     **dict.fromkeys(_WIDTHS.split(), 32),
     **dict.fromkeys([*_HEADS.split(), "num_heads"], 4),
     **dict.fromkeys(["num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"], 2),
@@ -102,9 +99,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Fields of families whose sizes depend on each other."""
 
 
-def small_config(family: str) -> Any:
-    """A family's config with two layers of width 32, without dropout."""
-    config = _shrunk(CONFIG_MAPPING[family], SPECIAL.get(family, {}))
+def small_config(family: str, **sizes: int) -> Any:
+    """A family's config with two layers of width 32, without dropout.
+
+    Args:
+        sizes: others than those in `SIZES`.
+    """
+    config = _shrunk(CONFIG_MAPPING[family], SPECIAL.get(family, {}), sizes)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "drop_rate" in name):
@@ -114,15 +115,15 @@ def small_config(family: str) -> Any:
     return config
 
 
-def _shrunk(config_class: Any, special: dict[str, Any]) -> Any:
+def _shrunk(config_class: Any, special: dict[str, Any], sizes: dict[str, int]) -> Any:
     default = config_class()
     known = default.to_dict()
-    fields: dict[str, Any] = {name: size for name, size in SIZES.items() if name in known}
+    fields: dict[str, Any] = {name: size for name, size in {**SIZES, **sizes}.items() if name in known}
     fields |= {name: None for name in _BY_LAYER if known.get(name) is not None}
     for name in getattr(config_class, "sub_configs", None) or {}:
         part = getattr(default, name, None)
         if part is not None:
-            fields[name] = _shrunk(type(part), {}).to_dict()
+            fields[name] = _shrunk(type(part), {}, sizes).to_dict()
     return config_class(**{**fields, **special})
 
 

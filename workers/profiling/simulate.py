@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
 from app.contract.memory_profile import Recipe
 from app.contract.spec import OptimizerSpec
+from app.planning.families import OWN_LOGITS
 from workers.profiling import quantised_sizes
 from workers.profiling.depth import Depth, config_for, with_layers
 from workers.profiling.layers import follow, layers_of, weights_by_group
@@ -100,6 +101,9 @@ class Simulation:
         self._balance = balance_of(self._model, recipe.aux_scope)
         smoothing = 0.1 if recipe.label_smoothing else 0.0
         self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
+        self._head = None if config.get("model_type") in OWN_LOGITS else head_of(self._model)
+        if self._head is None:
+            self._token_loss.head = None
         if self._balance is not None and not self._reports_routing():
             self._balance = None
             self._token_loss.stop_routing()
@@ -150,7 +154,7 @@ class Simulation:
 
     def _are_chunks_at_once(self) -> bool:
         """Whether one operator processes all chunks of the loss. The loss itself is run to find out."""
-        head = head_of(self._model)
+        head = self._head
         if head is None:
             return False
         requested = []
@@ -170,8 +174,7 @@ class Simulation:
     @property
     def chunk_positions(self) -> int:
         """The number of positions per chunk of the loss; 0 if all logits are computed at once."""
-        head = head_of(self._model)
-        return 0 if head is None else head.rows
+        return 0 if self._head is None else self._head.rows
 
     @property
     def parameters(self) -> int:
@@ -241,9 +244,9 @@ class Simulation:
         )
         clipping = Clipping(1.0 if recipe.clips else None)
         window = Window(parameters, optimizer, clipping, scale, gradients=gradients)
-        balance, loss, head = self._balance, self._token_loss, head_of(model)
-        if head is not None:
-            loss.head = _FewChunks(**vars(head), requested=chunks)
+        balance, loss = self._balance, self._token_loss
+        if self._head is not None:
+            loss.head = _FewChunks(**vars(self._head), requested=chunks)
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
