@@ -15,7 +15,10 @@ from tests.harness.runs import create_run
 from workers.run_directory import RunDirectory
 from workers.training.tiny_gpt2 import make_tokenizer
 
-LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"]
+LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+    "num_decoder_layers", "num_encoder_layers",
+)  # fmt: skip
 ALL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 _WIDTHS = "hidden_size n_embd n_embed d_model dim embedding_size embed_dim embedding_dim lru_width"
