@@ -97,6 +97,8 @@ class Plan(Frozen):
     steps_total: int | None
     """Optimizer steps; null where `overlength: split` leaves the number of samples to the tokenizer."""
     predicted_duration_seconds: float | None
+    predicted_duration_range: tuple[float, float] | None = None
+    """The seconds between which the duration probably is (about nine of ten times)."""
     source: Source
     warnings: tuple[str, ...]
     precision: RunPrecision

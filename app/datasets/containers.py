@@ -24,7 +24,6 @@ HEAD_BYTES = 4096
 _PARQUET = b"PAR1"
 _DELIMITERS = ",;\t|"
 _ROWS_AT_ONCE = 1000
-_MAX_DEPTH = 64
 _UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
 
 
@@ -80,7 +79,7 @@ def read_rows(
         case "jsonl":
             return _json_lines(path, longest)
         case "json":
-            return _json_array(path)
+            return _json_array(path, longest)
         case "csv":
             return _csv(path, name, longest)
         case "parquet":
@@ -106,47 +105,58 @@ def _json_lines(path: Path, longest: int) -> Iterator[Row]:
                 raise BadFile(f"Line {number}: not valid JSON ({str(error)[:120]}).") from None
 
 
-def _json_array(path: Path) -> Iterator[Row]:
-    import ijson
-
+def _json_array(path: Path, longest: int) -> Iterator[Row]:
     number = 0
-    with path.open("rb") as file:
-        if file.read(3) != codecs.BOM_UTF8:
-            file.seek(0)
-        try:
-            for number, row in enumerate(_items(ijson.basic_parse(file, use_float=True)), start=1):
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, row in enumerate(_items(file, longest), start=1):
                 yield number, row
-        except (ijson.JSONError, UnicodeDecodeError, OverflowError) as error:
-            reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-            raise BadFile(f"Not valid JSON after row {number} ({reason}).") from None
-        except RecursionError:
-            raise BadFile(f"Row {number + 1} is nested deeper than {_MAX_DEPTH} levels.") from None
+    except UnicodeDecodeError as error:
+        raise BadFile(f"Not UTF-8 text after row {number} ({error.reason}).") from None
+    except RecursionError:
+        raise BadFile(f"Row {number + 1} is nested too deeply.") from None
+    except ValueError as error:
+        if isinstance(error, BadFile):
+            raise
+        raise BadFile(f"Not valid JSON after row {number} ({str(error)[:120]}).") from None
 
 
-def _items(events: Iterable[tuple[str, Any]]) -> Iterator[Any]:
-    """The items of an array, from a parser's events.
+def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:
+    """The items of a JSON array, of which one at a time is in memory.
 
     Raises:
-        RecursionError: one is nested too deeply.
+        ValueError: it is not valid JSON.
+        RecursionError: an item is nested too deeply.
     """
-    import ijson
-
-    depth, builder = 0, ijson.ObjectBuilder()
-    for event, value in events:
-        if event in ("start_map", "start_array"):
-            depth += 1
-            if depth > _MAX_DEPTH:
-                raise RecursionError
-            if depth == 1:
-                continue
-        elif event in ("end_map", "end_array"):
-            depth -= 1
-            if depth == 0:
-                continue
-        builder.event(event, value)
-        if depth == 1:
-            yield builder.value
-            builder = ijson.ObjectBuilder()
+    decoder, text, at_end = json.JSONDecoder(), file.read(HEAD_BYTES).lstrip().removeprefix("["), False
+    is_first = True
+    while True:
+        text = text.lstrip()
+        if not is_first and text.startswith(","):
+            rest = text[1:].lstrip()
+        elif is_first or text.startswith("]"):
+            rest = text
+        elif text or at_end:
+            raise ValueError("expected a comma or the end of the array")
+        else:
+            rest = ""
+        if rest.startswith("]") and rest is text:
+            return
+        try:
+            if not rest:
+                raise ValueError("the array has no end")
+            item, end = decoder.raw_decode(rest)
+        except ValueError:
+            more = "" if at_end else file.read(max(HEAD_BYTES, len(text)))
+            at_end = not more
+            if at_end:
+                raise
+            text += more
+            if len(text) > 2 * longest:
+                raise BadFile(f"A row is longer than {longest} bytes, or is not valid JSON.") from None
+            continue
+        yield item
+        text, is_first = rest[end:], False
 
 
 def _csv(path: Path, name: str, longest: int) -> Iterator[Row]:

@@ -60,7 +60,7 @@ def _load_libraries(order: dict[str, Any]) -> None:
                 importlib.import_module(library)
 
 
-_LIBRARIES: Mapping[Container, str] = {"json": "ijson", "parquet": "pyarrow.parquet"}
+_LIBRARIES: Mapping[Container, str] = {"parquet": "pyarrow.parquet"}
 
 
 def _limit_memory() -> None:
@@ -112,13 +112,22 @@ def _line(row: Any, how: Reading, where: str) -> bytes:
     try:
         if how.columns and isinstance(row, dict):
             row = mapped(row, how.columns)
-        return json.dumps(row, ensure_ascii=False, default=str).encode()
+        return json.dumps(row, ensure_ascii=False, default=_as_text).encode()
     except BadShape as error:
         raise BadFile(f"{where} {error}.") from None
     except UnicodeEncodeError:
         raise BadFile(f"{where} has a lone surrogate.") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise BadFile(f"{where} cannot be written as JSON ({str(error)[:120]}).") from None
+
+
+def _as_text(value: Any) -> str | None:
+    """A value that JSON does not have. Bytes are text, or else nothing that can be trained on."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+        return None
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ def get(session: Session, file_id: str, field: str | None = None) -> File:
 
 
 def read_row(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
-    """A file's id, digest, format, number of examples and name.
+    """A file's id, digest, format, number of examples, name and bytes.
 
     Args:
         owner: only this owner's files are searched; None searches everyone's.
@@ -332,7 +332,7 @@ def read_row(connection: Connection, owner: str | None, file_id: str, field: str
 def _file(dialect: str) -> Any:
     owner: BindParameter[str | None] = bindparam("owner", type_=String)
     own = or_(owner.is_(None), File.owner == owner)
-    columns = (File.id, File.sha256, File.format, File.examples, File.filename)
+    columns = (File.id, File.sha256, File.format, File.examples, File.filename, File.bytes)
     return select(*columns).where(File.id == bindparam("id"), own)
 
 

@@ -18,7 +18,6 @@ from app.jobs.schemas import (
     ResultAnswer,
 )
 from app.jobs.waiting import WaitingReasons
-from app.planning.plan import samples_of
 from app.statistics.performance import Speed
 from app.storage.tables import Job
 
@@ -64,23 +63,23 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
 
 
 def dry_run_answer(
-    submission: Submission, speed: Speed | None, hour_cost: float | None = None
+    submission: Submission, speed: Speed | None, tokens: int | None, hour_cost: float | None = None
 ) -> DryRunAnswer:
     """What a job would do, in the fields of a job's answer.
 
     Args:
+        tokens: in all samples of the run.
         hour_cost: the cost of one GPU for one hour; None: unknown.
     """
     spec, plan = submission.spec, submission.plan
     seconds = plan.predicted_duration_seconds
-    samples = samples_of(spec, plan.steps_total)
-    tokens = speed.tokens_per_sample * samples if speed is not None and samples is not None else None
     hours = None
     if seconds is not None and plan.device == "cuda":
         hours = seconds * len(plan.ranks) / 3600
     return DryRunAnswer(
-        predicted_tokens=None if tokens is None else round(tokens),
+        predicted_tokens=tokens,
         predicted_duration_seconds=seconds,
+        predicted_duration_range=plan.predicted_duration_range,
         gpu_hours=hours,
         gpu_cost=hours * hour_cost if hours is not None and hour_cost is not None else None,
         measured_by=speed.job_id if speed is not None else None,

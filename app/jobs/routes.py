@@ -235,7 +235,8 @@ async def _submitted(
     handler = _Handler(requested, inputs, settings, once, planned=planned)
     if requested.dry_run:
         checked = await _dry_run(request, handler)
-        return as_json(dry_run_answer(checked.submission, checked.speed, settings.gpu_hour_cost), 200)
+        known = checked.speed, checked.tokens
+        return as_json(dry_run_answer(checked.submission, *known, settings.gpu_hour_cost), 200)
     return await submit(handler, request.app.state.group_commit, slowly_of(request))
 
 

@@ -542,9 +542,14 @@ class DryRunAnswer(Answer):
     accumulation_steps: int
     actual_batch_size_per_gpu: int
     predicted_tokens: int | None = Field(
-        None, description="Tokens in all samples of the run, estimated from an earlier job"
+        None, description="Tokens in all samples of the run: as an earlier job counted, else by bytes"
     )
-    predicted_duration_seconds: float | None = None
+    predicted_duration_seconds: float | None = Field(
+        None, description="From the claim to the end; null: nothing is known of such a device"
+    )
+    predicted_duration_range: tuple[float, float] | None = Field(
+        None, description="Seconds between which it probably is (about nine of ten times)"
+    )
     gpu_hours: float | None = Field(
         None, description="On GPUs: the duration times the number of devices, in hours"
     )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture
 from app.contract.model_files import fingerprint_of_files
 from app.contract.model_reference import ModelReference
+from app.contract.plain_files import read_plain
 from app.contract.text import path_to_unstorable, size_error
 from app.errors import Unprocessable
 from app.models import hub
@@ -108,12 +109,18 @@ def layer_paths(model: ModelReference, settings: Settings) -> tuple[str, ...]:
 
 
 def read_folder(name: str, folder: Path) -> PlannableModel:
-    """A model in a folder that a job wrote.
+    """A model in a folder that a job wrote; links are not followed.
 
     Raises:
         Unprocessable: there is none, or it cannot be planned for.
     """
-    return _read(name, _parse(name, _read_limited(name, folder / "config.json")))
+    try:
+        content = read_plain(folder, "config.json", max_bytes=LARGEST_CONFIG_BYTES)
+    except OSError:
+        content = None
+    if content is None:
+        raise Unprocessable(f"The model {name} has no config.json.", field="model_name")
+    return _read(name, _parse(name, content))
 
 
 def is_local(name: str, settings: Settings) -> bool:

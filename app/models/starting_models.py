@@ -166,7 +166,14 @@ def _unmerged(lora: LoraSpec | None) -> LoraSpec | None:
 
 
 def _fingerprint(name: str, folder: Path) -> str:
+    """The fingerprint of a folder that a job wrote.
+
+    Raises:
+        Unprocessable: it cannot be read, or contains links.
+    """
     try:
+        if any(path.is_symlink() for path in folder.iterdir()):
+            raise Unprocessable(f"The files of the model {name} contain links.", field=_FIELD)
         return fingerprint_of_files(folder)
     except OSError as error:
         raise Unprocessable(

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
-from app.contract.spec import Spec
+from app.contract.spec import RunPrecision, Spec
 from app.devices import live_workers
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
@@ -17,8 +17,9 @@ from app.planning.devices import Device
 from app.planning.estimate import Estimate, EstimateOf
 from app.planning.planner import Known
 from app.planning.throughput import Throughput, ThroughputOf
-from app.statistics import performance
+from app.statistics import performance, work_done
 from app.statistics.performance import Speed
+from app.statistics.work_done import WorkDone
 from app.storage.database import Database
 
 KEPT_SECONDS = 1.0
@@ -84,6 +85,16 @@ class PlanningInputs:
         return self._found(
             ("speed", self.database.viewer.owner, spec, device), performance.speed, spec, device
         )
+
+    def work_done(self, device: Device, precision: RunPrecision) -> WorkDone:
+        """See `work_done.work_done`."""
+        return self._found(("work", device, precision), work_done.work_done, device, precision)
+
+    def tokens_per_sample(self, spec: Spec) -> float | None:
+        """See `work_done.tokens_per_sample`; from the jobs that the caller sees."""
+        file_id, vocabulary = spec.data.file_id, spec.model.architecture.vocabulary
+        key = ("lengths", self.database.viewer.owner, file_id, vocabulary, spec.data.max_length)
+        return self._found(key, work_done.tokens_per_sample, file_id, vocabulary, spec.data.max_length)
 
     def known(self, architecture: Architecture, device_name: str | None) -> Known:
         """See `profiles.known`."""

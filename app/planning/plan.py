@@ -44,7 +44,6 @@ def make_plan(
     *,
     predicted: bool,
     threads: int | None = None,
-    samples_per_second: float | None = None,
 ) -> Plan:
     """Plans a spec.
 
@@ -52,7 +51,6 @@ def make_plan(
         devices: at least one; all CPUs or all GPUs.
         known: what is known of the spec's architecture on such devices.
         predicted: false for a worker's own plan, for the device that it has.
-        samples_per_second: measured earlier with this model on such a device; gives the duration.
     """
     solution = _solved(spec, devices, known)
     question = solution.question
@@ -68,7 +66,7 @@ def make_plan(
         micro_batches=sum(len(rank.micro_batches) for rank in solution.ranks),
         ranks=_ranks(solution),
         steps_total=steps_total,
-        predicted_duration_seconds=_duration(spec, steps_total, samples_per_second),
+        predicted_duration_seconds=None,
         source=solution.estimate.source,
         warnings=_warnings(spec, solution, steps_total),
         precision=question.recipe.precision,
@@ -153,11 +151,6 @@ def samples_of(spec: Spec, steps_total: int | None) -> int | None:
         return (spec.data.examples - spec.data.held_out()) * spec.epochs
     replicas = spec.split.devices if spec.strategy == "independent" else 1
     return steps_total * spec.effective_batch_size * replicas
-
-
-def _duration(spec: Spec, steps: int | None, samples_per_second: float | None) -> float | None:
-    samples = samples_of(spec, steps)
-    return samples / samples_per_second if samples is not None and samples_per_second else None
 
 
 def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[str, ...]:

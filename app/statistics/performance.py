@@ -38,6 +38,7 @@ class Speed:
     job_id: str
     samples_per_second: float
     tokens_per_sample: float
+    is_of_same_file: bool
 
 
 def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
@@ -53,10 +54,10 @@ def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
         Job.result["tuning"].as_string().is_(None),
     )
     wanted = {name: spec.model_dump(mode="json")[name] for name in _DECIDE_SPEED}
-    for each in (finished.where(Job.file_id == spec.data.file_id), finished):
+    for is_same, each in ((True, finished.where(Job.file_id == spec.data.file_id)), (False, finished)):
         for job in session.execute(each.order_by(Job.id.desc()).limit(_MAX_JOBS_SEARCHED)):
             if _is_comparable(job.spec, job.plan, wanted, spec, device):
-                return _speed_of(session, job.id)
+                return _speed_of(session, job.id, is_same_file=is_same)
     return None
 
 
@@ -80,13 +81,15 @@ def _is_comparable(
     )
 
 
-def _speed_of(session: Session, job_id: str) -> Speed | None:
+def _speed_of(session: Session, job_id: str, *, is_same_file: bool) -> Speed | None:
     samples, tokens, seconds = session.execute(
         select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens), func.sum(_SECONDS)).where(
             StepMetric.job_id == job_id
         )
     ).one()
-    return Speed(job_id, samples / seconds, tokens / samples) if seconds and samples else None
+    if not seconds or not samples:
+        return None
+    return Speed(job_id, samples / seconds, tokens / samples, is_same_file)
 
 
 def of_job(session: Session, job: Job) -> JobStatistics:

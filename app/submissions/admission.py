@@ -1,5 +1,6 @@
 """Admission: checks, freezes and plans a request, and enforces its owner's quota."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from app.statistics.performance import Speed
 from app.storage.database import Database, lock_until_commit
 from app.storage.session import Session
 from app.storage.tables import Job
+from app.submissions.durations import predict, with_duration
 from app.submissions.freeze import Data, freeze
 from app.submissions.methods import training_from
 from app.webhooks import addresses
@@ -46,7 +48,9 @@ class AdmittedRequest:
     """Samples that become a file together with the job: a data set's path, or inline lines; None where the
     request names a file."""
     speed: Speed | None
-    """The measured speed that the plan's duration is based on."""
+    """The speed of an earlier job with the same model, on which the plan's duration is based."""
+    tokens: int | None
+    """Predicted tokens in all samples of the run."""
     profile_key: ProfileKey
     """The memory profile that the plan needs; until it has been made, the plan is by formula."""
 
@@ -116,6 +120,9 @@ def check(
         used = devices_worth_using(spec, devices.planned, known)
         devices = _Devices(devices.requested, devices.planned[:used], used)
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
+    size = (data or own_data_spec).bytes
+    predicted = predict(spec, plan, devices.planned[0], size, speed, inputs)
+    plan = plan if predicted is None else with_duration(plan, predicted.duration)
     if plan.strategy == "fsdp" and len(plan.ranks) > 1:  # each rank has a part of the model
         recipe = divided(profile_key.recipe, len(plan.ranks), plan.zero_stage)
         profile_key = replace(profile_key, recipe=recipe)
@@ -137,7 +144,8 @@ def check(
         device_count=devices.needed,
         gpu_ids=tuple(requested.gpu_ids or ()),
     )
-    return AdmittedRequest(submission, own_data, speed, profile_key)
+    tokens = None if predicted is None else predicted.tokens
+    return AdmittedRequest(submission, own_data, speed, tokens, profile_key)
 
 
 def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
@@ -163,12 +171,14 @@ def _own_data(
     inline, name = requested.dataset_config.inline(), requested.dataset_config.dataset
     if inline is not None:
         form, lines = inline
-        return lines, Data(file_id="file-0", sha256="", format=form, examples=len(lines))
+        size = sum(len(json.dumps(line)) + 1 for line in lines)
+        return lines, Data("file-0", "", form, len(lines), "", size)
     if name is None:
         return None, Data(file_id="file-0", sha256="", format="text", examples=0)
     found = dataset_folder.find(name, requested.dataset_config.reading(), settings)
     checked = files.check_files(found, settings, field="dataset_config.dataset")
-    return found, Data("file-0", checked.sha256, checked.format, checked.examples, found.sources[0][1])
+    name = found.sources[0][1]
+    return found, Data("file-0", checked.sha256, checked.format, checked.examples, name, checked.bytes)
 
 
 def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
@@ -268,7 +278,6 @@ def _new_plan(
         devices,
         inputs.known(profile_key.architecture, common_name(devices)),
         predicted=True,
-        samples_per_second=speed.samples_per_second if speed is not None else None,
     )
     return plan, speed
 

@@ -58,6 +58,7 @@ class Data:
     format: DataFormat
     examples: int
     filename: str = ""
+    bytes: int = 0
 
     def overlength(self) -> Overlength:
         """What happens to samples that are too long, if the request does not say."""

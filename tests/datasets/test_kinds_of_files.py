@@ -225,8 +225,13 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
         ("a.json", b'[{"text": "a"}, {"text": ', "Not valid JSON after row 1"),
         ("a.json", b'[{"text": "a"}, "b"]', "Row 2: expected a JSON object, found str"),
         ("a.json", b'[{"text": "a\\u0000"}]', "Row 1: text: has a NUL character"),
-        ("a.json", b"[" * 100_000, "Row 1 is nested deeper than 64 levels"),
+        ("a.json", b"[" * 100_000, "Row 1 is nested too deeply"),
         ("a.json", b"[]", "no sample"),
+        ("a.json", b'[{"text": "a"}', "Not valid JSON after row 1"),
+        ("a.json", b'[{"text": "a"},]', "Not valid JSON after row 1"),
+        ("a.json", b'[{"text": "a"} {"text": "b"}]', "Not valid JSON after row 1"),
+        ("a.json", b'[{"text": "\\ud800"}]', "lone surrogate"),
+        ("a.json", b'[{"text": "a"}, \xff]', "Not UTF-8 text after row"),
         ("a.parquet", b"PAR1" + b"x" * 200 + b"PAR1", "Not a valid Parquet file"),
         ("a.parquet", b"text", "not a Parquet file"),
         ("a.xlsx", b"PK\x03\x04", "save it as CSV"),
@@ -293,3 +298,20 @@ def test_a_folder_of_files_is_a_data_set(tmp_path: Path, settings: Settings, cli
     answer = client.post("/gradient-accumulation/training/with-accumulation", json=wrong)
     assert answer.status_code == 422
     assert "give columns with the upload" in answer.text
+
+
+def test_a_json_array_larger_than_a_block_is_read_item_by_item(client: TestClient) -> None:
+    rows = [{"text": f"{number} " + "é" * (number % 7000)} for number in range(300)]
+    file = upload(client, "large.json", json.dumps(rows, ensure_ascii=False, indent=2).encode())
+    stored = client.get(f"/v1/files/{file['id']}/content").text.splitlines()
+    assert [json.loads(line) for line in stored] == rows
+
+
+def test_binary_columns_of_a_parquet_file_are_text(client: TestClient) -> None:
+    table_of_bytes = pa.table({"text": pa.array(["hé".encode()]), "image": pa.array([b"\xff\xfe"])})
+    content = io.BytesIO()
+    pq.write_table(table_of_bytes, content)
+    file = upload(client, "a.parquet", content.getvalue())
+    stored = client.get(f"/v1/files/{file['id']}/content").text
+    assert json.loads(stored)["text"] == "hé"
+    assert "b'" not in stored

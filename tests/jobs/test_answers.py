@@ -27,7 +27,7 @@ def submission(device: str) -> Submission:
 def test_gpu_hours_and_cost_are_reported_only_for_gpus(
     device: str, cost: float | None, hours: float | None, told: float | None
 ) -> None:
-    answer = dry_run_answer(submission(device), Speed("ftjob-1", 1.0, 10.0), cost)
+    answer = dry_run_answer(submission(device), Speed("ftjob-1", 1.0, 10.0, True), 50, cost)
     assert (answer.gpu_hours, answer.gpu_cost) == (hours, told)
 
 

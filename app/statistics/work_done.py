@@ -1,0 +1,105 @@
+"""What finished jobs computed, and in which time: the evidence for the duration of others."""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from sqlalchemy import Select, func, select
+
+from app.contract.plan import Plan
+from app.contract.spec import RunPrecision, Spec
+from app.planning.devices import Device
+from app.planning.duration import DoneWork, work_of
+from app.planning.memory import lora_parameters
+from app.storage.session import OF_EVERYONE, Session
+from app.storage.tables import Job, JobTotals, StepMetric
+
+_MOST_JOBS, _MOST_STEPS = 20, 300
+_LEAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """What jobs did on one kind of device."""
+
+    done: tuple[DoneWork, ...]
+    overhead_seconds: float | None
+    """The median time of a job beside its windows: start, certificate, evaluation and saving."""
+
+
+def work_done(session: Session, device: Device, precision: RunPrecision) -> WorkDone:
+    """The work of the newest jobs that finished on one such device in a precision, whoever owns them: only
+    sums are read, and nothing of them is shown."""
+    finished = (
+        select(Job.id, Job.spec, Job.plan, JobTotals.seconds, JobTotals.device_seconds)
+        .join(JobTotals, JobTotals.job_id == Job.id)
+        .where(Job.status == "succeeded", Job.device.startswith(device.kind), JobTotals.steps >= _LEAST_STEPS)
+        .order_by(Job.id.desc())
+        .limit(_MOST_JOBS)
+    )
+    done: list[DoneWork] = []
+    overheads: list[float] = []
+    for job in session.execute(finished, execution_options=OF_EVERYONE):
+        plan, spec = Plan.model_validate(job.plan), Spec.model_validate(job.spec)
+        alone = len(plan.ranks) == 1 and plan.ranks[0].name in (None, device.name)
+        if not alone or plan.precision != precision:
+            continue
+        overheads.append(max(0.0, job.device_seconds - job.seconds))
+        own = _done(session, job.id, spec)
+        done += [own] if own is not None else []
+    return WorkDone(tuple(done), median(overheads) if overheads else None)
+
+
+def _done(session: Session, job_id: str, spec: Spec) -> DoneWork | None:
+    newest = (
+        select(StepMetric)
+        .where(StepMetric.job_id == job_id)
+        .order_by(StepMetric.step.desc())
+        .limit(_MOST_STEPS)
+        .subquery()
+    )
+    sums = session.execute(
+        select(
+            func.count(), func.sum(newest.c.samples), func.sum(newest.c.padded_tokens),
+            func.sum(newest.c.gradient_accumulation_steps),
+            func.sum(newest.c.forward_backward_seconds + newest.c.data_seconds),
+            func.sum(newest.c.optimizer_seconds),
+        ),
+        execution_options=OF_EVERYONE,
+    ).one()  # fmt: skip
+    steps, samples, tokens, micro_batches, seconds, updating = sums
+    if not steps or not tokens or not seconds:
+        return None
+    architecture, lora = spec.model.architecture, spec.method.lora
+    work = work_of(
+        architecture,
+        tokens=tokens,
+        length=tokens / samples,
+        micro_batches=micro_batches,
+        steps=steps,
+        adapters=lora is not None,
+        trained=None if lora is None else lora_parameters(architecture, lora.r),
+        checkpointing=spec.gradient_checkpointing,
+    )
+    return DoneWork(work, seconds, updating or 0.0)
+
+
+def tokens_per_sample(session: Session, file_id: str, vocabulary: int, max_length: int) -> float | None:
+    """The mean length of a file's samples in tokens, as an earlier job with such a tokenizer counted them;
+    None if there was none."""
+    jobs: Select[Any] = (
+        select(Job.id)
+        .where(
+            Job.file_id == file_id,
+            Job.spec["model"]["architecture"]["vocabulary"].as_integer() == vocabulary,
+            Job.spec["data"]["max_length"].as_integer() == max_length,
+        )
+        .order_by(Job.id.desc())
+        .limit(_MOST_JOBS)
+    )
+    for job_id in session.scalars(jobs):
+        counted = select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens))
+        samples, tokens = session.execute(counted.where(StepMetric.job_id == job_id)).one()
+        if samples:
+            return float(tokens / samples)
+    return None
