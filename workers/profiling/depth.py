@@ -75,11 +75,20 @@ def _is_by_layer(value: Any, layers: int) -> bool:
 
 
 def config_for(fields: dict[str, Any]) -> Any:
-    """transformers' config object for the content of a config.json."""
+    """transformers' config object for the content of a config.json, in which infinite numbers are written as
+    objects: {"__float__": "Infinity"}."""
     from transformers import AutoConfig
 
-    own = dict(fields)
+    own = _with_floats(fields)
     return AutoConfig.for_model(own.pop("model_type"), **own)
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _whole(config: dict[str, Any]) -> dict[str, Any]:

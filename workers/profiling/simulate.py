@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
 from app.contract.memory_profile import Recipe
@@ -94,6 +94,7 @@ class Simulation:
         self._mode = FakeTensorMode()
         self.recipe = recipe
         self._depth = depth
+        self._divided: Divided | None = None
         with torch.device("meta"), _quiet():
             self._model = self._build(config)
         with self._mode:
@@ -136,21 +137,24 @@ class Simulation:
             sequence: tokens of each sample.
             chunks: the sizes of the loss's chunks, if they must differ from the trainer's.
         """
-        recorder = Recorder(
+        recorder = self._recorder()
+        with self._mode, _quiet(), _as_if_real(), self._on_target():
+            return self._trace(recorder, rows, sequence, chunks)
+
+    def _recorder(self) -> Recorder:
+        return Recorder(
             self.recipe.device,
             boolean_value=not self.recipe.packing,
             divided=None if self._divided is None else self._divided.tensor_type,
         )
-        on_target = OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
-        with self._mode, _quiet(), _as_if_real(), on_target:
-            return self._trace(recorder, rows, sequence, chunks)
+
+    def _on_target(self) -> contextlib.AbstractContextManager[object]:
+        return OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
 
     def _reports_routing(self) -> bool:
-        with self._mode, _quiet(), _as_if_real(), models.autocast(self.recipe.precision, "cpu"):
-            try:
-                return reports_routing(self._token_loss, _batch(1, 4, packed=False, routed=True))
-            except DataDependentOutputException:  # some layer reads its data: `trace` gives it an answer
-                return True
+        autocast = models.autocast(self.recipe.precision, "cpu")
+        with self._mode, _quiet(), _as_if_real(), self._on_target(), self._recorder(), autocast:
+            return reports_routing(self._token_loss, _batch(1, 4, packed=False, routed=True))
 
     def _are_chunks_at_once(self) -> bool:
         """Whether one operator processes all chunks of the loss. The loss itself is run to find out."""
