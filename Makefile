@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data families serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -60,8 +60,9 @@ test-slow: $(STAMP) ## Run the tests that take minutes
 soak: $(STAMP) ## Run small jobs under random faults for an hour
 	$(BIN)/python -m tests.benchmarks.soak
 
-accuracy: $(STAMP) ## Compare predicted with true memory, and write a table and a chart (about 10 minutes)
+accuracy: $(STAMP) ## Compare predicted with true memory, and write tables and a chart (about 20 minutes)
 	$(BIN)/python -m tests.benchmarks.accuracy
+	$(BIN)/python -m tests.benchmarks.accuracy --families
 	$(BIN)/python -m tests.benchmarks.recommended
 
 bench-trainer: $(STAMP) ## Compare the trainer's speed with transformers' Trainer (about 20 minutes)
@@ -84,6 +85,9 @@ bench-devices: $(STAMP) ## Compare one and two ranks, unequal ones too, with Tra
 
 bench-data: $(STAMP) ## Upload a million samples as JSON lines, CSV and Parquet, and tokenise them (about 10 minutes)
 	$(BIN)/python -m tests.benchmarks.rows
+
+bench-durations: $(STAMP) ## Predict how long jobs take, and train them (about 10 minutes)
+	$(BIN)/python -m tests.benchmarks.durations
 
 families: $(STAMP) ## Train a small model of every family that transformers knows, and write a table (about 15 minutes)
 	$(BIN)/python -m tests.benchmarks.families

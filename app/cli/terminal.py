@@ -140,8 +140,17 @@ def show_plan(job: dict[str, Any]) -> None:
         f"learning rate {job['learning_rate']:.3g}; {plan['precision']} on {plan['device']}",
         highlight=False,
     )
+    if plan["predicted_duration_seconds"] is not None:
+        console.print(f"expected to take {_expected(plan)}", highlight=False)
     for warning in plan["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def _expected(plan: dict[str, Any]) -> str:
+    """A plan's predicted duration, as in 12:30 (8:00 to 20:00)."""
+    low, high = plan["predicted_duration_range"] or (None, None)
+    within = f" ({_duration(low)} to {_duration(high)})" if low is not None else ""
+    return _duration(plan["predicted_duration_seconds"]) + within
 
 
 def show_findings(found: list["Finding"]) -> None:
@@ -295,7 +304,8 @@ def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _method(job: dict[str, Any]) -> str:

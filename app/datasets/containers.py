@@ -23,7 +23,7 @@ HEAD_BYTES = 4096
 
 _PARQUET = b"PAR1"
 _DELIMITERS = ",;\t|"
-_ROWS_AT_ONCE = 1000
+_ROWS_AT_ONCE = 64
 _UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
 
 

@@ -13,6 +13,7 @@ from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
 from app.errors import Conflict
+from app.jobs import sources
 from app.jobs.events import is_recorded, record_event
 from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, reclaim_expired
 from app.jobs.transitions import change, get
@@ -247,6 +248,7 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
+    sources.check_unneeded(session, job_id)
     with optional_part(session, "the counters of a job"):
         counters.add_to_stored(session, job_id)
     file = session.get_one(File, job.file_id)

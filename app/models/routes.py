@@ -4,6 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
+from app.jobs import sources
 from app.jobs.openai_schemas import ModelAnswer, ModelDeleted, ModelList
 from app.models import base_models, trained_models
 from app.settings import Settings
@@ -38,6 +39,8 @@ def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelA
 @router.delete("/{model:path}", summary="Delete a trained model's files")
 def delete(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelDeleted:
     """The job that trained the model is kept, with its metrics."""
+    if model.startswith("ft:"):
+        sources.check_unneeded(session, trained_models.find(session, settings, model).id)
     trained_models.remove(session, settings, model)
     return ModelDeleted(id=model)
 

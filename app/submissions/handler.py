@@ -16,7 +16,7 @@ from fastapi import Response
 from app.contract.fail_points import fail_point
 from app.datasets import files
 from app.errors import Conflict
-from app.jobs import lifecycle
+from app.jobs import lifecycle, sources
 from app.jobs.lifecycle import Submission
 from app.planning.inputs import PlanningInputs
 from app.settings import Settings
@@ -83,6 +83,7 @@ class SubmissionHandler(ABC):
                     )
                 check_quota(session, self.settings)
                 _hold_validation_file(session, submission)
+                sources.hold(session, submission.spec)
                 answer = self.answer(session, lifecycle.submit(session, submission))
                 self._once.remember(session, answer, self.status)
                 fail_point("service.committing")

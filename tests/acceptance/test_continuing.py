@@ -1,6 +1,7 @@
 """Training that continues from what earlier jobs left: models, adapters and checkpoints."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,11 @@ def test_a_model_deleted_before_the_job_starts_fails_it_with_the_reason(accrue: 
         source = trained(accrue, max_steps=1, **({"method": model} if model else {}))
         job = {"model_name": source["id"], "dataset_config": DATA, "training_config": UNCHANGED}
         job_id = accrue.submit(**job, auto_start=False)
-        assert accrue.http.delete(f"{TRAINING}/{source['id']}").is_success
+        for path in (f"{TRAINING}/{source['id']}", f"/v1/models/{name_of(accrue, source)}"):
+            refused = accrue.http.delete(path)
+            assert refused.status_code == 409, path
+            assert job_id in refused.json()["detail"]
+        shutil.rmtree(accrue.run(source["id"]).path)
         accrue.post(f"{TRAINING}/{job_id}/start")
         ended = accrue.ended(job_id)
         assert (ended["status"], ended["error"]["code"]) == ("failed", "model_changed"), of

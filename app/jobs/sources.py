@@ -1,0 +1,52 @@
+"""The jobs whose models other jobs start from: they stay as long as an unfinished job needs them."""
+
+from typing import Any
+
+from sqlalchemy import select
+
+from app.contract.spec import Spec
+from app.contract.states import ENDED
+from app.errors import Conflict, Unprocessable
+from app.storage.session import OF_EVERYONE, Session
+from app.storage.tables import Job
+
+_SHOWN = 5
+
+
+def hold(session: Session, spec: Spec) -> None:
+    """Keeps the jobs that a spec starts from from being deleted until the transaction ends. On SQLite, which
+    has one writer, no lock is needed.
+
+    Raises:
+        Unprocessable: one of them has been deleted.
+    """
+    for job_id in sorted(_sources(spec.model.model_dump(mode="json"))):
+        own = select(Job.id).where(Job.id == job_id).with_for_update(read=True, key_share=True)
+        if session.scalar(own, execution_options=OF_EVERYONE) is None:
+            raise Unprocessable(
+                f"The job {job_id}, whose model {spec.model.name} is, has been deleted.", field="model_name"
+            )
+
+
+def check_unneeded(session: Session, job_id: str) -> None:
+    """Checks that no unfinished job starts from a job's model or checkpoint.
+
+    Raises:
+        Conflict: some do; the message names the first.
+    """
+    unfinished = select(Job.id, Job.spec["model"]).where(
+        Job.status.not_in(ENDED), Job.model_name.startswith("ft:")
+    )
+    rows = session.execute(unfinished.order_by(Job.id), execution_options=OF_EVERYONE)
+    dependent = [each for each, model in rows if job_id in _sources(model)]
+    if dependent:
+        some = ", ".join(dependent[:_SHOWN]) + (", …" if len(dependent) > _SHOWN else "")
+        raise Conflict(
+            f"Jobs that have not ended start from the model of {job_id}: {some}. Cancel them first."
+        )
+
+
+def _sources(model: dict[str, Any]) -> set[str]:
+    """The ids of the jobs that trained a model, or parts of it."""
+    found = {layer["job_id"] for layer in model.get("layers") or ()}
+    return found | ({model["job_id"]} if model.get("job_id") else set())

@@ -1,0 +1,90 @@
+"""Regression tests for the eighteenth attack. Those about files and columns are in
+tests/datasets/test_kinds_of_files.py, those about deleted models in tests/acceptance/test_continuing.py."""
+
+import io
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+
+from app.contract.model_reference import ModelReference
+from app.errors import Conflict, Unprocessable
+from app.jobs import lifecycle, sources, transitions
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import Job
+from tests.harness.specs import make_spec
+from tests.harness.submissions import submitted
+
+ROOT = "/gradient-accumulation"
+
+
+def succeeded(database: Database, settings: Settings) -> tuple[str, Path]:
+    """A job that made a model, whose folder is returned too."""
+    job_id = submitted(database)
+    with database.writing() as session:
+        job = session.get_one(Job, job_id)
+        job.status, job.result = "succeeded", {"files": ["config.json"]}
+    folder = settings.runs_dir / job_id / "model"
+    folder.mkdir(parents=True)
+    return job_id, folder
+
+
+def test_a_pipe_in_place_of_a_config_blocks_no_thread(
+    client: TestClient, database: Database, settings: Settings
+) -> None:
+    job_id, folder = succeeded(database, settings)
+    os.mkfifo(folder / "config.json")
+    answer = client.get(f"{ROOT}/performance/recommendations", params={"model_name": job_id})
+    assert answer.status_code == 422
+    assert "has no config.json" in answer.json()["detail"]
+
+
+def test_links_in_a_trained_model_s_folder_are_not_followed(
+    client: TestClient, database: Database, settings: Settings, tmp_path: Path
+) -> None:
+    job_id, folder = succeeded(database, settings)
+    (tmp_path / "other.json").write_text("{}")
+    (folder / "config.json").symlink_to(tmp_path / "other.json")
+    body = {"model_name": job_id, "dataset_config": {"texts": ["a"]}}
+    answer = client.post(f"{ROOT}/training/with-accumulation", json=body)
+    assert answer.status_code == 422
+
+
+def started_from(database: Database, source: str) -> str:
+    """A queued job that starts from the model of another."""
+    own = make_spec().model
+    model = ModelReference(
+        name=f"ft:x:accrue::{source.removeprefix('ftjob-')}", source="job", architecture=own.architecture,
+        job_id=source,
+    )  # fmt: skip
+    return submitted(database, make_spec(model=model))
+
+
+def test_a_job_that_an_unfinished_one_starts_from_stays(database: Database, settings: Settings) -> None:
+    source, _ = succeeded(database, settings)
+    dependent = started_from(database, source)
+    with pytest.raises(Conflict, match=dependent), database.writing() as session:
+        lifecycle.remove(session, source)
+    with database.writing() as session:
+        lifecycle.cancel(session, dependent)
+    with database.writing() as session:
+        lifecycle.remove(session, source)
+    with database.writing() as session:
+        model = ModelReference.model_validate(transitions.get(session, dependent).spec["model"])
+        spec = make_spec(model=model)
+        with pytest.raises(Unprocessable, match="has been deleted"):
+            sources.hold(session, spec)
+
+
+def test_many_large_rows_of_a_parquet_file_are_read(client: TestClient) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 300_000]))
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": column}), content, compression="zstd")
+    answer = client.post(
+        "/v1/files", files={"file": ("a.parquet", content.getvalue())}, data={"purpose": "fine-tune"}
+    )
+    assert answer.json()["examples"] == 1000
