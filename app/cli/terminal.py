@@ -230,7 +230,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
 def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
     progress, waiting = job["progress"], job["waiting"]
     state = job["status"] + (f": {waiting['reason']}" if waiting else "")
-    if progress["samples_to_prepare"] and job["status"] == "running":
+    if progress.get("samples_to_prepare") and job["status"] == "running":
         done, of = progress["prepared_samples"], progress["samples_to_prepare"]
         state += f": tokenised {done:,} of {of:,} samples"
     bar.update(

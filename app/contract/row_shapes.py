@@ -27,12 +27,21 @@ ColumnField = Literal[
 """The fields that a column can be assigned to."""
 
 
+_BELONGING: dict[str, tuple[str, ...]] = {
+    "messages": ("tools", "functions"),
+    "conversations": ("tools", "system"),
+    "instruction": ("input", "context", "system", "history"),
+}
+"""Fields that belong to others, and are read with them."""
+
+
 class BadShape(ValueError):
     """A row that has no recognised shape, or a wrong value in one; the message says why."""
 
 
 def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[str, Any]:
-    """The fields of a row, taken from the columns that were assigned to them; `weight` is kept as well.
+    """The fields of a row, taken from the columns that were assigned to them. What belongs to them and has
+    its usual name is kept as well: the weight, a chat's tools, an instruction's input.
 
     Args:
         columns: maps our fields to the row's columns.
@@ -43,7 +52,10 @@ def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[s
     missing = sorted(set(columns.values()) - row.keys())
     if missing:
         raise BadShape(f"has no column {missing[0]!r:.120}; it has {_names(row)}")
-    kept = {} if "weight" not in row else {"weight": row["weight"]}
+    belonging = {"weight"}.union(*(_BELONGING.get(field, ()) for field in columns))
+    if columns.keys() & set(_INPUTS):
+        belonging -= set(_INPUTS)
+    kept = {name: row[name] for name in sorted(belonging) if name in row and name not in columns.values()}
     return {**kept, **{field: row[column] for field, column in columns.items()}}
 
 
@@ -109,6 +121,10 @@ def _turns(messages: list[Any], name: str) -> list[Any]:
             _rename_sharegpt(turn, f"{name}.{number}")
         if turn.get("role") == "function":
             turn["role"] = "tool"
+        older = turn.pop("function_call", None)
+        if isinstance(older, dict) and not turn.get("tool_calls"):
+            turn["tool_calls"] = [{"type": "function", "function": older}]
+            turn.setdefault("content", None)
         if "content" in turn:
             turn["content"] = _text_of(turn["content"], f"{name}.{number}.content")
         if _is_list(turn.get("tool_calls")):
@@ -141,14 +157,14 @@ def _calls(said: Any, where: str) -> list[dict[str, Any]]:
     except (ValueError, RecursionError):
         raise BadShape(f"{where}.value is not valid JSON, as a function_call must be") from None
     calls = calls if _is_list(calls) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadShape(f"{where}.value has no name of a function")
-    return [
-        _with_arguments(
-            {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-        )
-        for call in calls
-    ]
+    made = []
+    for call in calls:
+        arguments: Any = next((call[name] for name in ("arguments", "parameters") if name in call), {})
+        function = {"name": call["name"], "arguments": arguments}
+        made.append(_with_arguments({"type": "function", "function": function}))
+    return made
 
 
 def _text_of(content: Any, where: str) -> Any:
@@ -209,6 +225,7 @@ def _of_instruction(row: dict[str, Any], output: str) -> list[Any]:
             raise BadShape(f"{field} is not a text")
     turns: list[Any] = []
     history = row.pop("history", None) or []
+    history = _decoded(history, "history") if isinstance(history, str) else history
     if not isinstance(history, list) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
         raise BadShape("history is not a list of pairs of an instruction and its answer")
     for earlier, reply in history:
@@ -223,7 +240,7 @@ def _of_instruction(row: dict[str, Any], output: str) -> list[Any]:
 
 def _add_tools(row: dict[str, Any]) -> None:
     """The tools that a chat may use, also in OpenAI's older form (`functions`), or as JSON text."""
-    if row.get("tools") in (None, "", []):
+    if row.get("tools") in (None, "", "null", []):
         row.pop("tools", None)
     else:
         row["tools"] = _decoded(row["tools"], "tools")

@@ -4,6 +4,7 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ HEAD_BYTES = 4096
 
 _PARQUET = b"PAR1"
 _DELIMITERS = ",;\t|"
+_QUOTED = re.compile(r'"[^"]*"')
 _ROWS_AT_ONCE = 64
 _UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
 
@@ -172,7 +174,7 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
     number = 0
     try:
         first = text.readline(HEAD_BYTES)
-        delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
+        delimiter = "\t" if is_tsv else max(_DELIMITERS, key=_QUOTED.sub("", first).count)
         text.seek(0)
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(rows, [])
@@ -200,10 +202,15 @@ def _parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise BadFile("Two columns have the same name.")
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, _without_padding(row)
+    except pa.ArrowMemoryError:
+        raise BadFile(f"The rows after row {number} take too much memory: write smaller rows.") from None
     except (pa.ArrowException, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise BadFile(f"Not a valid Parquet file after row {number} ({reason}).") from None
@@ -213,6 +220,8 @@ def _without_padding(value: Any) -> Any:
     """The value without the fields that Arrow adds to each struct for those of other rows."""
     if isinstance(value, dict):
         return {key: _without_padding(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):  # a map
+        return {str(key): _without_padding(each) for key, each in value}
     if isinstance(value, list):
         return [_without_padding(each) for each in value]
     return value

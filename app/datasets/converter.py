@@ -44,6 +44,7 @@ def main() -> None:
         result = {"error": str(error)}
     sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
     sys.stdout.buffer.flush()
+    os._exit(0)  # the thread that waits for the parent's end would disturb Python's finalisation
 
 
 def _end_with_parent() -> None:

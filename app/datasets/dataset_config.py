@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from app.contract.architecture import ModelName
-from app.contract.base import Flag, Request, RequestPart
+from app.contract.base import Flag, Request, RequestPart, ShortText
 from app.contract.data_formats import BadLine, DataFormat, Role, Weight, parse_row
 from app.contract.row_shapes import ColumnField
 from app.contract.spec import Overlength
@@ -61,10 +61,10 @@ class InlineMessage(RequestPart):
     role: Role
     content: str | Annotated[list[TextPart], Field(max_length=1000)] | None = None
     weight: Literal[0, 1] = 1
-    name: str | None = None
+    name: ShortText | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: ShortText | None = None
 
 
 _INLINE_FORMATS: dict[str, DataFormat] = {

@@ -58,8 +58,9 @@ async def upload(
     columns: Annotated[
         str | None,
         Form(
+            max_length=4096,
             description='Which column holds which field, as JSON: {"prompt": "question", "completion": '
-            '"answer"}; or one form field each: columns[prompt]=question'
+            '"answer"}; or one form field each: columns[prompt]=question',
         ),
     ] = None,
     sample_by: Annotated[
@@ -86,6 +87,16 @@ def _columns(given: str | None, form: FormData) -> dict[ColumnField, str]:
     Raises:
         Unprocessable: they are not what `Columns` allows.
     """
+    unknown = [
+        key for key in form if key.lower().startswith("column") and key != "columns"
+        and not _COLUMN_FIELD.fullmatch(key)
+    ]  # fmt: skip
+    if unknown or (given and any(map(_COLUMN_FIELD.fullmatch, form))):
+        raise Unprocessable(
+            "columns: give one form field, columns, with JSON; or one for each field, as in "
+            "columns[prompt]=question.",
+            field="columns",
+        )
     single = {match[1]: value for key, value in form.items() if (match := _COLUMN_FIELD.fullmatch(key))}
     try:
         found = _COLUMNS.validate_json(given) if given else _COLUMNS.validate_python(single)

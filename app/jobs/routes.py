@@ -223,7 +223,7 @@ async def _as_sent_events(
         if event is None:
             yield format_sse_event(comment="still here")
         elif isinstance(event, WindowProgress):  # no id: clients must not resume from it
-            yield format_sse_event(event="progress", data_str=event.model_dump_json())
+            yield format_sse_event(event="progress", data_str=event.model_dump_json(exclude_none=True))
         else:
             yield format_sse_event(id=event.id, data_str=_event(event).model_dump_json())
 

@@ -46,6 +46,13 @@ def check_unneeded(session: Session, job_id: str) -> None:
         )
 
 
+def needed(session: Session) -> set[str]:
+    """The ids of the jobs that unfinished jobs start from."""
+    unfinished = select(Job.spec["model"]).where(Job.status.not_in(ENDED), Job.model_name.startswith("ft:"))
+    models = session.scalars(unfinished, execution_options=OF_EVERYONE)
+    return {job_id for model in models for job_id in _sources(model)}
+
+
 def _sources(model: dict[str, Any]) -> set[str]:
     """The ids of the jobs that trained a model, or parts of it."""
     found = {layer["job_id"] for layer in model.get("layers") or ()}

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from app.contract.states import ENDED
 from app.datasets import files
 from app.errors import AccrueError, ReplacedDatabase
-from app.jobs import lifecycle
+from app.jobs import lifecycle, sources
 from app.results.run_files import remove_run
 from app.settings import Settings
 from app.storage import pending
@@ -72,7 +72,9 @@ def delete_expired(database: Database, settings: Settings, days: float) -> int:
         File.created_at < database_now() - days * _DAY, File.id.not_in(used), File.id.not_in(validation)
     )
     with database.reading() as session:
-        job_ids = session.scalars(old_jobs.limit(_AT_ONCE)).all()
+        job_ids = session.scalars(
+            old_jobs.where(Job.id.not_in(sources.needed(session))).limit(_AT_ONCE)
+        ).all()
     gone = _delete_each(job_ids, lambda job_id: delete_job(database, settings, job_id))
     with database.reading() as session:
         file_ids = session.scalars(old_files.limit(_AT_ONCE)).all()

@@ -57,6 +57,10 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
+pytestmark = pytest.mark.sqlite
+"""Nothing here depends on the database."""
+
+
 def lines(rows: list[dict[str, Any]]) -> bytes:
     return "\n".join(json.dumps(row) for row in rows).encode()
 
@@ -315,3 +319,45 @@ def test_binary_columns_of_a_parquet_file_are_text(client: TestClient) -> None:
     stored = client.get(f"/v1/files/{file['id']}/content").text
     assert json.loads(stored)["text"] == "hé"
     assert "b'" not in stored
+
+
+def test_a_chat_s_tools_are_kept_when_its_column_is_assigned(client: TestClient) -> None:
+    row = {"conv": CHATS[0]["messages"], "tools": [{"type": "function"}], "id": 7}
+    file = upload(client, "a.json", array([row]), columns='{"messages": "conv"}')
+    stored = json.loads(client.get(f"/v1/files/{file['id']}/content").text)
+    assert stored == {"messages": row["conv"], "tools": row["tools"]}
+    row = {"q": "a", "input": "b", "output": "c", "other": "d"}
+    file = upload(client, "a.json", array([row]), columns='{"instruction": "q", "output": "output"}')
+    stored = json.loads(client.get(f"/v1/files/{file['id']}/content").text)
+    assert stored == {"instruction": "a", "input": "b", "output": "c"}
+
+
+def test_a_map_is_an_object_and_equal_names_of_columns_are_refused(client: TestClient) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    content = io.BytesIO()
+    table_of_maps = pa.table({"text": ["a"], "more": pa.array([[("k", "v")]], kind)})
+    pq.write_table(table_of_maps, content)
+    file = upload(client, "a.parquet", content.getvalue())
+    assert json.loads(client.get(f"/v1/files/{file['id']}/content").text)["more"] == {"k": "v"}
+    twice = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), twice)
+    assert "Two columns have the same name" in upload(client, "a.parquet", twice.getvalue())["detail"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"columns[]": "x"},
+        {"Columns": "{}"},
+        {"columns.text": "a"},
+        {"columns": '{"text": "a"}', "columns[text]": "a"},
+    ],
+)
+def test_other_ways_to_assign_columns_are_refused(client: TestClient, fields: dict[str, str]) -> None:
+    answer = upload(client, "a.csv", b"a\nb\n", **fields)
+    assert "columns[prompt]=question" in answer["detail"]
+
+
+def test_a_delimiter_within_quotes_is_not_counted(client: TestClient) -> None:
+    file = upload(client, "a.csv", b'"a,b,c";text\n1;hello\n')
+    assert json.loads(client.get(f"/v1/files/{file['id']}/content").text)["text"] == "hello"

@@ -13,11 +13,15 @@ from fastapi.testclient import TestClient
 from app.contract.model_reference import ModelReference
 from app.errors import Conflict, Unprocessable
 from app.jobs import lifecycle, sources, transitions
+from app.maintenance import retention
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
+from workers.training.distributed.group import ALONE
+from workers.training.exceptions import CannotTrain
+from workers.training.loss_checks import final_failures
 
 ROOT = "/gradient-accumulation"
 
@@ -88,3 +92,27 @@ def test_many_large_rows_of_a_parquet_file_are_read(client: TestClient) -> None:
         "/v1/files", files={"file": ("a.parquet", content.getvalue())}, data={"purpose": "fine-tune"}
     )
     assert answer.json()["examples"] == 1000
+
+
+@pytest.mark.parametrize(
+    "text", ["CUBLAS_STATUS_ALLOC_FAILED when calling", "std::bad_alloc", "can't start new thread",
+             "unable to open shared memory object </torch_1> Too many open files"],
+)  # fmt: skip
+def test_an_error_of_the_machine_is_not_final(text: str) -> None:
+    with pytest.raises(RuntimeError, match=r"CUBLAS|bad_alloc|thread|memory"), final_failures(ALONE):
+        raise RuntimeError(text)
+    with pytest.raises(CannotTrain, match="the model fails"), final_failures(ALONE):
+        raise RuntimeError("shapes (3, 4) and (5, 6) cannot be multiplied")
+
+
+def test_deletion_by_age_leaves_what_unfinished_jobs_start_from(
+    database: Database, settings: Settings
+) -> None:
+    source, _ = succeeded(database, settings)
+    with database.writing() as session:
+        session.get_one(Job, source).finished_at = 1.0
+    dependent = started_from(database, source)
+    assert retention.delete_expired(database, settings, days=1) == 0
+    with database.writing() as session:
+        lifecycle.cancel(session, dependent)
+    assert retention.delete_expired(database, settings, days=1) == 1

@@ -125,7 +125,7 @@ def test_a_pipelined_request_learns_of_the_disconnection(open_server: Connection
     "parts",
     [
         [("file", ("a.jsonl", b'{"text": "a"}')), ("other", ("b.jsonl", b'{"text": "b"}'))],
-        [("file", ("a.jsonl", b'{"text": "a"}')), *((f"field-{n}", (None, b"x")) for n in range(9))],
+        [("file", ("a.jsonl", b'{"text": "a"}')), *((f"field-{n}", (None, b"x")) for n in range(25))],
         [("file", ("a.jsonl", b'{"text": "a"}')), ("purpose", (None, b"x" * 2**15))],
     ],
     ids=["two files", "many fields", "a large field"],

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from app.contract.data_formats import Chat, parse_line
+from app.contract.data_formats import BadLine, Chat, parse_line
 from app.contract.spec import DataSpec
 from tests.harness.data import spec, with_digest_of
 from tests.harness.runs import write_texts
@@ -208,3 +208,27 @@ def test_progress_is_reported_between_chunks(tmp_path: Path, monkeypatch: pytest
         report=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert seen == [(10, 25), (20, 25), (25, 25)]
+
+
+def test_the_opening_of_a_chat_s_first_turn_does_not_count(tmp_path: Path) -> None:
+    turns = [("assistant", "A1"), ("user", "U"), ("assistant", "A2")]
+    line = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    [(whole, counted)] = rows(tmp_path, spec("messages"), line)
+    assert whole.startswith("<|turn|>assistant\nA1")
+    assert counted == "A1<|end|>\nA2<|end|>\n"
+
+
+def test_openai_s_older_function_calls_are_tool_calls() -> None:
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    answer = {"role": "assistant", "content": None, "function_call": call}
+    turns = [{"role": "user", "content": "1+1"}, answer]
+    chat = parse_line(json.dumps({"messages": turns}))[1]
+    assert isinstance(chat, Chat)
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert chat.messages[1].tool_calls == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("said", ["[]", "{}", '{"arguments": {}}'])
+def test_a_function_call_without_a_name_is_refused(said: str) -> None:
+    with pytest.raises(BadLine, match="no name of a function"):
+        parse_line(json.dumps({"conversations": [{"from": "function_call", "value": said}]}))

@@ -34,9 +34,9 @@ def of_method(method: Any) -> dict[str, Any]:
         ({"acumulation_steps": 3}, "acumulation_steps", "did you mean accumulation_steps?"),
         ({"dataset_config": {"file_id": "nope"}}, "dataset_config.file_id", "listed by GET /v1/files"),
         (
-            {"model_name": "ft:accrue/tiny-gpt2:accrue::1"},
+            {"model_name": "ft:accrue/tiny-gpt2:other::1"},
             "model_name",
-            "put its folder into ACCRUE_MODELS_DIR and give the folder's name",
+            "give its name (ft:…, as GET /v1/models lists it), or the id of its job (ftjob-…)",
         ),
         ({"quite_another": 3}, "quite_another", "see /docs"),
         (

@@ -354,7 +354,7 @@ class Tokeniser:
         conversations = [
             Conversation(
                 [message.for_template() for message in chat.messages],
-                [prefix for prefix in own if prefix[0]],  # an empty prefix needs no rendering
+                own,
                 chat.tools,
             )
             for (_, chat), own in zip(chats, prefixes, strict=True)
@@ -364,11 +364,10 @@ class Tokeniser:
         except NotRendered as error:
             line = chats[error.number][0]
             raise CannotTrain("chat_template", f"line {line} of the data: {error}") from None
-        found = []
-        for own, texts in zip(prefixes, map(iter, made), strict=True):
-            whole, *parts = [next(texts) if count else "" for count, _ in own]
-            found.append((whole, parts))
-        return found
+        for (_, chat), texts in zip(chats, made, strict=True):
+            if chat.messages[0].role == "assistant" and chat.messages[0].weight:
+                texts[1] = _opening_within(*texts[1:3])
+        return [(whole, parts) for whole, *parts in made]
 
 
 def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:
@@ -378,13 +377,25 @@ def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:
 
 
 def _prefixes(chat: Chat) -> list[tuple[int, bool]]:
-    """The prefixes that are rendered: the whole chat; and for each turn to be learned, that before it, and
-    that to its end."""
+    """The prefixes that are rendered: the whole chat; and for each turn to be learned, that before it with
+    the opening of an answer, and that to its end. Before a chat's first turn there is nothing to render, so
+    the opening is taken from after that turn."""
     found = [(len(chat.messages), False)]
     for index, message in enumerate(chat.messages):
         if message.role == "assistant" and message.weight:
-            found += [(index, True), (index + 1, False)]
+            found += [(max(index, 1), True), (index + 1, False)]
     return found
+
+
+def _opening_within(opened: str, turn: str) -> str:
+    """The beginning of a chat's first turn, to the end of its opening; empty if the opening is not in it.
+
+    Args:
+        opened: the turn, followed by the opening of another answer.
+    """
+    opening = opened.removeprefix(turn)
+    at = turn.find(opening) if opened.startswith(turn) and opening else -1
+    return turn[: at + len(opening)] if at >= 0 else ""
 
 
 def _turns(number: int, whole: str, parts: list[str]) -> list[Piece]:

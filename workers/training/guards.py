@@ -52,6 +52,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
+_PASSING = (
+    "cublas", "cudnn", "cusolver", "nccl", "cuda error", "cuda driver", "bad_alloc", "cannot allocate",
+    "can't allocate", "out of memory", "start new thread", "shared memory", "too many open files",
+    "no space left", "connection",
+)  # fmt: skip
+"""Parts of messages of errors that the machine causes, not the model."""
+
+
+def may_pass(error: RuntimeError) -> bool:
+    """Whether an error is one of the machine, after which another attempt may succeed."""
+    text = str(error).lower()
+    passing = any(sign in text for sign in _PASSING)
+    return passing or is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+
+
 def samples_at_fault(
     window: Window, add: Callable[[int], None], samples: Indices, stop: Callable[[], bool]
 ) -> list[int]:

@@ -183,9 +183,11 @@ def _needed(assignment: Assignment) -> Iterator[Path]:
         if name is not None:
             yield Path(name).resolve()
     model = Path(assignment.model_path)
-    if model.is_absolute():  # otherwise it is a name on the hub
-        yield model.resolve()
-    yield from (Path(path).resolve() for path in assignment.layer_paths)
+    if model.is_absolute() and not (assignment.spec.model.source == "job" and model.is_symlink()):
+        yield model.resolve()  # a relative one is a name on the hub
+    for layer in map(Path, assignment.layer_paths):
+        if not layer.is_symlink():  # trainers write to the folders of runs, and may have made it
+            yield layer.resolve()
 
 
 def code_and_caches() -> Iterator[Path]:

@@ -142,9 +142,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
         ArithmeticError, AssertionError, StrictDataclassError, RuntimeError,
     ) as error:  # fmt: skip
-        if isinstance(error, RuntimeError) and (
-            guards.is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
-        ):
+        if isinstance(error, RuntimeError) and guards.may_pass(error):
             raise
         raise CannotTrain(
             "model_not_loaded",

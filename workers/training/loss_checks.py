@@ -39,7 +39,7 @@ def final_failures(group: Group) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise _fails(error) from error
     except RuntimeError as error:
-        if group.size > 1 or guards.is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+        if group.size > 1 or guards.may_pass(error):
             raise
         raise _fails(error) from error
 
