@@ -26,6 +26,8 @@ _PARQUET = b"PAR1"
 _DELIMITERS = ",;\t|"
 _QUOTED = re.compile(r'"[^"]*"')
 _ROWS_AT_ONCE = 64
+_ROWS_BELOW = ("data", "train", "examples", "samples", "rows", "instances")
+"""Keys of a JSON object below which files keep their samples."""
 _UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
 
 
@@ -62,7 +64,19 @@ def container_of(name: str, head: bytes) -> Container:
         return "csv"
     if suffix in (".txt", ".md"):
         return "text"
-    return "json" if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "jsonl"
+    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    is_document = suffix == ".json" and start.startswith(b"{") and not _is_sample(start)
+    return "json" if start.startswith(b"[") or is_document else "jsonl"
+
+
+def _is_sample(start: bytes) -> bool:
+    """Whether the first line of a .json file is a sample, so that the file has JSON lines."""
+    line, has_end, _ = start.partition(b"\n")
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return not has_end  # a line longer than the head
+    return isinstance(first, dict) and not (first.keys() & set(_ROWS_BELOW))
 
 
 def read_rows(
@@ -81,7 +95,7 @@ def read_rows(
         case "jsonl":
             return _json_lines(path, longest)
         case "json":
-            return _json_array(path, longest)
+            return _json(path, longest)
         case "csv":
             return _csv(path, name, longest)
         case "parquet":
@@ -107,11 +121,15 @@ def _json_lines(path: Path, longest: int) -> Iterator[Row]:
                 raise BadFile(f"Line {number}: not valid JSON ({str(error)[:120]}).") from None
 
 
-def _json_array(path: Path, longest: int) -> Iterator[Row]:
+def _json(path: Path, longest: int) -> Iterator[Row]:
+    """The items of an array, or of the array in an object such as {"data": […]}."""
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
-            for number, row in enumerate(_items(file, longest), start=1):
+            is_object = file.read(HEAD_BYTES).lstrip().startswith("{")
+            file.seek(0)
+            items = _items_below(json.load(file)) if is_object else _items(file, longest)
+            for number, row in enumerate(items, start=1):
                 yield number, row
     except UnicodeDecodeError as error:
         raise BadFile(f"Not UTF-8 text after row {number} ({error.reason}).") from None
@@ -121,6 +139,15 @@ def _json_array(path: Path, longest: int) -> Iterator[Row]:
         if isinstance(error, BadFile):
             raise
         raise BadFile(f"Not valid JSON after row {number} ({str(error)[:120]}).") from None
+
+
+def _items_below(document: dict[str, Any]) -> list[Any]:
+    """The samples of a file that is one object; such an object may also be a sample itself."""
+    for key in _ROWS_BELOW:
+        if isinstance(document.get(key), list):
+            found: list[Any] = document[key]
+            return found
+    return [document]
 
 
 def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:

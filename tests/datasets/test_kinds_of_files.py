@@ -361,3 +361,20 @@ def test_other_ways_to_assign_columns_are_refused(client: TestClient, fields: di
 def test_a_delimiter_within_quotes_is_not_counted(client: TestClient) -> None:
     file = upload(client, "a.csv", b'"a,b,c";text\n1;hello\n')
     assert json.loads(client.get(f"/v1/files/{file['id']}/content").text)["text"] == "hello"
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("key", ["data", "train"])
+def test_samples_below_a_key_of_a_json_object_are_found(
+    client: TestClient, indent: int | None, key: str
+) -> None:
+    content = json.dumps({"version": "1.0", key: ALPACA}, indent=indent).encode()
+    file = upload(client, "a.json", content)
+    stored = client.get(f"/v1/files/{file['id']}/content").content
+    assert examples_of(stored) == examples_of(lines(CHATS))
+
+
+def test_a_json_file_may_have_json_lines_or_one_sample(client: TestClient) -> None:
+    assert upload(client, "a.json", lines(CHATS))["examples"] == 2
+    assert upload(client, "a.json", json.dumps({"text": "x" * 10_000}).encode())["examples"] == 1
+    assert upload(client, "a.json", json.dumps({"text": "a"}, indent=1).encode())["examples"] == 1
