@@ -28,6 +28,7 @@ _QUOTED = re.compile(r'"[^"]*"')
 _ROWS_AT_ONCE = 64
 _ROWS_BELOW = ("data", "train", "examples", "samples", "rows", "instances")
 """Keys of a JSON object below which files keep their samples."""
+_BELOW = re.compile(rf'"({"|".join(_ROWS_BELOW)})"\s*:\s*\[\s*\{{'.encode())
 _UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
 
 
@@ -75,7 +76,7 @@ def _is_sample(start: bytes) -> bool:
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
-        return not has_end  # a line longer than the head
+        return not has_end and not _BELOW.search(line)  # a line longer than the head
     return isinstance(first, dict) and not (first.keys() & set(_ROWS_BELOW))
 
 

@@ -368,10 +368,10 @@ def test_a_delimiter_within_quotes_is_not_counted(client: TestClient) -> None:
 def test_samples_below_a_key_of_a_json_object_are_found(
     client: TestClient, indent: int | None, key: str
 ) -> None:
-    content = json.dumps({"version": "1.0", key: ALPACA}, indent=indent).encode()
+    content = json.dumps({"version": "1.0", key: ALPACA * 100}, indent=indent).encode()
     file = upload(client, "a.json", content)
     stored = client.get(f"/v1/files/{file['id']}/content").content
-    assert examples_of(stored) == examples_of(lines(CHATS))
+    assert examples_of(stored) == examples_of(lines(CHATS * 100))
 
 
 def test_a_json_file_may_have_json_lines_or_one_sample(client: TestClient) -> None:
