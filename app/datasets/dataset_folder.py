@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from app.datasets.containers import SUFFIXES, Reading
-from app.datasets.files import DataFiles
+from app.datasets.content import DataFiles
 from app.errors import Unprocessable
 from app.settings import Settings
 

@@ -15,6 +15,7 @@ from app.contract.row_shapes import ColumnField
 from app.contract.text import is_storable
 from app.datasets import files
 from app.datasets.containers import Reading, SampleBy
+from app.datasets.content import store_upload
 from app.datasets.dataset_config import Columns
 from app.datasets.schemas import FileAnswer, FileDeleted
 from app.errors import Conflict, NotFound, Unprocessable
@@ -123,7 +124,7 @@ def _stored(
     how: Reading,
 ) -> FileAnswer | Response:
     with files.incoming(settings) as path:
-        checked = files.store_upload(content, path, settings, name, how)
+        checked = store_upload(content, path, settings, name, how)
         equal = files.find_duplicate(database, path, checked)
         once = once.with_content(f"{name} {checked.sha256}")
         with database.writing() as session:

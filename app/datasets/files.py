@@ -1,24 +1,17 @@
-"""Training files: streamed to disk, checked line by line, stored under their ids; duplicates share one
-copy."""
+"""Training files, stored under their ids; duplicates share one copy (what is in them: `content.py`)."""
 
 import contextlib
-import hashlib
-import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import structlog
 from sqlalchemy import BindParameter, Connection, String, bindparam, func, or_, select
 from sqlalchemy.exc import DBAPIError
 
-from app.contract.data_formats import BadLine, DataFormat, parse_line
-from app.datasets.containers import Reading
-from app.datasets.conversion import container_at, convert
-from app.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, TooLarge
+from app.datasets import content
+from app.errors import Conflict, NotFound, QuotaExceeded
 from app.settings import Settings
 from app.storage import pending
 from app.storage.compiled import Prepared
@@ -27,23 +20,12 @@ from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, Job
 
-_BLOCK = 2**20
 _MAX_COMPARED_NAMES = 100
 _MAX_VERIFIED_COPIES = 3
 """The most stored copies that are verified when another file with the same content arrives; usually there is
 one copy, with many names."""
 
 log = structlog.get_logger("accrue.service")
-
-
-@dataclass(frozen=True)
-class CheckedFile:
-    """What a training file holds."""
-
-    sha256: str
-    bytes: int
-    format: DataFormat
-    examples: int
 
 
 @contextmanager
@@ -64,152 +46,10 @@ def incoming(settings: Settings) -> Iterator[Path]:
     pending.settle(path)
 
 
-def store_upload(
-    source: BinaryIO, path: Path, settings: Settings, name: str, how: Reading | None = None
-) -> CheckedFile:
-    """Copies an upload to its place and checks every sample in it. JSON lines are stored as they are; other
-    kinds of files, and files whose columns are assigned, are converted to JSON lines.
-
-    Args:
-        name: the file's own name, whose ending tells its kind.
-        how: how to read it.
-
-    Raises:
-        TooLarge: the upload is larger than `max_file_bytes`.
-        InvalidRequest: it cannot be read, or a sample is not a valid example.
-    """
-    written = 0
-    pending.mark(path)
-    with path.open("xb") as target:
-        path.chmod(0o600)
-        while block := source.read(_BLOCK):
-            written += len(block)
-            if written > settings.max_file_bytes:
-                raise TooLarge(
-                    f"The file is larger than {settings.max_file_bytes} bytes (ACCRUE_MAX_FILE_BYTES).",
-                    field="file",
-                )
-            target.write(block)
-        _make_durable(target, path.parent)
-    found = DataFiles(((path, name),), how or Reading())
-    if found.are_kept_as_they_are("file"):
-        return check(path, settings, field="file")
-    original = path.with_name(f"{path.name}.upload")
-    path.rename(original)
-    try:
-        found = replace(found, sources=((original, name),))
-        return store_converted(found, path, settings, field="file")
-    finally:
-        original.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class DataFiles:
-    """Files that together are one data set."""
-
-    sources: tuple[tuple[Path, str], ...]
-    """Each file, with the name that it is known by."""
-    how: Reading
-
-    def are_kept_as_they_are(self, field: str) -> bool:
-        """Whether nothing needs to be converted.
-
-        Raises:
-            InvalidRequest: the file is of a kind that is not supported.
-        """
-        [(path, name), *more] = self.sources
-        return not more and not self.how.columns and container_at(path, name, field) == "jsonl"
-
-
-def check_files(found: DataFiles, settings: Settings, field: str) -> CheckedFile:
-    """Reads the files of a data set, as `check` does.
-
-    Raises:
-        InvalidRequest: as in `check`.
-    """
-    if found.are_kept_as_they_are(field):
-        return check(found.sources[0][0], settings, field)
-    path = settings.files_dir / f"{new_id('file')}.upload"
-    try:
-        return store_converted(found, path, settings, field)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def store_files(found: DataFiles, path: Path, settings: Settings, field: str) -> CheckedFile:
-    """Stores a data set's files as one training file.
-
-    Raises:
-        TooLarge, InvalidRequest: as in `store_upload`.
-    """
-    if found.are_kept_as_they_are(field):
-        [(source, name)] = found.sources
-        with source.open("rb") as content:
-            return store_upload(content, path, settings, name)
-    pending.mark(path)
-    return store_converted(found, path, settings, field)
-
-
-def store_converted(found: DataFiles, path: Path, settings: Settings, field: str) -> CheckedFile:
-    """Writes the samples of files as one file of JSON lines.
-
-    Raises:
-        InvalidRequest: a file cannot be read, or a sample is not a valid example.
-    """
-    path.touch(mode=0o600)
-    converted = convert(found.sources, path, found.how, settings, field)
-    with path.open("rb+") as target:
-        _make_durable(target, path.parent)
-    return CheckedFile(_digest(path), path.stat().st_size, converted.format, converted.examples)
-
-
-def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> CheckedFile:
-    """Writes inline samples as a training file."""
-    examples = 0
-    pending.mark(path)
-    with path.open("wb") as target:
-        path.chmod(0o600)
-        for line in lines:
-            target.write(json.dumps(line).encode() + b"\n")
-            examples += 1
-        _make_durable(target, path.parent)
-    return CheckedFile(_digest(path), path.stat().st_size, form, examples)
-
-
-def check(path: Path, settings: Settings, field: str) -> CheckedFile:
-    """Reads a training file once, a line at a time.
-
-    Raises:
-        InvalidRequest: the file has no example, or a line is invalid; the message gives the line's number.
-    """
-    form: DataFormat | None = None
-    examples = 0
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(settings.max_line_bytes + 1):
-            number += 1
-            if len(line) > settings.max_line_bytes:
-                raise InvalidRequest(
-                    f"Line {number} is longer than {settings.max_line_bytes} bytes "
-                    "(ACCRUE_MAX_LINE_BYTES): split it into several samples.",
-                    field=field,
-                )
-            if not line.strip():
-                continue
-            try:
-                form, _ = parse_line(line, form)
-            except BadLine as error:
-                raise InvalidRequest(f"Line {number}: {error}.", field=field) from None
-            examples += 1
-    if form is None:
-        raise InvalidRequest("The file has no example: give at least one JSON line.", field=field)
-    return CheckedFile(_digest(path), path.stat().st_size, form, examples)
-
-
 def add(
     session: Session,
     path: Path,
-    checked: CheckedFile,
+    checked: content.CheckedFile,
     *,
     filename: str,
     purpose: str,
@@ -256,7 +96,7 @@ def _check_room(session: Session, more: int, most: int) -> None:
         )
 
 
-def find_duplicate(database: Database, path: Path, checked: CheckedFile) -> str | None:
+def find_duplicate(database: Database, path: Path, checked: content.CheckedFile) -> str | None:
     """Finds a stored file with the same content, whoever owns it. Returns its id, or None.
 
     The stored file is verified before it is reused, outside of any transaction: a file that was damaged since
@@ -273,7 +113,7 @@ def find_duplicate(database: Database, path: Path, checked: CheckedFile) -> str 
         with contextlib.suppress(FileNotFoundError):  # it was deleted just now
             by_inode.setdefault(name.stat().st_ino, []).append(name)
     for same in list(by_inode.values())[:_MAX_VERIFIED_COPIES]:
-        if _digest(same[0]) == checked.sha256:
+        if content.digest(same[0]) == checked.sha256:
             return same[0].name
         log.error(
             "a stored file was damaged and is replaced by an identical upload",
@@ -299,7 +139,7 @@ def _link(source: Path, name: Path) -> None:
     except OSError:  # the source was just deleted, or the file system allows no (more) hard links
         link.unlink(missing_ok=True)
         return
-    _sync(name.parent)
+    content.sync(name.parent)
 
 
 def get(session: Session, file_id: str, field: str | None = None) -> File:
@@ -381,23 +221,3 @@ def _hold(session: Session, file_id: str, *, exclusively: bool) -> bool:
     own = select(File.id).where(File.id == file_id)
     own = own.with_for_update() if exclusively else own.with_for_update(read=True, key_share=True)
     return session.scalar(own) is not None
-
-
-def _make_durable(file: BinaryIO, folder: Path) -> None:
-    """Flushes the content and the directory entry to disk, so that no committed row refers to a lost file."""
-    file.flush()
-    os.fsync(file.fileno())
-    _sync(folder)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

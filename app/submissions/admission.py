@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.plan import Plan
 from app.contract.spec import Spec, Strategy
-from app.datasets import dataset_folder, files
+from app.datasets import content, dataset_folder, files
+from app.datasets.content import DataFiles
 from app.datasets.dataset_config import DatasetConfig
-from app.datasets.files import DataFiles
 from app.devices import gpus
 from app.devices.gpus import select_devices
 from app.errors import QuotaExceeded, Unprocessable
@@ -176,7 +176,7 @@ def _own_data(
     if name is None:
         return None, Data(file_id="file-0", sha256="", format="text", examples=0)
     found = dataset_folder.find(name, requested.dataset_config.reading(), settings)
-    checked = files.check_files(found, settings, field="dataset_config.dataset")
+    checked = content.check_files(found, settings, field="dataset_config.dataset")
     name = found.sources[0][1]
     return found, Data("file-0", checked.sha256, checked.format, checked.examples, name, checked.bytes)
 

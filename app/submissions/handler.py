@@ -14,7 +14,7 @@ import pydantic
 from fastapi import Response
 
 from app.contract.fail_points import fail_point
-from app.datasets import files
+from app.datasets import content, files
 from app.errors import Conflict
 from app.jobs import lifecycle, sources
 from app.jobs.lifecycle import Submission
@@ -113,14 +113,14 @@ def as_json(answer: pydantic.BaseModel, status: int) -> Response:
     return Response(answer.model_dump_json(), status, media_type="application/json")
 
 
-def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> files.CheckedFile | None:
+def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> content.CheckedFile | None:
     """Writes the samples that came with a request to a file."""
     data = checked.own_data
     if data is None:
         return None
     if isinstance(data, list):
-        return files.store_lines(checked.submission.spec.data.format, data, path)
-    stored = files.store_files(data, path, settings, field="dataset_config.dataset")
+        return content.store_lines(checked.submission.spec.data.format, data, path)
+    stored = content.store_files(data, path, settings, field="dataset_config.dataset")
     if stored.sha256 != checked.submission.spec.data.sha256:
         raise Conflict("The data set changed while it was being read: try again.")
     return stored
@@ -130,13 +130,13 @@ def _add_file(
     session: Session,
     checked: AdmittedRequest,
     path: Path,
-    stored: files.CheckedFile,
+    stored: content.CheckedFile,
     equal: str | None,
     most_bytes: int | None,
 ) -> Submission:
     """Adds the file of a job's own samples. Returns the submission with that file as its data."""
     own = checked.own_data
-    name = own.sources[0][1] if isinstance(own, files.DataFiles) else "texts.jsonl"
+    name = own.sources[0][1] if isinstance(own, content.DataFiles) else "texts.jsonl"
     files.add(
         session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True,
         most_bytes=most_bytes,

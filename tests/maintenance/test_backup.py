@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from app.datasets import files
+from app.datasets import content, files
 from app.errors import BadSetting, InvalidRequest
 from app.jobs import lifecycle, queue
 from app.maintenance import backup, doctor
@@ -73,7 +73,7 @@ def test_identical_files_share_one_copy_in_a_backup_and_after_a_restore(
     for number, text in enumerate(("same", "same", "other")):
         path = settings.files_dir / f"file-{number}"
         path.write_text(json.dumps({"text": text}) + "\n")
-        checked = files.check(path, settings, "file")
+        checked = content.check(path, settings, "file")
         equal = files.find_duplicate(database, path, checked)
         with database.writing() as session:
             files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", equal=equal)

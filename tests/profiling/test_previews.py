@@ -15,7 +15,7 @@ from sqlalchemy import select
 from app.contract.model_reference import ModelReference
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.spec import DataSpec
-from app.datasets import files, previews
+from app.datasets import content, files, previews
 from app.errors import Conflict, Unavailable, Unprocessable
 from app.settings import Settings
 from app.storage.database import Database, database_now
@@ -31,7 +31,7 @@ def order(database: Database, settings: Settings) -> PreviewSpec:
     settings.make_directories()
     path = settings.files_dir / "file-1"
     path.write_text(json.dumps({"text": "a secret"}) + "\n")
-    checked = files.check(path, settings, field="file")
+    checked = content.check(path, settings, field="file")
     with database.writing() as session:
         files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune")
     data = DataSpec(

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
 from app.contract.data_formats import BadLine, parse_line
-from app.datasets import files
+from app.datasets import content, files
 from app.errors import ReplacedDatabase
 from app.jobs import lifecycle
 from app.jobs.events import record_event_without_webhook
@@ -179,9 +179,9 @@ def test_a_config_of_a_gigabyte_is_not_read(client: TestClient, settings: Settin
 
 def test_a_bad_folder_does_not_hide_the_other_models(client: TestClient, settings: Settings) -> None:
     folder = Path(settings.models_dir or "")
-    for name, content in {"deep": "[" * 100_000, "none": "{}", "b\udcff": "{}", "a b": "{}"}.items():
+    for name, text in {"deep": "[" * 100_000, "none": "{}", "b\udcff": "{}", "a b": "{}"}.items():
         (folder / name).mkdir(parents=True)
-        (folder / name / "config.json").write_text(content)
+        (folder / name / "config.json").write_text(text)
     (folder / "dir" / "config.json").mkdir(parents=True)
     assert "accrue/tiny-gpt2" in client.get("/gradient-accumulation/models").text
     assert client.get("/v1/models").status_code == 200
@@ -254,7 +254,7 @@ def test_uploading_an_identical_file_repairs_a_damaged_copy(database: Database, 
 
     def store() -> Path:
         path = settings.files_dir / new_id("file")
-        checked = files.store_lines("text", [{"text": "the same"}], path)
+        checked = content.store_lines("text", [{"text": "the same"}], path)
         equal = files.find_duplicate(database, path, checked)
         with database.writing() as session:
             files.add(session, path, checked, filename="a.jsonl", purpose="fine-tune", equal=equal)
