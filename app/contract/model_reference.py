@@ -88,6 +88,20 @@ def _check_length(name: str) -> str:
     return name
 
 
+HubName = Annotated[str, StringConstraints(pattern=rf"^{_PLAIN}{_REVISION}$", max_length=_LONGEST)]
+"""A name or owner/name, perhaps with @revision."""
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """A name on the hub, and the revision after an @: a branch, a tag or a commit.
+
+    >>> split_revision("owner/name@v1.0")
+    ('owner/name', 'v1.0')
+    """
+    plain, _, revision = name.partition("@")
+    return plain, revision or None
+
+
 _FORM = rf"^({_PLAIN}{_REVISION}|({_TRAINED}|ftjob-[A-Za-z0-9]+){_CHECKPOINT})$"
 
 StartingModel = Annotated[

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from app.contract.architecture import ModelName
 from app.contract.base import Flag, Request, RequestPart, ShortText
 from app.contract.data_formats import BadLine, DataFormat, Role, Weight, parse_row
+from app.contract.model_reference import HubName
 from app.contract.row_shapes import ColumnField
 from app.contract.spec import Overlength
 from app.datasets.containers import Reading, SampleBy
@@ -87,8 +87,10 @@ class DatasetConfig(DatasetOptions):
         None, fail_fast=True, max_length=100_000, description="Inline chats, each a list of messages"
     )
     file_id: FileId | None = Field(None, description="An uploaded file")
-    dataset: ModelName | None = Field(
-        None, description="A file or a folder of files in the service's dataset folder, by name"
+    dataset: HubName | None = Field(
+        None,
+        description="A file or a folder of files in the service's dataset folder, by name; or a data set of "
+        "the hub: owner/name, or owner/name@revision",
     )
     columns: Columns | None = Field(
         None, description="For dataset: which column holds which field; uploads have their own columns field"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from app.datasets import hub_datasets
 from app.datasets.containers import SUFFIXES, Reading
 from app.datasets.content import DataFiles
 from app.errors import Unprocessable
@@ -12,7 +13,8 @@ _MOST_FILES = 1000
 
 
 def find(name: str, how: Reading, settings: Settings) -> DataFiles:
-    """The files of the data set with that name, with or without its suffix; links are not followed.
+    """The files of the data set with that name, with or without its suffix; links are not followed. What is
+    not in the folder may be a data set of the hub.
 
     A folder's data is that of its files, in the order of their names; if some names begin with `train`, only
     these are used.
@@ -20,7 +22,10 @@ def find(name: str, how: Reading, settings: Settings) -> DataFiles:
     Raises:
         Unprocessable: no such data set; the message lists up to 20 available names.
     """
+    may_be_on_hub = "/" in name and not settings.offline
     if settings.datasets_dir is None:
+        if may_be_on_hub:
+            return hub_datasets.find(name, how, settings)
         raise Unprocessable("ACCRUE_DATASETS_DIR is not set: upload the data instead.", field=_FIELD)
     root = settings.datasets_dir.resolve()
     for path in (root / name, *(root / f"{name}{suffix}" for suffix in SUFFIXES)):
@@ -29,6 +34,8 @@ def find(name: str, how: Reading, settings: Settings) -> DataFiles:
     folder = root / name
     if folder.is_dir() and folder.resolve() == folder and folder != root and (inside := _inside(folder)):
         return DataFiles(tuple((path, path.name) for path in inside), how)
+    if may_be_on_hub:
+        return hub_datasets.find(name, how, settings)
     there = ", ".join(_names(root)[:20]) or "none"
     raise Unprocessable(f"No data set is called {name}. Available: {there}.", field=_FIELD)
 

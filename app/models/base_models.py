@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture
 from app.contract.model_files import fingerprint_of_files
-from app.contract.model_reference import ModelReference
+from app.contract.model_reference import ModelReference, split_revision
 from app.contract.plain_files import read_plain
 from app.contract.text import path_to_unstorable, size_error
 from app.errors import Unprocessable
@@ -56,7 +56,7 @@ def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, Pl
         source=source,
         architecture=base.architecture,
         fingerprint=None if folder is None else _fingerprint(name, folder),
-        revision=commit or hub.split(name)[1],
+        revision=commit or split_revision(name)[1],
     ), base
 
 
@@ -94,7 +94,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
     if model.source == "built_in":
         return str(settings.created_models_dir / model.base_name)
     if model.source == "hub":
-        return hub.split(model.base_name)[0]
+        return split_revision(model.base_name)[0]
     if model.source == "job":
         return str((settings.runs_dir / str(model.job_id) / "model").absolute())
     if settings.models_dir is None:
@@ -222,7 +222,7 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     )
     near = _near(name, [*local_names(settings), *catalogue.CATALOGUE])
     meant = f"Did you mean {near}? " if near not in (None, name) else ""
-    known = catalogue.config_of(hub.split(name)[0]) is not None
+    known = catalogue.config_of(split_revision(name)[0]) is not None
     what = f"The weights of the model {name} are not" if known else f"The model {name} is not"
     return Unprocessable(
         f"{meant}{what} {where}, {why}. Put its folder (config.json, safetensors, "

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
+from app.contract.model_reference import split_revision
 from app.errors import TooManyRequests, Unprocessable
 from app.settings import Settings
 
@@ -35,16 +36,6 @@ class NotOnHub(Exception):
     """The hub does not give the model; the message continues "The model … is not on this machine, "."""
 
 
-def split(name: str) -> tuple[str, str | None]:
-    """A name on the hub, and the revision after an @: a branch, a tag or a commit.
-
-    >>> split("owner/name@v1.0")
-    ('owner/name', 'v1.0')
-    """
-    plain, _, revision = name.partition("@")
-    return plain, revision or None
-
-
 def cached(name: str) -> FoundConfig | None:
     """The config.json in the hub's cache on this machine, or None.
 
@@ -54,7 +45,7 @@ def cached(name: str) -> FoundConfig | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    plain, revision = split(name)
+    plain, revision = split_revision(name)
     try:
         path = try_to_load_from_cache(plain, "config.json", revision=revision)
     except HFValidationError:
@@ -78,7 +69,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
     from huggingface_hub import get_token, hf_hub_url
     from huggingface_hub.errors import HFValidationError
 
-    plain, revision = split(name)
+    plain, revision = split_revision(name)
     try:
         url = hf_hub_url(plain, "config.json", revision=revision)
     except HFValidationError:
@@ -132,7 +123,7 @@ def _refused(name: str, status: int, code: str, *, has_token: bool) -> Exception
     """The error that the hub's answer means, by its status and its X-Error-Code."""
     from huggingface_hub import constants
 
-    plain, revision = split(name)
+    plain, revision = split_revision(name)
     page = f"{constants.ENDPOINT}/{plain}"
     if code == "GatedRepo":
         token = "the account of HF_TOKEN" if has_token else "your account, and set HF_TOKEN to its token"

@@ -1,7 +1,8 @@
-"""A hub on loopback: as much of its interface as finding and downloading one model takes."""
+"""A hub on loopback: as much of its interface as finding and downloading a model or a data set takes."""
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 COMMIT, OLDER_COMMIT = "a" * 40, "b" * 40
 _REVISIONS = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER_COMMIT, OLDER_COMMIT: OLDER_COMMIT}
 
 
 class Hub(ThreadingHTTPServer):
-    """Has the model me/tiny, with the revisions main and v1.
+    """Has the model me/tiny and the data set me/sums, with the revisions main and v1, and the same files.
 
     Args:
         folder: the model's files, the same in both revisions.
@@ -58,24 +61,24 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         hub, path = self.server, self.path.partition("?")[0]
         sent = self.headers.get("Authorization")
-        parts = path.removeprefix("/api/models").strip("/").split("/")
+        parts = re.sub(r"^(/api)?/(models|datasets)(?=/)|^/api/models", "", path).strip("/").split("/")
         revision = parts[3] if len(parts) > 3 else "main"
         if hub.token is not None and sent != f"Bearer {hub.token}":
             self._send(401, b"", {"X-Error-Code": "RepoNotFound"} if sent is None else {}, with_body)
-        elif parts[:2] != ["me", "tiny"]:
+        elif parts[:2] not in (["me", "tiny"], ["me", "sums"]):
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
-        elif hub.is_gated and "resolve" in parts:
+        elif hub.is_gated and ("resolve" in parts or parts[1] == "sums"):
             self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
         elif revision not in _REVISIONS:
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
         elif path.startswith("/api/"):
             self._send(200, self._described(parts, _REVISIONS[revision]), {}, with_body)
-        elif (content := hub.files.get(parts[-1])) is None:
+        elif (content := hub.files.get("/".join(parts[4:]))) is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
         else:
             hub.downloaded_with.add(sent)
             hub.downloaded.add(_REVISIONS[revision])
-            self._send_file(parts[-1], content, _REVISIONS[revision], with_body)
+            self._send_file("/".join(parts[4:]), content, _REVISIONS[revision], with_body)
 
     def _described(self, parts: list[str], commit: str) -> bytes:
         files = self.server.files
@@ -85,8 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for name, content in files.items()
             ]
         else:
-            siblings = [{"rfilename": name} for name in files]
-            listed = {"id": "me/tiny", "sha": commit, "siblings": siblings}
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            listed = {"id": "/".join(parts[:2]), "sha": commit, "siblings": siblings}
         return json.dumps(listed).encode()
 
     def _send_file(self, name: str, content: bytes, commit: str, with_body: bool) -> None:
@@ -131,3 +134,16 @@ def running_hub(folder: Path) -> Iterator[Hub]:
     finally:
         hub.shutdown()
         hub.server_close()
+
+
+def use(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes huggingface_hub in this process use the hub, without a token, and with a cache in the folder."""
+    constants = {
+        "HF_HUB_CACHE": str(folder / "cache"),
+        "HF_TOKEN_PATH": str(folder / "no-token"),
+        "ENDPOINT": hub.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+    }
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)

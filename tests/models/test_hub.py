@@ -9,22 +9,15 @@ import pytest
 from app.errors import Unprocessable
 from app.models import base_models
 from app.settings import Settings
-from tests.harness.hub import COMMIT, OLDER_COMMIT, Hub, running_hub
+from tests.harness.hub import COMMIT, OLDER_COMMIT, Hub, running_hub, use
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     ensure_tiny_gpt2(tmp_path / "source")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
     with running_hub(tmp_path / "source") as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-            hub.url + "/{repo_id}/resolve/{revision}/{filename}",
-        )
+        use(hub, tmp_path, monkeypatch)
         yield hub
 
 
