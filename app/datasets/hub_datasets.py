@@ -73,7 +73,8 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     if len(folders) > 1 or len(chosen) > _MOST_FILES:
         raise Unprocessable(
             f"The data set {name} has {len(chosen)} training files, in the folders "
-            f"{', '.join(folders[:10])}: download those that you need, and upload them or put them into ACCRUE_DATASETS_DIR.",
+            f"{', '.join(folders[:10])}: download those that you need, and upload them or put them into "
+            "ACCRUE_DATASETS_DIR.",
             field=_FIELD,
         )
     return chosen

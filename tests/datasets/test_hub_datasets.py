@@ -53,9 +53,7 @@ def test_the_training_files_are_downloaded_and_read(hub: Hub, online: Settings) 
         path.unlink()
 
 
-def test_what_cannot_be_had_is_explained(
-    hub: Hub, online: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_had_is_explained(hub: Hub, online: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no revision v7" in refusal("me/sums@v7", online)
     assert "nor on the hub" in refusal("me/other", online)
     assert "more than 10" in refusal("me/sums", online.model_copy(update={"max_file_bytes": 10}))
