@@ -52,6 +52,7 @@ def convert(
 
     Raises:
         InvalidRequest: a file cannot be read, or a row is not a valid example.
+        OSError: the disk is full.
     """
     order = {
         "sources": [(str(path), name) for path, name in sources],
@@ -84,6 +85,8 @@ def convert(
             field=named,
         )
     result = json.loads(answer)
+    if "errno" in result:
+        raise OSError(result["errno"], os.strerror(result["errno"]))
     if "error" in result:
         raise InvalidRequest(result["error"], field=named)
     return Converted(**result)

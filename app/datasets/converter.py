@@ -2,6 +2,7 @@
 as a line of JSON out."""
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -42,6 +43,9 @@ def main() -> None:
         result = asdict(_write(order))
     except (BadFile, BadLine) as error:
         result = {"error": str(error)}
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        result = {"errno": error.errno} if is_full else {"error": f"It cannot be read ({error.strerror})."}
     sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
     sys.stdout.buffer.flush()
     os._exit(0)  # the thread that waits for the parent's end would disturb Python's finalisation

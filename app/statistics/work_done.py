@@ -28,8 +28,10 @@ class WorkDone:
 
 
 def work_done(session: Session, device: Device, precision: RunPrecision) -> WorkDone:
-    """The work of the newest jobs that finished on one such device in a precision, whoever owns them: only
-    sums are read, and nothing of them is shown."""
+    """The work of the newest finished jobs that trained on one device of this kind, in this precision.
+
+    It includes the jobs of all keys, since only the device's speed is derived from them.
+    """
     finished = (
         select(Job.id, Job.spec, Job.plan, JobTotals.seconds, JobTotals.device_seconds)
         .join(JobTotals, JobTotals.job_id == Job.id)

@@ -1,6 +1,7 @@
 """The same samples in every kind of file and every known shape."""
 
 import csv
+import errno
 import io
 import json
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.contract.data_formats import parse_line
+from app.datasets.containers import Reading
+from app.datasets.conversion import convert
 from app.settings import Settings
 
 QUESTIONS = [("Add, and say “why”.", "1 + 1", "2", 1.0), ("Name a colour\nor two.", "", "red; blue", 0.5)]
@@ -378,3 +381,12 @@ def test_a_json_file_may_have_json_lines_or_one_sample(client: TestClient) -> No
     assert upload(client, "a.json", lines(CHATS))["examples"] == 2
     assert upload(client, "a.json", json.dumps({"text": "x" * 10_000}).encode())["examples"] == 1
     assert upload(client, "a.json", json.dumps({"text": "a"}, indent=1).encode())["examples"] == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_not_the_file_s_fault(settings: Settings, tmp_path: Path) -> None:
+    source = tmp_path / "a.csv"
+    source.write_bytes(b"text\n" + b"hello\n" * 10_000)
+    with pytest.raises(OSError, match="No space left") as caught:
+        convert([(source, "a.csv")], Path("/dev/full"), Reading(), settings, "file")
+    assert caught.value.errno == errno.ENOSPC

@@ -46,9 +46,9 @@ def test_a_private_model_needs_a_token(hub: Hub, online: Settings, monkeypatch: 
     hub.token = "hf_right"
     assert "it is private and HF_TOKEN is not set" in refusal("me/tiny", online)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    told = refusal("me/tiny", online)
-    assert "rejects this machine's token (HF_TOKEN)" in told
-    assert "hf_wrong" not in told
+    message = refusal("me/tiny", online)
+    assert "rejects this machine's token (HF_TOKEN)" in message
+    assert "hf_wrong" not in message
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     assert base_models.find_for_training("me/tiny", online)[0].revision == COMMIT
     assert hub.downloaded_with == {"Bearer hf_right"}

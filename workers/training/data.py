@@ -377,9 +377,12 @@ def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:
 
 
 def _prefixes(chat: Chat) -> list[tuple[int, bool]]:
-    """The prefixes that are rendered: the whole chat; and for each turn to be learned, that before it with
-    the opening of an answer, and that to its end. Before a chat's first turn there is nothing to render, so
-    the opening is taken from after that turn."""
+    """The prefixes of a chat to render. The first is the whole chat. Each turn to be learned adds two: the
+    messages before it, with the opening of an answer; and the messages up to its end.
+
+    There are no messages before a chat's first turn, and templates may not render none. So for a first turn,
+    the opening is rendered after the turn instead (`_opening_within` finds it in the turn).
+    """
     found = [(len(chat.messages), False)]
     for index, message in enumerate(chat.messages):
         if message.role == "assistant" and message.weight:
