@@ -1,5 +1,7 @@
 import json
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from app.contract.data_formats import BadLine, Chat, parse_line
 from app.contract.spec import DataSpec
 from tests.harness.data import spec, with_digest_of
 from tests.harness.runs import write_texts
+from workers.training import rendering
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.tiny_gpt2 import make_tokenizer
@@ -232,3 +235,16 @@ def test_openai_s_older_function_calls_are_tool_calls() -> None:
 def test_a_function_call_without_a_name_is_refused(said: str) -> None:
     with pytest.raises(BadLine, match="no name of a function"):
         parse_line(json.dumps({"conversations": [{"from": "function_call", "value": said}]}))
+
+
+@pytest.mark.parametrize(("hard", "soft"), [(resource.RLIM_INFINITY, None), (60, None), (2, 2)])
+def test_the_time_limit_of_a_template_keeps_an_inherited_hard_limit(
+    monkeypatch: pytest.MonkeyPatch, hard: int, soft: int | None
+) -> None:
+    found: list[tuple[int, int]] = []
+    used = SimpleNamespace(ru_utime=1.0, ru_stime=0.5)
+    monkeypatch.setattr(rendering.resource, "getrusage", lambda _: used)
+    monkeypatch.setattr(rendering.resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(rendering.resource, "setrlimit", lambda _, limits: found.append(limits))
+    rendering._limit_time()
+    assert found == [(soft or 1 + rendering.CPU_SECONDS + 1, hard)]

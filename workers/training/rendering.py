@@ -211,10 +211,16 @@ def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> lis
 
 
 def _limit_time() -> None:
-    """Sets a time limit for a conversation; the kernel kills this process if it takes longer."""
+    """Sets a time limit for a conversation; the kernel kills this process if it takes longer.
+
+    The hard limit stays as it is inherited, such as that of a preview: without capabilities, a process may
+    not raise it.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 if __name__ == "__main__":
