@@ -17,6 +17,7 @@ from pydantic import Field, computed_field
 from app.contract.architecture import Architecture
 from app.contract.base import Frozen
 from app.contract.memory_profile import Recipe
+from app.contract.model_reference import LoraSpec
 from app.contract.spec import OptimizerName, Spec
 from app.planning.families import OWN_LOGITS
 
@@ -104,7 +105,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     width = 4 if recipe.precision in ("fp32", "tf32") else 2
     stored = 2 if recipe.precision == "pure_bf16" else 4
     parameters = architecture.parameters
-    trained = parameters if recipe.lora is None else lora_parameters(architecture, recipe.lora.r)
+    trained = parameters if recipe.lora is None else lora_parameters(architecture, recipe.lora)
     layer = tokens * kept_per_token(architecture, recipe) * width
     if recipe.attention == "eager":
         layer += 2 * micro_batch * architecture.heads * sequence * sequence * width
@@ -141,33 +142,45 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
 
 
 def _frozen_weight_bytes(architecture: Architecture, recipe: Recipe, stored: int) -> float:
-    """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits; embeddings in their
-    own precision, with a cast copy for an output head that may share them (training/model.py)."""
+    """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits; experts, which one
+    tensor holds together, in their own precision; embeddings too, with a cast copy for an output head that
+    may share them (training/model.py)."""
     embedding = architecture.vocabulary * architecture.hidden_size
-    linear = architecture.parameters - embedding
+    experts = 0
+    if architecture.experts > 1:
+        one = (3 if architecture.gated else 2) * architecture.hidden_size * architecture.intermediate_size
+        experts = architecture.layers * architecture.experts * one
+    linear = max(0, architecture.parameters - embedding - experts)
     casts = recipe.precision in ("bf16", "fp16")
     keeps_all = recipe.lora is not None and recipe.lora.merge
     if recipe.quantised:
-        return 0.5 * linear + (stored + 2 * casts) * embedding
+        return 0.5 * linear + stored * experts + (stored + 2 * casts) * embedding
     if casts and not keeps_all:
-        return 2 * linear + (stored + 2) * embedding
+        return 2 * linear + stored * experts + (stored + 2) * embedding
     return (stored + 2 * casts) * architecture.parameters
 
 
-def lora_parameters(architecture: Architecture, rank: int) -> int:
-    """Adapters' parameters on every linear layer of every block: rank × (inputs + outputs) each."""
+def lora_parameters(architecture: Architecture, lora: LoraSpec) -> int:
+    """Parameters of adapters on every linear layer of every block: rank × (inputs + outputs) each. Every
+    expert has its own, for gate and feed-forward layer together; with dropout, experts have none."""
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     query = architecture.heads * architecture.head_dim
     key_value = architecture.key_value_heads * architecture.head_dim
     attention = 2 * (hidden + query) + 2 * (hidden + key_value)
-    feed_forward = (3 if architecture.gated else 2) * (hidden + inner)
-    return architecture.layers * rank * (attention + feed_forward)
+    if architecture.experts == 1:
+        feed_forward = (3 if architecture.gated else 2) * (hidden + inner)
+    elif lora.dropout:
+        feed_forward = 0
+    else:
+        one = (hidden + (2 if architecture.gated else 1) * inner) + (inner + hidden)
+        feed_forward = architecture.experts * one
+    return architecture.layers * lora.r * (attention + feed_forward)
 
 
 def bytes_on_disk(spec: Spec) -> int:
     """The most that a job writes to disk: two checkpoints, a third one in progress, and the model."""
     architecture, lora = spec.model.architecture, spec.method.lora
-    trained = architecture.parameters if lora is None else lora_parameters(architecture, lora.r)
+    trained = architecture.parameters if lora is None else lora_parameters(architecture, lora)
     saved = architecture.parameters if lora is None or lora.merge else trained
     runs = spec.split.devices if spec.strategy == "independent" else 1
     own = int(_CHECKPOINTS * trained * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name])) + 4 * saved

@@ -80,7 +80,7 @@ def _done(session: Session, job_id: str, spec: Spec) -> DoneWork | None:
         micro_batches=micro_batches,
         steps=steps,
         adapters=lora is not None,
-        trained=None if lora is None else lora_parameters(architecture, lora.r),
+        trained=None if lora is None else lora_parameters(architecture, lora),
         checkpointing=spec.gradient_checkpointing,
     )
     return DoneWork(work, seconds, updating or 0.0)

@@ -65,7 +65,7 @@ def predict(
         micro_batches=steps * _micro_batches(spec, plan, length),
         steps=steps,
         adapters=lora is not None,
-        trained=None if lora is None else lora_parameters(spec.model.architecture, lora.r),
+        trained=None if lora is None else lora_parameters(spec.model.architecture, lora),
         checkpointing=spec.gradient_checkpointing,
     )
     rates = fitted(device, plan.precision, known.done, work)

@@ -13,6 +13,7 @@ from app.contract.model_reference import LoraSpec
 from app.contract.plan import MicroBatchRule, TokenBudget
 from app.contract.spec import GradientCompression, ZeroStage
 from tests.harness.small_models import make_model, make_window64
+from workers.training.adapters import with_adapters
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import Groups, cut_window
 from workers.training.decision import Observed, Verdict, decide
@@ -22,7 +23,6 @@ from workers.training.distributed.partition import partition
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, mesh_of, shard
 from workers.training.gradients import gradients_for
 from workers.training.loss import TokenLoss
-from workers.training.model import with_adapters
 from workers.training.parameters import Parameters
 from workers.training.window import Clipping, LossScale, Window
 

@@ -20,11 +20,12 @@ from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import loss
+from workers.training.adapters import with_adapters
 from workers.training.balance import balance_of
 from workers.training.batches import Groups, cut_window
 from workers.training.gradients import InPlace, SeparateAccumulator
 from workers.training.loss import TokenLoss
-from workers.training.model import recompute_activations, with_adapters
+from workers.training.model import recompute_activations
 from workers.training.window import Window
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

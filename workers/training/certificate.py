@@ -29,6 +29,7 @@ from workers.training.decision import Observed
 from workers.training.exceptions import CannotTrain, OtherRankFailed, StopRequested
 from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
+from workers.training.model_parts import is_mixture_of_experts
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.start import whole_model
@@ -275,7 +276,7 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
             f"The first window's gradient differs by {error:.1e} between {splits} (tolerance {tolerance:g})."
         )
         training.reporter.event("certificate", message, **figures)
-    elif flips or (models.is_mixture_of_experts(training.replica.model) and not _counts_choices(training)):
+    elif flips or (is_mixture_of_experts(training.replica.model) and not _counts_choices(training)):
         changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
         message = f"The first window's gradient differs by {error:.1e} between {splits}: rounding {changed}."
         training.reporter.event("certificate", message, "warning", **figures)

@@ -12,8 +12,8 @@ from torch import Tensor
 from app.contract.assignment import Assignment
 from app.contract.model_files import fingerprint_of_files
 from app.contract.model_reference import ModelLayer
+from workers.training.adapters import with_adapters
 from workers.training.exceptions import CannotTrain
-from workers.training.model import with_adapters
 
 _ADAPTERS, _CHECKPOINT = "adapter_model.safetensors", "model.safetensors"
 

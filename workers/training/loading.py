@@ -150,6 +150,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             f"{first_line(error, assignment, folder)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
+        warnings.simplefilter("always", UserWarning)
         _check_positions(model, assignment.spec)
         model = with_layers(model, assignment)
         model = prepare_for_training(

@@ -22,6 +22,7 @@ from workers.training.distributed.group import Group
 from workers.training.exceptions import CannotTrain
 from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
+from workers.training.model_parts import is_mixture_of_experts
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
@@ -138,7 +139,7 @@ def _rounding(replica: Replica) -> float:
     change which of them an expert computes together."""
     if replica.precision == "fp32":
         return 1e-5
-    return models.TOLERANCE[replica.precision] if models.is_mixture_of_experts(replica.model) else 1e-3
+    return models.TOLERANCE[replica.precision] if is_mixture_of_experts(replica.model) else 1e-3
 
 
 _IN_FP64 = 1e-7

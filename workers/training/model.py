@@ -17,8 +17,10 @@ from app.contract.model_reference import LoraSpec
 from app.contract.plan import Plan, RankPlan
 from app.contract.spec import MethodSpec, RunPrecision
 from workers.run_directory import sync
+from workers.training.adapters import adapted_through_their_weights, with_adapters
 from workers.training.exceptions import CannotTrain
 from workers.training.memory import available_on_host
+from workers.training.model_parts import language_model_of
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,36 +63,16 @@ def _narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:
     the embedding do, are not converted."""
     from transformers.pytorch_utils import Conv1D
 
+    through_weights = adapted_through_their_weights(model)
     owners = Counter(
         id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
     )
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         plain = isinstance(module, (torch.nn.Linear, Conv1D)) and all(p.is_floating_point() for p in own)
+        plain = plain and id(module) not in through_weights
         if plain and own and not any(p.requires_grad or owners[id(p)] > 1 for p in own):
             module.to(dtype)
-
-
-def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
-    """Adds low-rank adapters to the model, and trains only these. The seed determines their initial
-    values."""
-    from peft import LoraConfig, get_peft_model
-    from transformers.pytorch_utils import Conv1D
-
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules) if lora.target_modules else "all-linear",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's layers
-    )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return get_peft_model(model, config)
-    except ValueError as error:
-        raise CannotTrain("lora", f"lora: {str(error).splitlines()[0]}") from error
 
 
 def recompute_activations(model: Any) -> None:
@@ -260,24 +242,3 @@ def save(
     partial.rename(target)
     sync(target.parent)
     return tuple(sorted(file.name for file in target.iterdir()))
-
-
-def language_model_of(model: Any) -> torch.nn.Module:
-    """The part of a model that is a language model: all of it, unless it has towers for images or sound."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config: Any = inner.config
-    decoder: Any = None
-    if config.get_text_config() is not config and hasattr(inner, "get_decoder"):
-        decoder = inner.get_decoder()
-    whole: torch.nn.Module = inner
-    return decoder if isinstance(decoder, torch.nn.Module) else whole
-
-
-def is_mixture_of_experts(model: Any) -> bool:
-    """Whether the model is a mixture of experts, in which rounding can decide near ties."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = inner.config.get_text_config()
-    return any(
-        getattr(config, name, None)
-        for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    )

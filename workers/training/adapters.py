@@ -1,0 +1,140 @@
+"""Low-rank adapters, and which weights of a model get them."""
+
+import functools
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from app.contract.model_reference import LoraSpec
+from workers.training.exceptions import CannotTrain
+from workers.training.model_parts import language_model_of
+
+_RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+"""Names of layers that peft, in some mixtures of experts, takes for the experts of older releases: a plain
+layer of such a name is adapted through its weight."""
+
+
+class Targets(NamedTuple):
+    """What is adapted: suffixes of the names of linear layers, and of weights."""
+
+    modules: list[str]
+    weights: list[str]
+
+
+def default_targets(model: torch.nn.Module) -> Targets:
+    """Every linear layer of the language model, and the weights of experts that one tensor holds together.
+
+    Not adapted are the output head, routers, and in state spaces the layers whose weights are passed on to a
+    kernel: an adapter of theirs would be left out.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    text = language_model_of(model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is text and name), "")
+    left_out = {id(layer) for module in text.modules() for layer in _left_out(module)} | {id(head)}
+    linear: list[str] = []
+    renamed: list[str] = []
+    experts: list[str] = []
+    for name, module in text.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and id(module) not in left_out:
+            (renamed if name.rpartition(".")[2] in _RENAMED else linear).append(prefix + name)
+        experts += [f"{prefix}{name}.{weight}" for weight in _weights_of_experts(module)]
+    if not experts:
+        linear, renamed = linear + renamed, []
+    modules = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters()]
+    return Targets(
+        _suffixes(linear, modules), _suffixes(experts + [f"{name}.weight" for name in renamed], weights)
+    )
+
+
+def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
+    """Adds low-rank adapters to the model, and trains only these. The seed determines their initial
+    values.
+
+    Raises:
+        CannotTrain: they match nothing, or cannot be added to what they match.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    targets = Targets(list(lora.target_modules), []) if lora.target_modules else default_targets(model)
+    if lora.dropout and targets.weights:
+        # The adapter of a weight is added to the weight: there is no input that dropout could apply to.
+        targets = targets._replace(weights=[])
+        warnings.warn(
+            "the experts are not adapted, since LoRA's dropout cannot be applied to them: set dropout to 0 "
+            "to adapt them too",
+            stacklevel=2,
+        )
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets.modules,
+        target_parameters=targets.weights or None,
+        fan_in_fan_out=not targets.weights and any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise CannotTrain("lora", f"lora: {str(error).splitlines()[0]}") from error
+    for layer in _adapted_through_weights(adapted):
+        # The sum of a weight and its adapter is as large as the weight, and would be kept until the backward
+        # pass in every layer.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return adapted
+
+
+def adapted_through_their_weights(model: torch.nn.Module) -> set[int]:
+    """The ids of modules that have an adapter added to a weight, not to their output."""
+    return {id(layer.get_base_layer()) for layer in _adapted_through_weights(model)}
+
+
+def _adapted_through_weights(model: torch.nn.Module) -> Iterator[Any]:
+    """The outermost adapter of each module whose weights have adapters."""
+    inner = set()
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper" and id(module) not in inner:
+            below: Any = module
+            while type(below := below.base_layer).__name__ == "ParamWrapper":
+                inner.add(id(below))
+            yield module
+
+
+def _left_out(module: torch.nn.Module) -> list[Any]:
+    """The layers within a module whose own forward is not called, or returns something else."""
+    if any(word in type(module).__name__ for word in ("Router", "Gating")):
+        return list(module.modules())
+    if hasattr(module, "A_log"):  # the mixer of a state space
+        return [getattr(module, name, None) for name in ("out_proj", "dt_proj")]
+    return []
+
+
+def _weights_of_experts(module: torch.nn.Module) -> list[str]:
+    """The weights of all experts in one tensor, of shape [experts, …, …]."""
+    if "Expert" not in type(module).__name__:
+        return []
+    return [name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
+
+
+def _suffixes(wanted: Collection[str], names: Collection[str]) -> list[str]:
+    """The shortest suffixes, in whole parts, that the wanted names have and no other name has."""
+    others: set[str] = set()
+    for name in set(names) - set(wanted):
+        others.update(_all_suffixes(name))
+    return sorted(
+        {next((each for each in _all_suffixes(name) if each not in others), name) for name in wanted}
+    )
+
+
+def _all_suffixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
