@@ -9,7 +9,7 @@ AccrueError
 ├── Conflict        409   the job's state does not allow the operation, and retrying does not help
 ├── TooLarge        413
 ├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
-├── QuotaExceeded   429   a key has too many waiting jobs
+├── QuotaExceeded   429   a key has too many waiting jobs, or too many stored bytes
 ├── Forbidden       403   another machine or web page while no key exists, or beyond a key's scopes
 ├── Unavailable     503   the service cannot do it at the moment
 │   └── ReplacedDatabase  the database file was deleted or replaced

@@ -11,11 +11,10 @@ import typer
 
 from app.cli.client import Client, ServiceError
 from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of, without_none
+from app.datasets.containers import SUFFIXES
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
-
-_READ_BY_SERVICE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 
 DataFile = Annotated[
     Path,
@@ -62,7 +61,7 @@ def submit(
     ] = None,
     num_gpus: Annotated[
         str | None,
-        typer.Option(help="Devices to train on, all of one worker, or auto; default 1", metavar="NUMBER"),
+        typer.Option(help="Number of devices (of one worker), or auto; default: 1", metavar="NUMBER"),
     ] = None,
     column: Columns = None,
     settings: Settings = None,
@@ -80,8 +79,8 @@ def submit(
 ) -> None:
     """Upload data and train on it.
 
-    Files that end in .jsonl, .json, .csv, .tsv or .parquet hold samples. Any other file is one text, split
-    into samples of max_length tokens.
+    Files that end in .jsonl, .ndjson, .json, .csv, .tsv or .parquet hold samples. Any other file is one text,
+    split into samples of max_length tokens.
     """
     from app.cli.terminal import follow, show_plan
 
@@ -175,11 +174,11 @@ def _uploaded(client: Client, data: str, columns: dict[str, str] | None) -> Iter
             raise typer.BadParameter(f"there is no file {data}", param_hint="DATA")
         yield data
         return
-    if Path(data).suffix.lower() not in _READ_BY_SERVICE:
+    if Path(data).suffix.lower() not in SUFFIXES:
         _text(Path(data))  # raises if it is no text
         raise InvalidRequest(
-            f"{data} is of no known kind, so it needs no preview: it is trained as one text, split into "
-            "samples of max_length tokens, and every token counts toward the loss"
+            f"{data} has no suffix that accrue knows, so accrue submit trains on it as one text, split into "
+            "samples of max_length tokens: every token counts toward the loss, so there is no preview"
         )
     stored = None if columns else client.find_uploaded(Path(data))
     if stored is not None:
@@ -194,7 +193,10 @@ def _uploaded(client: Client, data: str, columns: dict[str, str] | None) -> Iter
 
 @commands.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A model's name: gpt2, accrue/tiny-gpt2, or a local one")],
+    model: Annotated[
+        str,
+        typer.Argument(help="gpt2, accrue/tiny-gpt2, owner/name, a local or a trained model"),
+    ],
     batch: Annotated[int | None, typer.Option(help="Effective batch")] = None,
     gpu: Annotated[
         list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
@@ -256,7 +258,7 @@ def _submit(
 ) -> Any:
     """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer."""
     uploaded = None
-    if file.suffix.lower() in _READ_BY_SERVICE:
+    if file.suffix.lower() in SUFFIXES:
         stored = None if columns else client.find_uploaded(file)
         if stored is None:
             stored = client.upload(file, columns)

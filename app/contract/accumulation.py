@@ -52,7 +52,8 @@ class AccumulationConfig(Request):
         None,
         ge=0,
         lt=1,
-        description="Share of memory kept free; null: from measured prediction errors, or 0.1 without any",
+        description="Share of memory kept free; null: derived from measured prediction errors, or 0.1 until "
+        "there are five",
     )
     auto_adjust_batch_size: Flag = Field(
         True, description="Reduce the micro-batch if it would not fit; the effective batch is unchanged"
@@ -73,7 +74,12 @@ class AccumulationConfig(Request):
     mixed_precision: Flag | Precision = Field(
         True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")
     )
-    gradient_clipping: float | None = Field(1.0, gt=0, le=1e30, description="By global norm; null: off")
+    gradient_clipping: float | None = Field(
+        1.0,
+        gt=0,
+        le=1e30,
+        description="Largest gradient norm of the whole batch (clip_mode value: of each element); null: off",
+    )
     clip_mode: ClipMode = "after_accumulation"
     clip_gradients_before_accumulation: Flag = Field(
         False, description="true is the same as clip_mode each_micro_batch"

@@ -31,7 +31,8 @@ _is_checked: ContextVar[bool] = ContextVar("_is_checked", default=False)
 
 
 class RequestPart(BaseModel):
-    """A part of what a client sends, of which there may be many thousands: its `Request` checks its text."""
+    """An object nested in a request, of which there may be thousands; the enclosing `Request` checks the text
+    of all of them at once."""
 
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=()

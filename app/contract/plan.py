@@ -98,7 +98,7 @@ class Plan(Frozen):
     """Optimizer steps; null where `overlength: split` leaves the number of samples to the tokenizer."""
     predicted_duration_seconds: float | None
     predicted_duration_range: tuple[float, float] | None = None
-    """The seconds between which the duration probably is (about nine of ten times)."""
+    """The range, in seconds, that contains the actual duration about nine times out of ten."""
     source: Source
     warnings: tuple[str, ...]
     precision: RunPrecision

@@ -102,11 +102,17 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except GatedRepoError:
-        why = f"is gated: accept its conditions at {page}, and set HF_TOKEN to a token of that account"
+        why = (
+            f"is gated: accept its conditions at {page}, and set HF_TOKEN to a token of the account that "
+            "accepted them"
+        )
     except RevisionNotFoundError:
         why = f"has no revision {revision}: {page}/tree/main lists its branches"
     except RepositoryNotFoundError:
-        why = "is not on this machine, nor on the hub, unless it is private and HF_TOKEN may not read it"
+        why = (
+            "was found neither on this machine nor on the hub; if it is private, set HF_TOKEN to a token "
+            "that may read it"
+        )
     except HFValidationError:
         why = "is not on this machine, and it is not a valid name on the hub"
     except HfHubHTTPError as error:

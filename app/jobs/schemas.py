@@ -248,8 +248,8 @@ class JobOptions(AccumulationConfig):
     )
     num_gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = Field(
         None,
-        description="Devices to train on, all of one worker; auto: the fewest on which the job fits, and "
-        "more GPUs if they make training faster; null: one",
+        description="Number of devices; they must belong to one worker. auto: the fewest on which the job "
+        "fits; on GPUs, up to one device per full micro-batch of a step. null: 1",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,
@@ -266,10 +266,10 @@ class JobOptions(AccumulationConfig):
         None, description="Another name for distributed"
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        None, description="As distributed.zero_stage, which may be given here instead"
+        None, description="Same as distributed.zero_stage; give one of the two"
     )
     gradient_compression: Compression | None = Field(
-        None, description="As distributed.gradient_compression, which may be given here instead"
+        None, description="Same as distributed.gradient_compression; give one of the two"
     )
     parallel_independent: Flag = Field(
         False,
@@ -520,7 +520,9 @@ class JobAnswer(Answer):
     result: ResultAnswer | None
     error: ErrorAnswer | None
     waiting: Waiting | None
-    tune: Tune | None = Field(None, description="first: measure micro-batches, then train; only: no training")
+    tune: Tune | None = Field(
+        None, description="first: measure micro-batches after two steps, then go on; only: train no model"
+    )
     links: Links
     learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
     effective_batch_size: int
@@ -542,13 +544,14 @@ class DryRunAnswer(Answer):
     accumulation_steps: int
     actual_batch_size_per_gpu: int
     predicted_tokens: int | None = Field(
-        None, description="Tokens in all samples of the run: as an earlier job counted, else by bytes"
+        None,
+        description="Tokens in all samples of the run: counted by an earlier job, or estimated from bytes",
     )
     predicted_duration_seconds: float | None = Field(
         None, description="From the claim to the end; null: nothing is known of such a device"
     )
     predicted_duration_range: tuple[float, float] | None = Field(
-        None, description="Seconds between which it probably is (about nine of ten times)"
+        None, description="Range, in seconds, that contains the actual duration about nine times out of ten"
     )
     gpu_hours: float | None = Field(
         None, description="On GPUs: the duration times the number of devices, in hours"

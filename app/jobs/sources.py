@@ -24,7 +24,8 @@ def hold(session: Session, spec: Spec) -> None:
         own = select(Job.id).where(Job.id == job_id).with_for_update(read=True, key_share=True)
         if session.scalar(own, execution_options=OF_EVERYONE) is None:
             raise Unprocessable(
-                f"The job {job_id}, whose model {spec.model.name} is, has been deleted.", field="model_name"
+                f"Job {job_id}, which trained {spec.model.name}, has been deleted: choose another model.",
+                field="model_name",
             )
 
 

@@ -73,7 +73,7 @@ class Rates:
     seconds_per_operation: float
     seconds_per_update: float
     spread: float
-    """The standard deviation of the logarithm of predicted by true time."""
+    """Standard deviation of log(predicted time / true time)."""
 
     def duration(self, work: Work, more_spread: float = 0.0) -> Duration:
         """The time of some work.

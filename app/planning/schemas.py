@@ -101,7 +101,7 @@ class DeviceSplit(Answer):
     max_micro_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
-    micro_batch_sizes: list[int] = Field(description="Of at most the first 4096 micro-batches")
+    micro_batch_sizes: list[int] = Field(description="Samples in each micro-batch (the first 4096 at most)")
     samples: int
 
 
@@ -109,7 +109,8 @@ class BatchSizeAnswer(Answer):
     model_name: str | None
     parameters: int | None
     parameters_are_estimated: bool = Field(
-        description="true until a worker has built a model of a family that has no rule of its own"
+        description="true if no exact rule for the model's family is known and no worker has counted its "
+        "parameters yet"
     )
     fits: bool
     actual_batch_size_per_gpu: int

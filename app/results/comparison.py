@@ -84,7 +84,7 @@ def _job(session: Session, identifier: str) -> Job:
     newest = select(Job).where(Job.config_id == configuration.id).order_by(Job.id.desc()).limit(1)
     job = session.scalars(newest).one_or_none()
     if job is None:
-        raise Conflict(f"No job was made with {identifier} yet.")
+        raise Conflict(f"No job uses configuration {identifier} yet: submit one, or give a job's id.")
     return job
 
 

@@ -20,7 +20,7 @@ HEADER_SECONDS = 15.0
 """Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
 
 ENDING = 50
-"""Connections that may be ending at any time, beside those that are kept."""
+"""Connections that may be closing at any one time, in addition to the open ones."""
 
 _WRITE_BUFFER_BYTES = 2**15
 """What a connection may hold of a response that its client does not read, before it waits."""

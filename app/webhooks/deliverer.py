@@ -1,4 +1,4 @@
-"""Delivers webhooks from a thread of the service, with retries for a day.
+"""Delivers webhooks from six threads of the service, with retries for a day.
 
 Several services over one database share the work: each claims a delivery for a minute.
 """

@@ -90,7 +90,7 @@ def smaller_split(plan: Groups) -> Groups:
 
 def changed_choices(chosen: Sequence[Tensor]) -> int:
     """How many expert choices of a mixture differ between two splits: near ties that rounding decides."""
-    first, second = chosen
+    first, second = chosen[:2]  # later ones are of other comparisons
     return int((first - second).abs().sum().item() / 2)
 
 

@@ -32,6 +32,7 @@ KEPT = 2
 """How many checkpoints are kept: the newest and the one before; the best one is kept as well."""
 
 BEST = "best"
+_CONTENT = {"model.safetensors", "optimizer.safetensors", "state.json"}
 """The file that holds the best checkpoint's name."""
 
 
@@ -52,7 +53,7 @@ class Content:
 
 
 def collect(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Content:
-    """What a checkpoint is to hold. Every rank calls it; on ranks that have only parts, it copies."""
+    """What a checkpoint is to hold. Every rank must call it: sharded tensors are gathered, and copied."""
     states, numbers = _flat(optimizer, parameters)
     weights = {name: parameters.whole(name, own) for name, own in parameters.trained.items()}
     return Content(weights, states, numbers, _updates(optimizer))
@@ -118,7 +119,11 @@ def _write(folder: Path, state: RunState, content: Content) -> None:
 def name_of(state: RunState) -> str:
     """The name of a state's checkpoint; later ones sort after earlier ones."""
     at = state.position
-    return f"step-{state.step:08d}-{at.epoch:04d}-{at.consumed:08d}"
+    return f"{_prefix(state.step)}{at.epoch:04d}-{at.consumed:08d}"
+
+
+def _prefix(step: int) -> str:
+    return f"step-{step:08d}-"
 
 
 def restore(
@@ -138,14 +143,19 @@ def restore(
     for path in newest_first(folder):
         if _is_whole(path):
             for name in damaged:
-                (folder / name).rename(
-                    folder / f"damaged-{name}"
-                )  # so that a new checkpoint can have its name
+                _set_aside(folder / name)
             return _load(path, parameters, optimizer), damaged
         damaged.append(path.name)
     if damaged:
         raise AllDamaged(", ".join(damaged))
     return None, []
+
+
+def _set_aside(path: Path) -> None:
+    """Renames a damaged checkpoint, so that a new one can have its name."""
+    kept = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(kept, ignore_errors=True)
+    path.rename(kept)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -243,9 +253,15 @@ def _updates(optimizer: torch.optim.Optimizer) -> list[int | None]:
 
 def _is_whole(path: Path) -> bool:
     try:
+        if any(each.is_symlink() or not each.is_file() for each in path.iterdir()):
+            return False  # a pipe could not be read to its end
         manifest = json.loads((path / "manifest.json").read_text())
-        return bool(manifest) and all(_digest(path / name) == digest for name, digest in manifest.items())
-    except (OSError, ValueError, AttributeError):
+        if set(manifest) != _CONTENT or any(_digest(path / name) != own for name, own in manifest.items()):
+            return False
+        content = json.loads((path / "state.json").read_text())
+        state = from_json(content["state"], content.get("version", 1))
+        return path.name.startswith(_prefix(state.step))
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
         return False
 
 

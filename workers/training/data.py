@@ -26,7 +26,9 @@ from app.contract.data_formats import (
 from app.contract.spec import DataSpec, Shard
 from workers.run_directory import sync, write_atomically
 from workers.training.exceptions import CannotTrain, Interrupted
+from workers.training.limits import limited_memory
 from workers.training.rendering import Conversation, NotRendered, Renderer
+from workers.training.seams import encode_continued, marks_beginnings
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
@@ -35,6 +37,9 @@ Piece = tuple[str, bool]
 """A stretch of text, and whether its tokens count for the loss."""
 
 _CHUNK = 1000
+_TOKENISER_BYTES = 2 * 2**30
+_TOKENISER_BYTES_PER_CHARACTER = 512
+"""How much memory a tokenizer may take for a chunk: a hostile one could turn a letter into gigabytes."""
 _MAX_KEYS = 20
 _FILES = ("samples.arrow", "sizes.npy", "weights.npy")
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
@@ -293,7 +298,9 @@ def read_examples(
 class Tokeniser:
     """Turns examples into tokens piece by piece, split where the loss begins or ends.
 
-    At inference, a prompt is tokenised without its completion; the same is done here.
+    At inference, a prompt is tokenised without its completion; the same is done here. Some tokenizers treat
+    the beginning of a text differently (SentencePiece's put a space in front of it): with these, a piece is
+    tokenised as the continuation of what is before it (`seams.py`).
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -303,6 +310,7 @@ class Tokeniser:
         if tokenizer.eos_token_id is None:
             raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
         self._end = [int(tokenizer.eos_token_id)]
+        self._marks_beginnings = marks_beginnings(tokenizer)
         self._renderer: Renderer | None = None
 
     def __enter__(self) -> Self:
@@ -321,8 +329,7 @@ class Tokeniser:
             _turns(number, *next(rendered)) if isinstance(example, Chat) else _pieces(example)
             for number, example in chunk
         ]
-        texts = [text for example in pieces for text, _ in example]
-        encoded = iter(self._tokenizer(texts, add_special_tokens=False).input_ids)
+        encoded = iter(self._encoded([[text for text, _ in example] for example in pieces]))
         for (number, example), own in zip(chunk, pieces, strict=True):
             templated = isinstance(example, Chat)
             tokens = [] if templated else list(self._start)
@@ -335,6 +342,23 @@ class Tokeniser:
                 tokens += self._end
                 counts += [True]
             yield number, tokens, counts
+
+    def _encoded(self, examples: list[list[str]]) -> list[list[int]]:
+        """The tokens of each piece of each example, one example after the other."""
+        texts = [text for example in examples for text in example]
+        characters = sum(map(len, texts))
+        most = _TOKENISER_BYTES + _TOKENISER_BYTES_PER_CHARACTER * characters
+        try:
+            with limited_memory(most):
+                if self._marks_beginnings:
+                    return encode_continued(self._tokenizer, examples)
+                encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False).input_ids
+                return encoded
+        except MemoryError:
+            raise CannotTrain(
+                "data_not_tokenised",
+                f"the model's tokenizer takes more than {most // 2**20} MiB for {characters} characters",
+            ) from None
 
     def _rendered(self, chats: list[tuple[int, Chat]]) -> list[tuple[str, list[str]]]:
         """Each chat as a whole; and for each turn to be learned, the text before it and the text to its

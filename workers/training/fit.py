@@ -247,8 +247,19 @@ def finish(training: Training) -> Outcome:
     assignment, evaluations = training.assignment, training.state.evaluations
     if not training.state.progress.stopped_early:  # otherwise a user requested the model as it is
         guards.check_weights_changed(model, training.run.digest_of_base())
-    best = checkpoint.best(training.run.checkpoints) if assignment.spec.early_stopping else None
-    if best is not None and evaluations.best_step != training.state.step:
+    has_other_best = assignment.spec.early_stopping is not None and evaluations.best_step not in (
+        None,
+        training.state.step,
+    )
+    best = checkpoint.best(training.run.checkpoints) if has_other_best else None
+    if has_other_best and best is None:
+        message = (
+            f"The checkpoint of step {evaluations.best_step}, which has the lowest validation loss, is "
+            f"damaged or missing: saving the model of step {training.state.step}."
+        )
+        training.reporter.event("checkpoint_damaged", message, "warning")
+        evaluations.best_step = None
+    elif best is not None:
         checkpoint.load_weights(best, Parameters(model))
         evaluations.loss = evaluations.best_loss
         message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
@@ -402,7 +413,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
     progress, samples = training.state.progress, training.loader.samples
     progress.skipped += 1
     if trained is None:
-        message, named = "A window without a single target token made no step.", window.tolist()
+        message, named = "Window skipped: none of its tokens count toward the loss.", window.tolist()
     else:
         progress.skipped_in_a_row += 1
         counted = window[samples.targets[window] > 0]
@@ -419,7 +430,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
                     training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
                 )
         training.group.wait()
-        message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'no single sample'}."
+        message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'none individually'}."
     training.reporter.event(
         "skipped", message, "warning", samples=named[:_MAX_SAMPLES_LISTED], skipped=progress.skipped
     )

@@ -33,11 +33,12 @@ def limit_memory(bytes_more: int) -> None:
 
 @contextlib.contextmanager
 def limited_memory(bytes_more: int) -> Iterator[None]:
-    """Limits this process as `limit_memory` does, until the end of the block."""
+    """Limits this process as `limit_memory` does, until the end of the block. A lower limit stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = _mapped_bytes()
+    limits = [mapped + bytes_more, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
     if mapped:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + bytes_more, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     finally:

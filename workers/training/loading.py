@@ -222,7 +222,11 @@ def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
     """
     mismatched = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys") or ()]
     missing = "are missing from", "provide the complete model", found.get("missing_keys") or ()
-    other = "have another shape than config.json says in", "provide files that belong together", mismatched
+    other = (
+        "have shapes that differ from config.json in",
+        "provide files that belong together",
+        mismatched,
+    )
     for problem, remedy, names in (missing, other):
         if names:
             some = ", ".join(sorted(map(str, names))[:_SHOWN_WEIGHTS])

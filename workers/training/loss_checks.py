@@ -98,8 +98,9 @@ def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     if error > tolerance:
         raise CannotTrain(
             "not_causal",
-            "the model's predictions depend on the tokens after them (other tokens there change the loss by "
-            f"{error:.1e}), so it cannot be trained to predict them: choose a causal language model",
+            "the model's predictions depend on the tokens after them (replacing the later tokens changes the "
+            f"loss of the earlier ones by {error:.1e}), so it cannot be trained to predict them: choose a "
+            "causal language model",
         )
 
 

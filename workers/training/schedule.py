@@ -49,7 +49,8 @@ def _one_cycle(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     top = schedule.pct_start * steps_total - 1.0
     if step < top:
         return _half_cosine(first, 1.0, step / top)
-    return _half_cosine(1.0, last, min(1.0, (step - top) / max(1.0, steps_total - 1.0 - top)))
+    left = steps_total - 1.0 - top
+    return _half_cosine(1.0, last, min(1.0, (step - top) / left)) if left > 0 else last
 
 
 def _half_cosine(start: float, end: float, done: float) -> float:

@@ -79,7 +79,9 @@ def start(
         ) from None
     if group.leads and run.digest_of_base() is None:
         run.write_digest_of_base(guards.digest_of_weights(model))
-    _check_token_ids(samples, model, spec.model.name)
+    for each in (samples, validation):
+        if each is not None:
+            _check_token_ids(each, model, spec.model.name)
     balance = balance_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     parameters = place_parameters(assignment, token_loss, device, group)
@@ -213,11 +215,11 @@ def apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Repo
             continue  # another rank has learned more since
         reporter.event(
             "out_of_memory",
-            f"Out of memory on rank {rank}: all ranks started again from the last checkpoint, with "
+            f"Out of memory on rank {rank}: all ranks started again from the last checkpoint. "
             + (
-                "gradient checkpointing."
+                "All of them now use gradient checkpointing."
                 if own.checkpointing
-                else f"micro-batches of at most {own.tokens} tokens."
+                else f"Rank {rank} now uses micro-batches of at most {own.tokens} tokens."
             ),
             "warning",
             token_budget=own.tokens,

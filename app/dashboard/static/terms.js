@@ -6,7 +6,7 @@ const TERMS = {
   model:
     "The model to start from: the built-in one, a folder in ACCRUE_MODELS_DIR, or a model id on the Hugging Face Hub. Start small: settings that work on a small model usually work on a large one.",
   device:
-    "A GPU that this service does not have, such as 24GB or A100-80GB. Leave the field empty to plan for the service's own devices.",
+    "Plan for a GPU that this service does not have, such as 24GB or A100-80GB. Leave the field empty to plan for the service's own devices.",
   count: "The number of devices to plan for, and to train on if a worker has as many.",
   method:
     "full trains every weight. lora trains small matrices and freezes the weights: it needs far less memory and is nearly as good for most tasks. qlora also keeps the frozen weights in 4 bits; it needs a GPU.",

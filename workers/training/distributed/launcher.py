@@ -123,7 +123,9 @@ def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], stop: Callab
             if not _is_frozen(rank.pid):
                 del frozen_since[number]
             elif time.monotonic() - since > _FROZEN_SECONDS:
-                message = f"rank {number} was stopped by a signal, so that the others waited for it"
+                message = (
+                    f"a signal suspended rank {number}, and the other ranks could not continue without it"
+                )
                 run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
                 return 1
         time.sleep(_LOOK_EVERY_SECONDS)

@@ -34,15 +34,17 @@ export function actions(job, refresh) {
     if (CONFIRMATIONS[name] && !confirm(CONFIRMATIONS[name])) return;
     button.disabled = true;
     const path = `gradient-accumulation/training/${job.id}`;
+    let requested = null;
     try {
       if (name === "delete") {
         await remove(path);
         location.hash = "#/jobs";
       } else {
         const answer = await post(`${path}/${name}`);
+        requested = answer.requested;
         if (name === "retry") location.hash = `#/job/${answer.id}`;
       }
-      announce(`${NAMES[name]}: done.`);
+      announce(`${NAMES[name]}: ${requested ? "requested" : "done"}.`);
       await refresh();
     } catch (error) {
       errorElement.textContent = error.message;

@@ -583,7 +583,7 @@ function fileChoice(chooser) {
       h("label", { for: "field-upload" }, "Upload JSON lines, JSON, CSV, Parquet or text"),
       picker,
       errorElement,
-      h("label", { for: "field-columns" }, "Columns of the file, if it names them otherwise (set before uploading)"),
+      h("label", { for: "field-columns" }, "Column mapping, if the file's columns have other names (fill in before uploading)"),
       columns,
     ),
   };
