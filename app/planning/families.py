@@ -1,4 +1,5 @@
-"""The families of causal language models: the `model_type`s that transformers' AutoModelForCausalLM builds.
+"""The families of causal language models: the `model_type`s that transformers' AutoModelForCausalLM builds,
+and those of AutoModelForImageTextToText whose language model can be trained.
 
 The service does not import transformers, so they are listed here; a test compares the list with the installed
 transformers. A family that is not listed is accepted if its config names a class that is a causal language
@@ -28,6 +29,19 @@ FAMILIES = frozenset(
     roformer rwkv seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm
     xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zamba2 zaya """.split()  # noqa: SIM905
 )
+
+WITH_TOWERS = frozenset(
+    """
+    aria aya_vision cohere2_vision cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 glm46v
+    glm4v glm4v_moe glm_ocr hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl
+    lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6
+    minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer ovis2 pp_chart2table qianfan_ocr qwen2_5_vl
+    qwen2_vl qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 unlimited_ocr
+    video_llama_3 video_llava vipllava
+    """.split()  # noqa: SIM905
+)
+"""Families with towers for images, which AutoModelForImageTextToText builds, and whose language model was
+trained on text alone (tests/training/test_any_family.py trains some of them)."""
 
 _ENCODERS = frozenset(
     """
@@ -59,7 +73,7 @@ def why_not_causal(config: Mapping[str, Any]) -> str | None:
             f"a {family} model is an encoder: each token sees those after it, so it cannot learn to predict "
             "them. Choose a causal language model"
         )
-    if family in FAMILIES:
+    if family in FAMILIES | WITH_TOWERS:
         return None
     if config.get("auto_map"):
         return (

@@ -101,6 +101,14 @@ def _small(family: str) -> dict[str, Any]:
 
 
 OTHER_FAMILIES = (
+    "glm4v",
+    "internvl",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
     "afmoe",
     "apertus",
     "arcee",

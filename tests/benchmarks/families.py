@@ -1,4 +1,5 @@
-"""`make families`: trains a small model of every family that transformers' AutoModelForCausalLM builds.
+"""`make families`: trains a small model of every family that transformers' AutoModelForCausalLM builds, and of
+the known ones with towers for images.
 
 Each has random weights, two layers of width 32 and the built-in tokenizer. For each: is it accepted, does
 the whole trainer make two steps, by how much do two splits of the first window differ in fp32 (the
@@ -27,12 +28,13 @@ _SAMPLES = 8
 
 def examine(family: str) -> dict[str, Any]:
     """What happens to a family; a step that fails says why."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from tests.harness.any_family import lay_any, make_any, small_config
     from tests.harness.runs import events_of, small_data
     from tests.harness.specs import make_spec
     from tests.harness.training import run_to_end
+    from workers.training.auto_class import auto_class
 
     found: dict[str, Any] = {"family": family}
     try:
@@ -48,7 +50,8 @@ def examine(family: str) -> dict[str, Any]:
         try:
             run = lay_any(Path(folder) / "run", family, spec)
             outcome = run_to_end(run)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+            saved_as = auto_class(AutoConfig.from_pretrained(run.model))
+            loaded: Any = saved_as.from_pretrained(run.model, output_loading_info=True)
         except Exception as error:
             return found | {"failed": _line(error)}
         model, info = loaded
@@ -145,9 +148,10 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
+    from app.planning.families import WITH_TOWERS
     from tests.harness.any_family import ALL
 
-    rows = examine_all(sys.argv[1:] or ALL)
+    rows = examine_all(sys.argv[1:] or [*ALL, *sorted(WITH_TOWERS)])
     if not sys.argv[1:]:
         (RESULTS / "families.md").write_text(render(rows))
     print(render(rows).split("\n| family")[0])

@@ -85,15 +85,15 @@ def create_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) ->
 
 def make_model(config: dict[str, Any], model: Path) -> Path:
     """A model with random weights from its config, and a byte-level tokenizer."""
-    from transformers import AutoModelForCausalLM
-
     from workers.profiling.depth import config_for
+    from workers.training.auto_class import auto_class
 
     ensure_tiny_gpt2(model)  # for its byte-level tokenizer
     for left in model.glob("*.safetensors"):
         left.unlink()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config_for(config)).save_pretrained(model)
+    made = config_for(config)
+    auto_class(made).from_config(made).save_pretrained(model)
     return model
 
 

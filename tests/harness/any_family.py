@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.contract.model_reference import ModelReference
@@ -13,6 +13,7 @@ from app.contract.spec import Spec
 from app.planning.architectures import from_config
 from tests.harness.runs import create_run
 from workers.run_directory import RunDirectory
+from workers.training.auto_class import auto_class
 from workers.training.tiny_gpt2 import make_tokenizer
 
 LAYERS = (
@@ -76,6 +77,8 @@ _LATENT = {
     "head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_IN_SECTIONS = {"rope_parameters": _SECTIONS}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
@@ -88,6 +91,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "youtu": _LATENT,
     "zaya": {"num_experts_per_tok": 1},
+    "qwen2_vl": _IN_SECTIONS,
+    "qwen2_vl_text": _IN_SECTIONS,
+    "qwen2_5_vl": _IN_SECTIONS,
+    "qwen2_5_vl_text": _IN_SECTIONS,
+    "glm4v_text": _IN_SECTIONS,
+    "glm_ocr_text": _IN_SECTIONS,
+    "glm4v_moe_text": {
+        "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
     "reformer": {"axial_pos_embds": False},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -126,7 +138,7 @@ def _shrunk(config_class: Any, special: dict[str, Any], sizes: dict[str, int]) -
     for name in getattr(config_class, "sub_configs", None) or {}:
         part = getattr(default, name, None)
         if part is not None:
-            fields[name] = _shrunk(type(part), {}, sizes).to_dict()
+            fields[name] = _shrunk(type(part), SPECIAL.get(part.model_type, {}), sizes).to_dict()
     return config_class(**{**fields, **special})
 
 
@@ -134,9 +146,9 @@ def make_any(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights, in training mode."""
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = auto_class(config).from_config(config, attn_implementation="sdpa")
     except (ValueError, ImportError):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = auto_class(config).from_config(config, attn_implementation="eager")
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products have no fp64
     return model.to(dtype).train()

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from app.planning.families import FAMILIES
+from app.planning.families import FAMILIES, WITH_TOWERS
 from tests.benchmarks.families import error_in_fp64
 from tests.harness.any_family import ALL, lay_any, make_any, small_config
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end
 from workers.training.exceptions import CannotTrain
+from workers.training.tiny_gpt2 import make_tokenizer
 
 SPEC = make_spec(data=small_data(), max_steps=2, certificate=True, effective_batch_size=8)
 
@@ -29,6 +31,8 @@ tower for images, and routers that report nothing."""
 
 def test_every_family_of_transformers_is_known() -> None:
     assert set(ALL) <= FAMILIES
+    assert set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) >= WITH_TOWERS
+    assert not WITH_TOWERS & FAMILIES
 
 
 @pytest.mark.thorough
@@ -54,16 +58,44 @@ def test_splits_of_a_window_agree_in_fp64(family: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-def test_the_tower_of_a_model_for_images_stays_as_it_is(tmp_path: Path) -> None:
-    run = lay_any(tmp_path / "run", "gemma3", SPEC)
-    before = load_file(tmp_path / "model" / "model.safetensors")
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", "mistral3", "qwen3_vl", "qwen2_5_vl", "llava", "smolvlm", "internvl", "glm4v", "qwen3_vl_moe"],
+)
+def test_the_towers_of_a_model_for_images_stay_as_they_are(tmp_path: Path, family: str) -> None:
+    run = lay_any(tmp_path / "run", family, SPEC)
+    outcome = run_to_end(run)
+    assert outcome.equivalence_error is not None
+    assert outcome.equivalence_error <= 1e-5
+    check_towers(tmp_path / "model", run.model)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
+def test_a_model_that_was_saved_with_towers_keeps_them(tmp_path: Path, family: str) -> None:
+    """AutoModelForCausalLM would build only its language model."""
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(small_config(family))
+    whole.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    run = lay_any(tmp_path / "run", family, SPEC)
     run_to_end(run)
-    after = load_file(run.model / "model.safetensors")
-    tower = [name for name in before if "vision" in name or "projector" in name]
-    assert tower
-    assert all(torch.equal(before[name], after[name]) for name in tower)
-    text = [name for name in before if name not in tower]
-    assert any(not torch.equal(before[name], after[name]) for name in text)
+    check_towers(tmp_path / "model", run.model)
+
+
+def check_towers(before: Path, after: Path) -> None:
+    """Checks that towers are bit-equal, that the language model was trained, and that all loads again."""
+    old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
+    assert old.keys() == new.keys()
+    parts = ("vis", "projector", "connector", "mlp1", "aligner")
+    towers = [name for name in old if any(part in name for part in parts)]
+    assert towers
+    assert all(torch.equal(old[name], new[name]) for name in towers)
+    assert any(not torch.equal(old[name], new[name]) for name in old.keys() - towers)
+    _, info = AutoModelForImageTextToText.from_pretrained(after, output_loading_info=True)  # type: ignore[misc]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
 
 
 @pytest.mark.thorough

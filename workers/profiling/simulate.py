@@ -24,6 +24,7 @@ from workers.profiling.recorder import Recorder
 from workers.profiling.tape import Tape
 from workers.profiling.unroll import REPEATED, unroll
 from workers.training import model as models
+from workers.training.auto_class import auto_class
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
 from workers.training.gradients import Gradients, gradients_for
@@ -199,19 +200,17 @@ class Simulation:
         )
 
     def _build(self, config: dict[str, Any]) -> Any:
-        from transformers import AutoModelForCausalLM
-
         made = config_for(with_layers(config, self._depth.traced))
         attention = (
             "eager" if self.recipe.attention == "eager" else "sdpa"
         )  # flash attention keeps the same tensors
         dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
         try:
-            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
+            model = auto_class(made).from_config(made, dtype=dtype, attn_implementation=attention)
         except ValueError:
             if attention != "sdpa":
                 raise
-            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+            model = auto_class(made).from_config(made, dtype=dtype, attn_implementation="eager")
         if self.recipe.quantised:
             quantised_sizes.to_compute_precision(layers_of(model))
         return models.prepare_for_training(

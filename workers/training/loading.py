@@ -20,6 +20,7 @@ from app.contract.plan import Plan
 from app.contract.spec import Spec
 from workers.run_directory import RunDirectory, write_atomically
 from workers.training import guards
+from workers.training.auto_class import auto_class
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
 from workers.training.layers import check_layers, continue_adapters, with_layers
@@ -189,15 +190,16 @@ def _check_config(folder: Path) -> None:
 
 
 def _read(assignment: Assignment, folder: Path, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     quantised = {}
     if assignment.spec.method.name == "qlora":
         quantised = {
             "quantization_config": _four_bits(assignment.plan),
             "device_map": {"": assignment.plan.device},
         }
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto_class(config).from_pretrained(
         folder,
         dtype=torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32,
         attn_implementation=attention,

@@ -1,0 +1,24 @@
+"""Which of transformers' classes builds a model."""
+
+from typing import Any
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class for a config: AutoModelForCausalLM, or AutoModelForImageTextToText if only that one
+    builds the family, or if the model was saved with its class.
+
+    Such a model consists of a language model and of towers for images. AutoModelForCausalLM would leave out
+    the towers of some (Qwen 3.5, Llama 4).
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    family = config.model_type
+    if family not in with_images:
+        return AutoModelForCausalLM
+    saved_as = (getattr(config, "architectures", None) or [None])[0]
+    if family not in causal or (saved_as == with_images[family] and saved_as != causal[family]):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
