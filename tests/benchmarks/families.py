@@ -1,5 +1,5 @@
-"""`make families`: trains a small model of every family that transformers' AutoModelForCausalLM builds, and of
-the known ones with towers for images.
+"""`make families`: trains a small model of every family that transformers' AutoModelForCausalLM builds, and
+of the known ones with towers for images.
 
 Each has random weights, two layers of width 32 and the built-in tokenizer. For each: is it accepted, does
 the whole trainer make two steps, by how much do two splits of the first window differ in fp32 (the

@@ -12,11 +12,12 @@ import torch
 
 from app.contract.reports import Outcome
 from app.contract.spec import EarlyStopping, ValidationSpec
-from tests.harness.any_family import lay_any
+from tests.harness.any_family import lay_any, make_any, small_config
 from tests.harness.runs import create_run, small_data, with_ranks
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import events_of_kind, finished, run_to_end
 from workers.training import checkpoint, fit
+from workers.training.balance import balance_of
 from workers.training.data import held_out
 from workers.training.exceptions import CannotTrain
 from workers.training.schedule import rate_factor
@@ -119,6 +120,29 @@ def test_one_cycle_with_less_than_a_step_after_its_peak_is_pytorchs(steps: int, 
         optimizer.step()
         if step + 1 < steps:
             reference.step()
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30, -1.0])
+def test_an_absurd_balance_coefficient_is_named(value: float) -> None:
+    model = make_any(small_config("mixtral"))
+    model.config.router_aux_loss_coef = value
+    with pytest.raises(CannotTrain, match="router_aux_loss_coef"):
+        balance_of(model, "window")
+
+
+def test_fields_of_experts_in_another_family_s_config_are_ignored() -> None:
+    model = make_any(small_config("gpt2"))
+    model.config.router_aux_loss_coef, model.config.num_experts = 0.01, "x"
+    model.config.num_experts_per_tok = 2
+    assert balance_of(model, "window") is None
+
+
+def test_weights_that_the_model_does_not_have_are_reported(tmp_path: Path) -> None:
+    run = lay_any(tmp_path / "run", "gpt2", make_spec(data=small_data(), max_steps=2))
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "n_layer": 1}))
+    run_to_end(run)
+    assert any("not part of the model" in event["message"] for event in events_of_kind(run, "changed"))
 
 
 EXPANDING = """

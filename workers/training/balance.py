@@ -20,6 +20,9 @@ from torch import Tensor
 
 from workers.training.batches import MicroBatch
 from workers.training.distributed.group import Group
+from workers.training.exceptions import CannotTrain
+
+_MOST_COEFFICIENT = 100.0
 
 
 @dataclass
@@ -101,7 +104,11 @@ class Balance:
 
 
 def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Balance | None:
-    """The balance loss of a model's config, or None if it has none or `scope` is \"none\"."""
+    """The balance loss of a model's config, or None if it has none or `scope` is \"none\".
+
+    Raises:
+        CannotTrain: the coefficient is not a usable number.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", None)
@@ -109,6 +116,14 @@ def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Bala
     top_k = getattr(config, "num_experts_per_tok", None)
     if scope == "none" or not (coefficient and experts and top_k):
         return None
+    if not all(isinstance(each, int | float) for each in (coefficient, experts, top_k)):
+        return None  # fields of those names in another family's config
+    if not 0 <= coefficient <= _MOST_COEFFICIENT:
+        raise CannotTrain(
+            "model_not_loaded",
+            f"router_aux_loss_coef in the model's config.json is {coefficient}: use a number from 0 to "
+            f"{_MOST_COEFFICIENT}, or set aux_scope to none",
+        )
     return Balance(float(coefficient), int(experts), int(top_k), scope)
 
 

@@ -31,6 +31,7 @@ from workers.training.model_files import check_tokenizer, stage
 
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10
+_SHOWN_UNUSED = 3
 _CONFIG_BYTES = 2**30
 
 
@@ -129,14 +130,12 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         _check_config(folder)
         tokenizer = load_tokenizer(folder)
         try:
-            model, notes = _read(assignment, folder, assignment.spec.attention), []
+            model, notes = _read(assignment, folder, assignment.spec.attention)
         except ValueError as error:
             if assignment.spec.attention != "sdpa" or "attention" not in str(error):
                 raise
-            model, notes = (
-                _read(assignment, folder, "eager"),
-                ["the model has no sdpa attention: eager is used"],
-            )
+            model, notes = _read(assignment, folder, "eager")
+            notes = ["the model has no sdpa attention: eager is used", *notes]
     except ImportError as error:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (
@@ -189,7 +188,8 @@ def _check_config(folder: Path) -> None:
         ) from None
 
 
-def _read(assignment: Assignment, folder: Path, attention: str) -> Any:
+def _read(assignment: Assignment, folder: Path, attention: str) -> tuple[Any, list[str]]:
+    """The model, and notes on weights that are not used."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -212,7 +212,15 @@ def _read(assignment: Assignment, folder: Path, attention: str) -> Any:
     )
     model, found = loaded
     _check_weights(assignment, found)
-    return model
+    return model, _unused(found)
+
+
+def _unused(found: dict[str, Any]) -> list[str]:
+    names = sorted(map(str, found.get("unexpected_keys") or ()))
+    if not names:
+        return []
+    some = ", ".join(names[:_SHOWN_UNUSED]) + (", …" if len(names) > _SHOWN_UNUSED else "")
+    return [f"{len(names)} weights in the files are not part of the model, and are left out: {some}"]
 
 
 def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:

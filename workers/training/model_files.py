@@ -124,7 +124,7 @@ def _weights(source: Path) -> Iterator[str]:
         named = index.get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
             raise CannotTrain("model_not_loaded", f"{_INDEX} has no weight_map from weights to files")
-        outside = sorted({each for each in named.values() if not _WEIGHTS.match(each)})
+        outside = sorted({each for each in named.values() if not _WEIGHTS.fullmatch(each)})
         if outside:
             raise CannotTrain(
                 "model_not_loaded",
@@ -132,7 +132,7 @@ def _weights(source: Path) -> Iterator[str]:
             )
         names |= set(named.values())
         yield _INDEX
-    yield from sorted(name for name in names if _WEIGHTS.match(name))
+    yield from sorted(name for name in names if _WEIGHTS.fullmatch(name))
 
 
 def _link(source: Path, target: Path, name: str, most_bytes: int | None = None) -> None:
