@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -76,13 +76,25 @@ def _built_in() -> tuple[ModelReference, PlannableModel]:
 
 
 def find_for_planning(name: str, settings: Settings) -> PlannableModel:
-    """A model's sizes; a model in the catalogue needs no files.
+    """A model's sizes; a model in the catalogue needs no files. Neither does a tuned variant of one, whose
+    sizes are then estimates.
 
     Raises:
         Unprocessable: as in `find_for_training`.
     """
     config = _local_config(name, settings) or catalogue.config_of(name)
-    return _read(name, config) if config is not None else find_for_training(name, settings)[1]
+    if config is not None:
+        return _read(name, config)
+    try:
+        return find_for_training(name, settings)[1]
+    except Unprocessable:
+        base = catalogue.untuned(split_revision(name)[0])
+        config = catalogue.config_of(base) if base is not None else None
+        if config is None:
+            raise
+        found = _read(name, config)
+        architecture = found.architecture.model_copy(update={"is_estimated": True})
+        return replace(found, architecture=architecture)
 
 
 def path_of(model: ModelReference, settings: Settings) -> str:

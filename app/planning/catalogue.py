@@ -4,6 +4,7 @@ The catalogue lets planning work offline. Its figures are those of the models' o
 counts the parameters of each model with transformers.
 """
 
+import re
 from typing import Any
 
 from app.contract.architecture import BUILT_IN_MODEL
@@ -190,6 +191,17 @@ ALIASES = {
     if name != BUILT_IN_MODEL
 }  # fmt: skip
 """Hub ids by the part after the slash, in lower case: gpt2, llama-3.1-8b."""
+
+
+_TUNED = re.compile(r"-(instruct|it|chat|base|thinking)(?=-|$)")
+
+
+def untuned(name: str) -> str | None:
+    """The model in the catalogue that has the same sizes as a tuned variant, by its name:
+    meta-llama/Llama-3.1-8B for Llama-3.1-8B-Instruct. None if there is none."""
+    part = name.rpartition("/")[2].lower()
+    spellings = (_TUNED.sub(replacement, part) for replacement in ("", "-base", "-pt", "-instruct"))
+    return next((ALIASES[each] for each in (*spellings, f"{part}-instruct") if each in ALIASES), None)
 
 
 def config_of(name: str) -> Config | None:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from app.planning.architectures import UnknownArchitecture, from_config, named
-from app.planning.catalogue import CATALOGUE
+from app.planning.catalogue import CATALOGUE, untuned
 
 
 def counted(config: PreTrainedConfig) -> int:
@@ -24,6 +24,25 @@ def counted(config: PreTrainedConfig) -> int:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("unsloth/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-1B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Nemo-Base-2407"),
+        ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+        ("google/gemma-3-1b-it", "google/gemma-3-1b-pt"),
+        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+        ("owner/another", None),
+    ],
+)
+def test_a_tuned_variant_has_the_sizes_of_its_base(name: str, base: str | None) -> None:
+    assert untuned(name) == base
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
