@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("app.settings",),
     ("app.storage",),
     ("app.devices", "app.security", "app.runtime", "app.webhooks", "app.statistics"),
+    ("app.hub",),
     ("app.memory_profiles", "app.datasets"),
     ("app.jobs",),
     ("app.results",),
@@ -31,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """From the lowest to the highest: a module imports from its own package and from lower layers alone. A
 module named here goes before its package; `routes` are those of every package."""
 
-LOOKS_UP = LAYERS[9]
+LOOKS_UP = LAYERS[10]
 """The part of planning that looks into the database; the rest is pure."""
 
 

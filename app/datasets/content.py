@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import shutil
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +70,16 @@ def store_upload(
         original.unlink(missing_ok=True)
 
 
+class DownloadFolder:
+    """A folder for files that a request downloads; it is deleted once nothing refers to this object, or by
+    `delete`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.path = settings.files_dir / f"{new_id('file')}.upload"
+        self.path.mkdir(mode=0o700)
+        self.delete = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class DataFiles:
     """Files that together are one data set."""
@@ -75,6 +87,8 @@ class DataFiles:
     sources: tuple[tuple[Path, str], ...]
     """Each file, with the name that it is known by."""
     how: Reading
+    folder: "DownloadFolder | None" = None
+    """Where the files are, if they were downloaded."""
 
     def are_kept_as_they_are(self, field: str) -> bool:
         """Whether nothing needs to be converted.

@@ -1,23 +1,53 @@
-"""Data sets of the hub by name. Their files are downloaded to the hub's cache and read like any others; code
+"""Data sets of the hub by name. Their files are downloaded for one request and read like any others; code
 that comes with a data set is never run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+from urllib.parse import quote
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from app.contract.model_reference import split_revision
 from app.datasets.containers import SUFFIXES, Reading
-from app.datasets.content import DataFiles
+from app.datasets.content import DataFiles, DownloadFolder
 from app.errors import Unprocessable
+from app.hub import client
 from app.settings import Settings
 
 _FIELD = "dataset_config.dataset"
-_TIMEOUT_SECONDS = 10.0
+_LISTING_SECONDS, _DOWNLOAD_SECONDS = 10.0, 1800.0
+_LISTING_BYTES = 8 * 2**20
 _MOST_FILES = 1000
 
 
+def _plain(name: str) -> str:
+    """The name of a file that can be asked for.
+
+    Raises:
+        ValueError: it has characters or parts that no file of a data set has.
+    """
+    name.encode()
+    if not name.isprintable() or ".." in name.split("/") or name.startswith("/"):
+        raise ValueError
+    return name
+
+
+class _File(BaseModel):
+    rfilename: Annotated[str, AfterValidator(_plain)]
+    size: int | None = None
+
+
+class _Listing(BaseModel):
+    """What the hub says about a data set."""
+
+    sha: str = Field(pattern=r"^[0-9a-f]{40}$")
+    siblings: list[_File] = Field(default_factory=list)
+
+
 def find(name: str, how: Reading, settings: Settings) -> DataFiles:
-    """Downloads the training files of a data set, unless the hub's cache has them.
+    """Downloads the training files of a data set. They are deleted once the result is no longer used.
 
     Args:
         name: owner/name, or owner/name@revision.
@@ -26,31 +56,81 @@ def find(name: str, how: Reading, settings: Settings) -> DataFiles:
         Unprocessable: the hub does not give it, it is too large, or it has no files that can be read; the
             message says what to do.
     """
-    from huggingface_hub import HfApi, get_token, hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # is documented
+    from huggingface_hub import get_token
 
-    disable_progress_bars()
-    plain, revision = split_revision(name)
     token = get_token()
-    with _explained(name):
-        info = HfApi(token=token or False).dataset_info(
-            plain, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS
-        )
-        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-        chosen = _training_files(name, list(sizes))
-        size = sum(sizes[each] for each in chosen)
-        if size > settings.max_file_bytes:
-            raise Unprocessable(
-                f"The training files of {name} take {size} bytes, more than {settings.max_file_bytes} "
-                "(ACCRUE_MAX_FILE_BYTES): download those that you need, and upload them.",
-                field=_FIELD,
-            )
-        paths = [
-            hf_hub_download(plain, each, repo_type="dataset", revision=info.sha, token=token or False)
-            for each in chosen
-        ]
-    names = [PurePosixPath(each).name for each in chosen]
-    return DataFiles(tuple(zip(map(Path, paths), names, strict=True)), how)
+    listing = _listing(name, token)
+    sizes = {each.rfilename: each.size or 0 for each in listing.siblings}
+    chosen = _training_files(name, list(sizes))
+    if sum(sizes[each] for each in chosen) > settings.max_file_bytes:
+        raise _too_large(name, settings)
+    folder = DownloadFolder(settings)
+    try:
+        sources = _downloaded(name, listing.sha, chosen, folder, token, settings)
+    except BaseException:
+        folder.delete()
+        raise
+    return DataFiles(sources, how, folder)
+
+
+def _downloaded(
+    name: str, commit: str, files: list[str], folder: DownloadFolder, token: str | None, settings: Settings
+) -> tuple[tuple[Path, str], ...]:
+    """Downloads files, which get names of their own. Returns their paths and the names that they had."""
+    from huggingface_hub import hf_hub_url
+
+    left, sources = settings.max_file_bytes, []
+    for number, each in enumerate(files):
+        path = folder.path / f"{number}{PurePosixPath(each).suffix.lower()}"
+        url = hf_hub_url(split_revision(name)[0], each, repo_type="dataset", revision=commit)
+        try:
+            answer = client.download(url, token, path, most_bytes=left, seconds=_DOWNLOAD_SECONDS)
+        except client.NotAnswered as error:
+            raise _refused(name, f"could not be downloaded: the hub {error}") from None
+        if answer.status != HTTPStatus.OK:
+            raise _refused(name, _why(name, answer))
+        left -= path.stat().st_size
+        if left < 0:
+            raise _too_large(name, settings)
+        sources.append((path, PurePosixPath(each).name))
+    return tuple(sources)
+
+
+def _listing(name: str, token: str | None) -> _Listing:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # is documented
+
+    plain, revision = split_revision(name)
+    try:
+        validate_repo_id(plain)
+    except HFValidationError:
+        raise _refused(name, "is not on this machine, and it is not a valid name on the hub") from None
+    url = f"{constants.ENDPOINT}/api/datasets/{plain}"
+    if revision is not None:
+        url += f"/revision/{quote(revision, safe='')}"
+    try:
+        answer = client.get(f"{url}?blobs=true", token, most_bytes=_LISTING_BYTES, seconds=_LISTING_SECONDS)
+    except client.NotAnswered as error:
+        raise _refused(name, f"is not on this machine, and the hub {error}") from None
+    if answer.status != HTTPStatus.OK:
+        raise _refused(name, _why(name, answer))
+    try:
+        return _Listing.model_validate(json.loads(answer.content))
+    except (ValidationError, ValueError, RecursionError):
+        raise _refused(name, "could not be downloaded: the hub's list of its files cannot be read") from None
+
+
+def _too_large(name: str, settings: Settings) -> Unprocessable:
+    return _refused(
+        name,
+        f"has training files of more than {settings.max_file_bytes} bytes (ACCRUE_MAX_FILE_BYTES): download "
+        "those that you need, and upload them",
+    )
+
+
+def _refused(name: str, why: str) -> Unprocessable:
+    return Unprocessable(f"The data set {name} {why}.", field=_FIELD)
 
 
 def _training_files(name: str, files: list[str]) -> list[str]:
@@ -80,46 +160,22 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     return chosen
 
 
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns the hub's errors into answers.
-
-    Raises:
-        Unprocessable: the hub cannot be reached, or does not give the data set.
-    """
-    import httpx2 as httpx
+def _why(name: str, answer: client.Answer) -> str:
+    """What the hub's refusal means, by its status and its X-Error-Code."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     plain, revision = split_revision(name)
-    page = f"{constants.ENDPOINT}/datasets/{plain}"
-    try:
-        yield
-    except GatedRepoError:
-        why = (
+    page, code = f"{constants.ENDPOINT}/datasets/{plain}", answer.headers.get("x-error-code")
+    if code == "GatedRepo":
+        return (
             f"is gated: accept its conditions at {page}, and set HF_TOKEN to a token of the account that "
             "accepted them"
         )
-    except RevisionNotFoundError:
-        why = f"has no revision {revision}: {page}/tree/main lists its branches"
-    except RepositoryNotFoundError:
-        why = (
+    if code == "RevisionNotFound":
+        return f"has no revision {revision or 'main'}: {page}/tree/main lists its branches"
+    if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
+        return (
             "was found neither on this machine nor on the hub; if it is private, set HF_TOKEN to a token "
             "that may read it"
         )
-    except HFValidationError:
-        why = "is not on this machine, and it is not a valid name on the hub"
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "an error"
-        why = f"could not be downloaded: the hub answers {status}"
-    except (httpx.HTTPError, OSError):
-        why = "is not on this machine, and the hub cannot be reached from here"
-    else:
-        return
-    raise Unprocessable(f"The data set {name} {why}.", field=_FIELD)
+    return f"could not be downloaded: the hub answers {answer.status}"

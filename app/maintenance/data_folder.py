@@ -93,7 +93,7 @@ def clean(database: Database, settings: Settings) -> int:
             pending.settle(folder / name)
     for pattern in ("file-*.link", "file-*.upload"):
         for unfinished in settings.files_dir.glob(pattern):
-            unfinished.unlink(missing_ok=True)
+            _remove(unfinished)
     if removed:
         log.info("removed what an earlier service left behind", files=removed)
     return removed

@@ -1,28 +1,61 @@
 """Models of the hub: their config.json, from its cache or by a request, pinned to a commit."""
 
-import asyncio
 import re
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
 from app.contract.model_reference import split_revision
 from app.errors import TooManyRequests, Unprocessable
+from app.hub import client
+from app.security.authentication import CALLER_KEY
 from app.settings import Settings
 
 LARGEST_CONFIG_BYTES = 2**20
 
 _TIMEOUT_SECONDS = 5.0
 """The time limit for the whole response."""
-_REDIRECTS = 5
-_BLOCK_BYTES = 2**14
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FIELD = "model_name"
 
-_looking_up = threading.BoundedSemaphore(8)
-"""Limits concurrent look-ups on the hub: each blocks one of the service's forty threads."""
+_AT_ONCE, _AT_ONCE_PER_KEY = 16, 2
+_WAIT_SECONDS = 5.0
+_look_ups: Counter[str | None] = Counter()
+_changed = threading.Condition()
+"""Limits look-ups on the hub, each of which blocks one of the service's forty threads."""
+
+
+@contextmanager
+def _one_of_few() -> Iterator[None]:
+    """Waits until few look-ups are running, and few of this key.
+
+    Raises:
+        TooManyRequests: it takes too long.
+    """
+    key = CALLER_KEY.get()
+
+    def may_start() -> bool:
+        return _look_ups[key] < _AT_ONCE_PER_KEY and _look_ups.total() < _AT_ONCE
+
+    with _changed:
+        if not _changed.wait_for(may_start, 0 if _look_ups[key] >= _AT_ONCE_PER_KEY else _WAIT_SECONDS):
+            raise TooManyRequests(
+                "Several models are being looked up on the hub already: try again in a moment.",
+                retry_after_seconds=5,
+            )
+        _look_ups[key] += 1
+    try:
+        yield
+    finally:
+        with _changed:
+            _look_ups[key] -= 1
+            if not _look_ups[key]:
+                del _look_ups[key]
+            _changed.notify_all()
 
 
 class FoundConfig(NamedTuple):
@@ -65,7 +98,6 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
     """
     if settings.offline:
         raise NotOnHub("and ACCRUE_OFFLINE forbids a request to the hub")
-    import httpx2 as httpx
     from huggingface_hub import get_token, hf_hub_url
     from huggingface_hub.errors import HFValidationError
 
@@ -74,20 +106,14 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
         url = hf_hub_url(plain, "config.json", revision=revision)
     except HFValidationError:
         raise NotOnHub("and it is not a valid name on the hub") from None
-    if not _looking_up.acquire(blocking=False):
-        raise TooManyRequests(
-            "Many models are being looked up on the hub already: try again in a moment.",
-            retry_after_seconds=5,
-        )
     token = get_token()  # this machine's, if it has one
     try:
-        status, headers, content = asyncio.run(_fetched(url, token))
-    except TimeoutError:
-        raise NotOnHub("and the hub answers too slowly") from None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        raise NotOnHub("and the hub cannot be reached from here") from None
-    finally:
-        _looking_up.release()
+        with _one_of_few():
+            status, headers, content = client.get(
+                url, token, most_bytes=LARGEST_CONFIG_BYTES, seconds=_TIMEOUT_SECONDS
+            )
+    except client.NotAnswered as error:
+        raise NotOnHub(f"and the hub {error}") from None
     if status != HTTPStatus.OK:
         raise _refused(name, status, headers.get("x-error-code", ""), has_token=token is not None)
     return FoundConfig(content, _commit(headers.get("x-repo-commit", "")))
@@ -95,28 +121,6 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
 
 def _commit(text: str) -> str | None:
     return text if _COMMIT.fullmatch(text) else None
-
-
-async def _fetched(url: str, token: str | None) -> tuple[int, Mapping[str, str], bytes]:
-    """The status, headers and content of an answer, up to the largest size that is accepted.
-
-    Raises:
-        TimeoutError: name look-up, redirects, headers and content together take too long.
-    """
-    import httpx2 as httpx
-
-    sent, content = {"Authorization": f"Bearer {token}"} if token else None, b""
-    async with (
-        asyncio.timeout(_TIMEOUT_SECONDS),
-        httpx.AsyncClient(follow_redirects=True, max_redirects=_REDIRECTS) as client,
-        client.stream("GET", url, headers=sent, timeout=_TIMEOUT_SECONDS) as answer,
-    ):
-        if answer.status_code == HTTPStatus.OK:
-            async for block in answer.aiter_bytes(_BLOCK_BYTES):
-                content += block
-                if len(content) > LARGEST_CONFIG_BYTES:
-                    break  # it is refused later
-        return answer.status_code, dict(answer.headers), content
 
 
 def _refused(name: str, status: int, code: str, *, has_token: bool) -> Exception:

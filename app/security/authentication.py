@@ -1,6 +1,7 @@
 """Authentication: which caller a request comes from."""
 
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 
 from anyio import CapacityLimiter, to_thread
 from starlette.datastructures import Headers
@@ -26,6 +27,10 @@ def by_key(keyring: Keyring) -> Authenticate:
     return identify
 
 
+CALLER_KEY: ContextVar[str | None] = ContextVar("CALLER_KEY", default=None)
+"""The id of the key that a request came with, for limits per key; None: without a key."""
+
+
 async def admit(request: Request) -> Caller:
     """The caller of a request, if it has a valid key and is within its rate limit. The result is cached.
 
@@ -35,12 +40,14 @@ async def admit(request: Request) -> Caller:
     """
     known: Caller | None = getattr(request.state, "caller", None)
     if known is not None:
+        CALLER_KEY.set(known.key_id)
         return known
     state = request.scope["app"].state
     identify: Authenticate = state.authenticate
     rates: RateLimiter = state.rates
     caller = await identify(request)
     request.state.caller = caller
+    CALLER_KEY.set(caller.key_id)
     if caller.key_id is not None:
         await rates.count(caller.key_id)
     return caller

@@ -1,0 +1,1 @@
+"""Requests to the hub, whose answers are not trusted."""

@@ -1,0 +1,144 @@
+"""Requests to the hub with limits of bytes and time.
+
+What a hub, a mirror or somebody between sends decides nothing here but the content: no name, header or
+redirect of theirs becomes a path, and the token goes to the hub's own address alone.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies
+
+from app.webhooks.addresses import NotAllowed, resolve
+
+_REDIRECTS = 5
+_BLOCK_BYTES = 2**14
+_READ_SECONDS = 10.0
+_GRACE_SECONDS = 30.0
+_LEAST_BYTES_PER_SECOND = 4096
+"""A download that is slower than this after `_GRACE_SECONDS` is given up."""
+_MOVED = {301, 302, 303, 307, 308}
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class NotAnswered(Exception):
+    """There is no usable answer; the message continues "the hub …"."""
+
+
+def get(url: str, token: str | None, *, most_bytes: int, seconds: float) -> Answer:
+    """The answer to a GET; of a longer content, one byte more than `most_bytes`.
+
+    Raises:
+        NotAnswered: the hub cannot be reached, answers too slowly, or redirects to where it may not.
+    """
+    content = bytearray()
+
+    def keep(block: bytes) -> bool:
+        content.extend(block[: most_bytes + 1 - len(content)])
+        return len(content) <= most_bytes
+
+    status, headers = _run(_stream(url, token, keep, seconds))
+    return Answer(status, headers, bytes(content))
+
+
+def download(url: str, token: str | None, target: Path, *, most_bytes: int, seconds: float) -> Answer:
+    """Writes the content of an answer to a file, at most one byte more than `most_bytes`. Returns the answer
+    without it.
+
+    Raises:
+        NotAnswered: as in `get`, or the content is slow.
+        OSError: the file cannot be written.
+    """
+    started, written = time.monotonic(), 0
+    with target.open("wb") as file:
+
+        def write(block: bytes) -> bool:
+            nonlocal written
+            written += file.write(block[: most_bytes + 1 - written])
+            elapsed = time.monotonic() - started
+            if elapsed > _GRACE_SECONDS and written < elapsed * _LEAST_BYTES_PER_SECOND:
+                raise TimeoutError
+            return written <= most_bytes
+
+        status, headers = _run(_stream(url, token, write, seconds))
+    return Answer(status, headers, b"")
+
+
+def _run(requested: Any) -> tuple[int, Mapping[str, str]]:
+    try:
+        found: tuple[int, Mapping[str, str]] = asyncio.run(requested)
+    except (NotAnswered, MemoryError):
+        raise
+    except TimeoutError:
+        raise NotAnswered("answers too slowly") from None
+    except OSError as error:
+        if error.filename is not None or error.errno in _OF_THE_DISK:
+            raise
+        raise NotAnswered("cannot be reached from here") from None
+    except Exception:  # an address or answer that the HTTP library cannot read raises anything
+        raise NotAnswered("cannot be reached from here") from None
+    return found
+
+
+_OF_THE_DISK = {28, 122, 27, 30, 5}
+"""ENOSPC, EDQUOT, EFBIG, EROFS, EIO."""
+
+
+async def _stream(
+    url: str, token: str | None, receive: Callable[[bytes], bool], seconds: float
+) -> tuple[int, Mapping[str, str]]:
+    """Passes the content of an answer on, until `receive` returns False."""
+    import httpx2 as httpx
+    from huggingface_hub import constants
+
+    hub = _origin(constants.ENDPOINT)
+    async with asyncio.timeout(seconds), httpx.AsyncClient(follow_redirects=False) as client:
+        for _ in range(_REDIRECTS + 1):
+            own = {"Authorization": f"Bearer {token}"} if token and _origin(url) == hub else {}
+            headers = {"Accept-Encoding": "identity", **own}
+            async with client.stream(
+                "GET", url, headers=headers, timeout=min(seconds, _READ_SECONDS)
+            ) as answer:
+                location = answer.headers.get("location")
+                if answer.status_code not in _MOVED or location is None:
+                    if answer.status_code == HTTPStatus.OK:
+                        async for block in answer.aiter_bytes(_BLOCK_BYTES):
+                            if not receive(block):
+                                break
+                    return answer.status_code, dict(answer.headers)
+                url = urljoin(url, location)
+                await asyncio.to_thread(_check_redirect, url, hub)
+    raise NotAnswered("redirects too often")
+
+
+def _check_redirect(url: str, hub: tuple[str, str, int | None]) -> None:
+    """Checks where a redirect leads: to the hub itself, or to the public internet.
+
+    Raises:
+        NotAnswered: elsewhere, such as to this machine.
+    """
+    origin = _origin(url)
+    if origin == hub:
+        return
+    if origin[0] != "https" and not (origin[0] == "http" and hub[0] == "http"):
+        raise NotAnswered("redirects to an address that is not https")
+    if getproxies():
+        return  # a proxy resolves names and makes the connections
+    try:
+        resolve(url, private=False)
+    except NotAllowed:
+        raise NotAnswered("redirects to an address that is not on the public internet") from None
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme)
