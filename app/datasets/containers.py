@@ -144,11 +144,11 @@ def _json(path: Path, longest: int) -> Iterator[Row]:
 
 def _items_below(document: dict[str, Any]) -> list[Any]:
     """The samples of a file that is one object; such an object may also be a sample itself."""
-    for key in _ROWS_BELOW:
-        if isinstance(document.get(key), list):
-            found: list[Any] = document[key]
-            return found
-    return [document]
+    lists = [key for key in _ROWS_BELOW if isinstance(document.get(key), list)]
+    if len(lists) > 1:
+        raise BadFile(f"The object has several lists of samples ({', '.join(lists)}): keep one of them.")
+    found: list[Any] = document[lists[0]] if lists else [document]
+    return found
 
 
 def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:
@@ -171,6 +171,7 @@ def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:
         else:
             rest = ""
         if rest.startswith("]") and rest is text:
+            _check_end(rest[1:], file)
             return
         try:
             if not rest:
@@ -187,6 +188,19 @@ def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:
             continue
         yield item
         text, is_first = rest[end:], False
+
+
+def _check_end(text: str, file: io.TextIOWrapper) -> None:
+    """Checks that nothing follows an array, such as a second one.
+
+    Raises:
+        ValueError: something does.
+    """
+    while not text.strip():
+        text = file.read(HEAD_BYTES)
+        if not text:
+            return
+    raise ValueError("there is more after the end of the array: join arrays into one, or write JSON lines")
 
 
 def _csv(path: Path, name: str, longest: int) -> Iterator[Row]:
@@ -234,14 +248,27 @@ def _parquet(path: Path) -> Iterator[Row]:
             if len(set(names)) < len(names):
                 raise BadFile("Two columns have the same name.")
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
-                for row in batch.to_pylist():
+                for row in _with_times_as_text(batch).to_pylist():
                     number += 1
                     yield number, _without_padding(row)
     except pa.ArrowMemoryError:
         raise BadFile(f"The rows after row {number} take too much memory: write smaller rows.") from None
-    except (pa.ArrowException, OSError) as error:
+    except BadFile:
+        raise
+    except (pa.ArrowException, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise BadFile(f"Not a valid Parquet file after row {number} ({reason}).") from None
+
+
+def _with_times_as_text(batch: Any) -> Any:
+    """A batch in which dates, times and durations are text: Python has no nanoseconds and fewer years."""
+    import pyarrow as pa
+
+    for number, column in enumerate(batch.columns):
+        if pa.types.is_temporal(column.type):
+            texts = column.cast(pa.int64() if pa.types.is_duration(column.type) else pa.string())
+            batch = batch.set_column(number, batch.schema.names[number], texts)
+    return batch
 
 
 def _without_padding(value: Any) -> Any:

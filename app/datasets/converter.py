@@ -21,6 +21,7 @@ from app.datasets.containers import HEAD_BYTES, BadFile, Container, Reading, con
 MEMORY_BYTES = 2**30
 """The process's limit of memory, in addition to what its libraries map."""
 CPU_SECONDS = 1800
+_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Converted:
 def main() -> None:
     """Runs the process."""
     order = json.loads(sys.stdin.buffer.readline())
+    os.nice(_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
@@ -43,6 +45,10 @@ def main() -> None:
         result = asdict(_write(order))
     except (BadFile, BadLine) as error:
         result = {"error": str(error)}
+    except MemoryError:
+        result = {"error": f"A row takes more than {MEMORY_BYTES // 2**20} MiB to read: write smaller rows."}
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of libraries, on damaged files
+        result = {"error": f"It cannot be read ({type(error).__name__})."}
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         result = {"errno": error.errno} if is_full else {"error": f"It cannot be read ({error.strerror})."}

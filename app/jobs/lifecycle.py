@@ -175,6 +175,8 @@ def resume(session: Session, job_id: str) -> Job:
     elif job.status == "running" and job.requested == "pause":
         change(session, job, requested=None)
     elif timed_out(job):
+        sources.hold(session, Spec.model_validate(job.spec))
+        sources.check_unneeded(session, job_id)  # its checkpoints would be replaced
         with optional_part(session, "the counters of a job"):
             counters.add_to_stored(session, job_id)
         change(
@@ -225,8 +227,10 @@ def retry(session: Session, job_id: str) -> Job:
     job = get(session, job_id)
     if job.status not in ("failed", "cancelled"):
         raise Conflict(f"Job {job_id} is {job.status}: only failed or cancelled jobs can be retried.")
+    spec = Spec.model_validate(job.spec)
+    sources.hold(session, spec)
     again = Submission(
-        spec=Spec.model_validate(job.spec),
+        spec=spec,
         plan=Plan.model_validate(job.plan).model_copy(update={"predicted": True}),
         config=job.config,
         training_config=job.training_config,

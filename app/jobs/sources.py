@@ -11,6 +11,7 @@ from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import Job
 
 _SHOWN = 5
+_LOOKED_UP = 500
 
 
 def hold(session: Session, spec: Spec) -> None:
@@ -33,18 +34,23 @@ def check_unneeded(session: Session, job_id: str) -> None:
     """Checks that no unfinished job starts from a job's model or checkpoint.
 
     Raises:
-        Conflict: some do; the message names the first.
+        Conflict: some do; the message names the first of those that the session's viewer may see.
     """
     unfinished = select(Job.id, Job.spec["model"]).where(
         Job.status.not_in(ENDED), Job.model_name.startswith("ft:")
     )
     rows = session.execute(unfinished.order_by(Job.id), execution_options=OF_EVERYONE)
     dependent = [each for each, model in rows if job_id in _sources(model)]
-    if dependent:
-        some = ", ".join(dependent[:_SHOWN]) + (", …" if len(dependent) > _SHOWN else "")
+    if not dependent:
+        return
+    own = session.scalars(select(Job.id).where(Job.id.in_(dependent[:_LOOKED_UP])).order_by(Job.id)).all()
+    if not own:
         raise Conflict(
-            f"Jobs that have not ended start from the model of {job_id}: {some}. Cancel them first."
+            f"A job of another key that has not ended starts from the model of {job_id}: wait until it has "
+            "ended, or ask an admin."
         )
+    some = ", ".join(own[:_SHOWN]) + (", …" if len(own) > _SHOWN else "")
+    raise Conflict(f"Jobs that have not ended start from the model of {job_id}: {some}. Cancel them first.")
 
 
 def needed(session: Session) -> set[str]:

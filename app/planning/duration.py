@@ -236,6 +236,8 @@ def _two_rates(
     a = sum(weight * one for weight, one, _ in rows) + held
     b = sum(weight * two for weight, _, two in rows) + held
     determinant = aa * bb - ab * ab
+    if determinant <= 0:  # rounding, with extreme figures
+        return per_pass, per_operation
     first, second = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
     if first < 0:
         first, second = 0.0, b / bb

@@ -1,6 +1,7 @@
 """What finished jobs computed, and in which time: the evidence for the duration of others."""
 
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -70,7 +71,8 @@ def _done(session: Session, job_id: str, spec: Spec) -> DoneWork | None:
         execution_options=OF_EVERYONE,
     ).one()  # fmt: skip
     steps, samples, tokens, micro_batches, seconds, updating = sums
-    if not steps or not tokens or not seconds:
+    measured = (steps, samples, tokens, micro_batches, seconds)
+    if not all(each is not None and 0 < each < inf for each in measured):
         return None
     architecture, lora = spec.model.architecture, spec.method.lora
     work = work_of(

@@ -1,12 +1,15 @@
 """Submits jobs without HTTP."""
 
+from pathlib import Path
 from typing import Any
 
+from app.contract.model_reference import ModelReference
 from app.contract.spec import Spec
 from app.jobs import lifecycle
 from app.jobs.lifecycle import Submission
+from app.settings import Settings
 from app.storage.database import Database
-from app.storage.tables import File
+from app.storage.tables import File, Job
 from tests.harness.specs import cpu_plan, make_spec
 
 
@@ -31,3 +34,24 @@ def submitted(database: Database, spec: Spec | None = None, **changes: Any) -> s
             )  # fmt: skip
             session.flush()
         return lifecycle.submit(session, submission(spec or make_spec(), **changes)).id
+
+
+def succeeded(database: Database, settings: Settings) -> tuple[str, Path]:
+    """A job that made a model, whose folder is returned too."""
+    job_id = submitted(database)
+    with database.writing() as session:
+        job = session.get_one(Job, job_id)
+        job.status, job.result = "succeeded", {"files": ["config.json"]}
+    folder = settings.runs_dir / job_id / "model"
+    folder.mkdir(parents=True)
+    return job_id, folder
+
+
+def started_from(database: Database, source: str) -> str:
+    """A queued job that starts from the model of another."""
+    own = make_spec().model
+    model = ModelReference(
+        name=f"ft:x:accrue::{source.removeprefix('ftjob-')}", source="job", architecture=own.architecture,
+        job_id=source,
+    )  # fmt: skip
+    return submitted(database, make_spec(model=model))

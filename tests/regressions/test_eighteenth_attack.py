@@ -18,23 +18,12 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.specs import make_spec
-from tests.harness.submissions import submitted
+from tests.harness.submissions import started_from, succeeded
 from workers.training.distributed.group import ALONE
 from workers.training.exceptions import CannotTrain
 from workers.training.loss_checks import final_failures
 
 ROOT = "/gradient-accumulation"
-
-
-def succeeded(database: Database, settings: Settings) -> tuple[str, Path]:
-    """A job that made a model, whose folder is returned too."""
-    job_id = submitted(database)
-    with database.writing() as session:
-        job = session.get_one(Job, job_id)
-        job.status, job.result = "succeeded", {"files": ["config.json"]}
-    folder = settings.runs_dir / job_id / "model"
-    folder.mkdir(parents=True)
-    return job_id, folder
 
 
 def test_a_pipe_in_place_of_a_config_blocks_no_thread(
@@ -56,16 +45,6 @@ def test_links_in_a_trained_model_s_folder_are_not_followed(
     body = {"model_name": job_id, "dataset_config": {"texts": ["a"]}}
     answer = client.post(f"{ROOT}/training/with-accumulation", json=body)
     assert answer.status_code == 422
-
-
-def started_from(database: Database, source: str) -> str:
-    """A queued job that starts from the model of another."""
-    own = make_spec().model
-    model = ModelReference(
-        name=f"ft:x:accrue::{source.removeprefix('ftjob-')}", source="job", architecture=own.architecture,
-        job_id=source,
-    )  # fmt: skip
-    return submitted(database, make_spec(model=model))
 
 
 def test_a_job_that_an_unfinished_one_starts_from_stays(database: Database, settings: Settings) -> None:

@@ -112,3 +112,16 @@ def test_a_rejected_token_fails_the_job_for_good(tmp_path: Path, hub: Hub) -> No
     assert failure is not None
     assert failure.permanent
     assert "hf_wrong" not in failure.message
+
+
+@pytest.mark.parametrize("tag", ["../../../stolen", "/tmp/accrue-stolen", ".."])
+def test_an_entity_tag_does_not_become_a_path(tmp_path: Path, hub: Hub, tag: str) -> None:
+    run = laid(tmp_path / "data")
+    hub.tag = tag
+    assert trained(run, hub.url, tmp_path / "hub").returncode == 1
+    failure = run.failure()
+    assert failure is not None
+    assert failure.permanent
+    assert "not allowed" in failure.message
+    assert not list(tmp_path.rglob("*stolen*"))
+    assert not Path("/tmp/accrue-stolen").exists()

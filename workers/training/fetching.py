@@ -4,9 +4,12 @@ Only that process has the hub's token and can write to the hub's cache. It ends 
 privileges.
 """
 
+import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from app.contract.assignment import Assignment
 from app.contract.model_reference import ModelReference
@@ -52,10 +55,12 @@ def fetch(model: ModelReference, path: str) -> Path:
         ensure_tiny_gpt2(Path(path))
     if model.source != "hub":
         return Path(path)
+    os.environ["HF_HUB_DISABLE_XET"] = "1"  # which would send the token to an address that an answer names
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # is documented
 
     disable_progress_bars()
+    _check_names()
     try:
         return Path(
             snapshot_download(
@@ -69,6 +74,30 @@ def fetch(model: ModelReference, path: str) -> Path:
         )
     finally:
         os.environ.pop("HF_TOKEN", None)
+
+
+def _check_names() -> None:
+    """Makes huggingface_hub check what it names the files in its cache by: the commit and the entity tag in
+    the hub's answers, which a hostile hub or mirror could make a path of."""
+    from huggingface_hub import constants, file_download
+
+    constants.HF_HUB_DISABLE_XET = True
+    ask = file_download.get_hf_file_metadata
+    if ask.__module__ == __name__:
+        return
+
+    @functools.wraps(ask, assigned=())
+    def asked(*arguments: Any, **options: Any) -> Any:
+        found = ask(*arguments, **options)
+        for name in (found.etag, found.commit_hash):
+            if name is not None and not _CACHED_NAME.fullmatch(name):
+                raise ValueError("the hub's answer names a file in a way that is not allowed")
+        return found
+
+    file_download.get_hf_file_metadata = asked
+
+
+_CACHED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
 def may_pass(error: Exception) -> bool:

@@ -51,8 +51,8 @@ def prepare_files(model: ModelReference, path: str, target: Path) -> Path:
     if model.fingerprint is not None and fingerprint_of_files(source) != model.fingerprint:
         raise CannotTrain(
             "model_changed",
-            f"the files of the model {model.name} are no longer those that the job was submitted with: put "
-            "them back, or submit a new job",
+            f"the files of the model {model.name} have been deleted, or changed since the job was "
+            "submitted: put them back, or submit a new job",
         )
     return stage(source, target)
 
