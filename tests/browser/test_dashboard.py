@@ -117,6 +117,20 @@ def restart(service: Accrue, meanwhile: Callable[[], None]) -> None:
     service.processes.insert(0, service.processes.pop())
 
 
+def test_a_model_is_trained_further(page: Page, service: Accrue, data: Path, trained: list[str]) -> None:
+    page.goto(f"./#/job/{trained[0]}")
+    page.get_by_role("link", name="Train it further").click()
+    page.get_by_label("Upload JSON lines").set_input_files(data)
+    plan(page, Epochs="1", Sequence_length="24", Effective_batch="16")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(re.compile("#/job/ftjob-"))
+    job_id = page.url.rpartition("/")[2]
+    job = service.ended(job_id)
+    assert job["status"] == "succeeded"
+    assert trained[0].removeprefix("ftjob-") in job["model_name"]
+    expect(page.get_by_role("link", name="Train it further")).to_be_visible()
+
+
 def test_the_effective_batch_updates_while_typing(page: Page) -> None:
     page.goto("./")
     label = page.locator("output")
@@ -157,7 +171,7 @@ def test_a_rejected_upload_clears_the_selected_file(
     expect(page.get_by_role("alert").filter(has_text="table.csv was not uploaded")).to_contain_text("Row 1")
     expect(chosen).to_have_value("")
     noticed.faults.clear()  # a browser writes every answer of 400 into its console
-    page.get_by_label("Columns of the file").fill("prompt=question, completion = answer")
+    page.get_by_label("Column mapping").fill("prompt=question, completion = answer")
     page.get_by_label("Upload JSON lines").set_input_files([])
     page.get_by_label("Upload JSON lines").set_input_files(table)
     expect(page.get_by_text("table.csv is uploaded")).to_be_visible()
