@@ -144,7 +144,9 @@ def _json(path: Path, longest: int) -> Iterator[Row]:
 
 def _items_below(document: dict[str, Any]) -> list[Any]:
     """The samples of a file that is one object; such an object may also be a sample itself."""
-    lists = [key for key in _ROWS_BELOW if isinstance(document.get(key), list)]
+    if isinstance(document.get("messages"), list):
+        return [document]
+    lists = [key for key in _ROWS_BELOW if isinstance(document.get(key), list) and document[key]]
     if len(lists) > 1:
         raise BadFile(f"The object has several lists of samples ({', '.join(lists)}): keep one of them.")
     found: list[Any] = document[lists[0]] if lists else [document]
@@ -158,36 +160,42 @@ def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:
         ValueError: it is not valid JSON.
         RecursionError: an item is nested too deeply.
     """
-    decoder, text, at_end = json.JSONDecoder(), file.read(HEAD_BYTES).lstrip().removeprefix("["), False
-    is_first = True
+    decoder, at_end, is_first = json.JSONDecoder(), False, True
+    text = file.read(HEAD_BYTES).lstrip().removeprefix("[")
+    at = 0
     while True:
-        text = text.lstrip()
-        if not is_first and text.startswith(","):
-            rest = text[1:].lstrip()
-        elif is_first or text.startswith("]"):
-            rest = text
-        elif text or at_end:
-            raise ValueError("expected a comma or the end of the array")
-        else:
-            rest = ""
-        if rest.startswith("]") and rest is text:
-            _check_end(rest[1:], file)
+        at = _after_space(text, at)
+        start = at
+        if not is_first and text.startswith(",", at):
+            start = _after_space(text, at + 1)
+        elif text.startswith("]", at):
+            _check_end(text[at + 1 :], file)
             return
+        elif not is_first and (at < len(text) or at_end):
+            raise ValueError("expected a comma or the end of the array")
         try:
-            if not rest:
+            if start == len(text) or (not is_first and start == at):
                 raise ValueError("the array has no end")
-            item, end = decoder.raw_decode(rest)
+            item, at = decoder.raw_decode(text, start)
         except ValueError:
-            more = "" if at_end else file.read(max(HEAD_BYTES, len(text)))
+            more = "" if at_end else file.read(max(HEAD_BYTES, len(text) - at))
             at_end = not more
             if at_end:
                 raise
-            text += more
+            text, at = text[at:] + more, 0
             if len(text) > 2 * longest:
                 raise BadFile(f"A row is longer than {longest} bytes, or is not valid JSON.") from None
             continue
         yield item
-        text, is_first = rest[end:], False
+        is_first = False
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found is not None else at
 
 
 def _check_end(text: str, file: io.TextIOWrapper) -> None:

@@ -2,6 +2,7 @@
 that comes with a data set is never run."""
 
 import json
+import time
 from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -79,12 +80,13 @@ def _downloaded(
     """Downloads files, which get names of their own. Returns their paths and the names that they had."""
     from huggingface_hub import hf_hub_url
 
-    left, sources = settings.max_file_bytes, []
+    left, sources, ends = settings.max_file_bytes, [], time.monotonic() + _DOWNLOAD_SECONDS
     for number, each in enumerate(files):
         path = folder.path / f"{number}{PurePosixPath(each).suffix.lower()}"
         url = hf_hub_url(split_revision(name)[0], each, repo_type="dataset", revision=commit)
         try:
-            answer = client.download(url, token, path, most_bytes=left, seconds=_DOWNLOAD_SECONDS)
+            seconds = max(0.0, ends - time.monotonic())
+            answer = client.download(url, token, path, most_bytes=left, seconds=seconds)
         except client.NotAnswered as error:
             raise _refused(name, f"could not be downloaded: the hub {error}") from None
         if answer.status != HTTPStatus.OK:

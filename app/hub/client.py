@@ -11,12 +11,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from app.webhooks.addresses import NotAllowed, resolve
 
 _REDIRECTS = 5
-_BLOCK_BYTES = 2**14
 _READ_SECONDS = 10.0
 _GRACE_SECONDS = 30.0
 _LEAST_BYTES_PER_SECOND = 4096
@@ -111,7 +110,7 @@ async def _stream(
                 location = answer.headers.get("location")
                 if answer.status_code not in _MOVED or location is None:
                     if answer.status_code == HTTPStatus.OK:
-                        async for block in answer.aiter_bytes(_BLOCK_BYTES):
+                        async for block in answer.aiter_raw():
                             if not receive(block):
                                 break
                     return answer.status_code, dict(answer.headers)
@@ -131,8 +130,9 @@ def _check_redirect(url: str, hub: tuple[str, str, int | None]) -> None:
         return
     if origin[0] != "https" and not (origin[0] == "http" and hub[0] == "http"):
         raise NotAnswered("redirects to an address that is not https")
-    if getproxies():
-        return  # a proxy resolves names and makes the connections
+    proxies, host = getproxies(), origin[1]
+    if (proxies.get(origin[0]) or proxies.get("all")) and not proxy_bypass(host):
+        return  # the proxy resolves names and makes the connections
     try:
         resolve(url, private=False)
     except NotAllowed:

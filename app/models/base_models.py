@@ -76,8 +76,8 @@ def _built_in() -> tuple[ModelReference, PlannableModel]:
 
 
 def find_for_planning(name: str, settings: Settings) -> PlannableModel:
-    """A model's sizes; a model in the catalogue needs no files. Neither does a tuned variant of one, whose
-    sizes are then estimates.
+    """A model's sizes; a model in the catalogue needs no files. Neither does a tuned variant of one: if its
+    config.json cannot be read from here, it gets the sizes of its base, as estimates.
 
     Raises:
         Unprocessable: as in `find_for_training`.
@@ -87,8 +87,9 @@ def find_for_planning(name: str, settings: Settings) -> PlannableModel:
         return _read(name, config)
     try:
         return find_for_training(name, settings)[1]
-    except Unprocessable:
-        base = catalogue.untuned(split_revision(name)[0])
+    except hub.NotReadable:
+        plain, revision = split_revision(name)
+        base = catalogue.untuned(plain) if revision is None else None
         config = catalogue.config_of(base) if base is not None else None
         if config is None:
             raise
@@ -209,7 +210,8 @@ def _hub_config(name: str, settings: Settings) -> tuple[dict[str, Any], str | No
             f"The config.json of {name} cannot be read ({error.strerror}).", field="model_name"
         ) from None
     except hub.NotOnHub as error:
-        raise _unknown(name, settings, str(error)) from None
+        unknown = _unknown(name, settings, str(error))
+        raise unknown if error.was_asked else hub.NotReadable(unknown.message, field=unknown.field) from None
     return _parse(name, found.content), found.commit
 
 

@@ -66,7 +66,20 @@ class FoundConfig(NamedTuple):
 
 
 class NotOnHub(Exception):
-    """The hub does not give the model; the message continues "The model … is not on this machine, "."""
+    """The hub does not give the model; the message continues "The model … is not on this machine, ".
+
+    Args:
+        was_asked: whether the hub has answered.
+    """
+
+    def __init__(self, why: str, *, was_asked: bool = True) -> None:
+        super().__init__(why)
+        self.was_asked = was_asked
+
+
+class NotReadable(Unprocessable):
+    """A model may exist, but its config.json cannot be read from here: the hub cannot be asked, or wants its
+    conditions accepted first."""
 
 
 def cached(name: str) -> FoundConfig | None:
@@ -97,7 +110,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
         TooManyRequests: many look-ups are running.
     """
     if settings.offline:
-        raise NotOnHub("and ACCRUE_OFFLINE forbids a request to the hub")
+        raise NotOnHub("and ACCRUE_OFFLINE forbids a request to the hub", was_asked=False)
     from huggingface_hub import get_token, hf_hub_url
     from huggingface_hub.errors import HFValidationError
 
@@ -113,7 +126,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
                 url, token, most_bytes=LARGEST_CONFIG_BYTES, seconds=_TIMEOUT_SECONDS
             )
     except client.NotAnswered as error:
-        raise NotOnHub(f"and the hub {error}") from None
+        raise NotOnHub(f"and the hub {error}", was_asked=False) from None
     if status != HTTPStatus.OK:
         raise _refused(name, status, headers.get("x-error-code", ""), has_token=token is not None)
     return FoundConfig(content, _commit(headers.get("x-repo-commit", "")))
@@ -132,7 +145,8 @@ def _refused(name: str, status: int, code: str, *, has_token: bool) -> Exception
     if code == "GatedRepo":
         token = "the account of HF_TOKEN" if has_token else "your account, and set HF_TOKEN to its token"
         why = f"The model {plain} is gated: accept its conditions at {page} with {token}."
-    elif code == "RevisionNotFound":
+        return NotReadable(why, field=_FIELD)
+    if code == "RevisionNotFound":
         why = f"The model {plain} has no revision {revision or 'main'}: {page}/tree/main lists its branches."
     elif code == "EntryNotFound":
         why = f"The model {plain} has no config.json on the hub, so it is not a model of transformers."

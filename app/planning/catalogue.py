@@ -200,8 +200,10 @@ def untuned(name: str) -> str | None:
     """The model in the catalogue that has the same sizes as a tuned variant, by its name:
     meta-llama/Llama-3.1-8B for Llama-3.1-8B-Instruct. None if there is none."""
     part = name.rpartition("/")[2].lower()
-    spellings = (_TUNED.sub(replacement, part) for replacement in ("", "-base", "-pt", "-instruct"))
-    return next((ALIASES[each] for each in (*spellings, f"{part}-instruct") if each in ALIASES), None)
+    if not _TUNED.search(part):
+        return None
+    spellings = (_TUNED.sub(replacement, part) for replacement in ("", "-base", "-pt"))
+    return next((ALIASES[each] for each in spellings if each in ALIASES), None)
 
 
 def config_of(name: str) -> Config | None:

@@ -42,6 +42,10 @@ class Hub(ThreadingHTTPServer):
         self.broken: set[str] = set()
         self.tag: str | None = None
         """Every file's entity tag; None: its digest."""
+        self.commit: str | None = None
+        """What the hub calls every commit; None: what it is."""
+        self.missing_from: str | None = None
+        """The commit in which it says that no file is."""
 
     @property
     def url(self) -> str:
@@ -75,6 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
         elif path.startswith("/api/"):
             self._send(200, self._described(parts, _REVISIONS[revision]), {}, with_body)
+        elif hub.missing_from is not None:
+            headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.missing_from}
+            self._send(404, b"", headers, with_body)
         elif (content := hub.files.get("/".join(parts[4:]))) is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
         else:
@@ -91,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             ]
         else:
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
-            listed = {"id": "/".join(parts[:2]), "sha": commit, "siblings": siblings}
+            named = self.server.commit or commit
+            listed = {"id": "/".join(parts[:2]), "sha": named, "siblings": siblings}
         return json.dumps(listed).encode()
 
     def _send_file(self, name: str, content: bytes, commit: str, with_body: bool) -> None:

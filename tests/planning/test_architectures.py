@@ -39,6 +39,8 @@ def counted(config: PreTrainedConfig) -> int:
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
         ("Qwen/Qwen2.5-VL-7B-Instruct", None),
         ("owner/another", None),
+        ("a/gpt2", None),
+        ("q/bloom-it-2", None),
     ],
 )
 def test_a_tuned_variant_has_the_sizes_of_its_base(name: str, base: str | None) -> None:

@@ -198,3 +198,12 @@ def test_one_key_s_look_ups_leave_places_to_others(hub: HostileHub, online: Sett
     for thread in threads:
         thread.join()
     assert len(refused) >= 20
+
+
+def test_a_proxy_for_other_addresses_does_not_open_redirects(
+    hub: HostileHub, online: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("NO_PROXY", "FTP_PROXY", "MY_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    hub.file = (302, {"Location": "http://127.0.0.1:9/secret"}, b"")
+    assert "not on the public internet" in refusal(online)

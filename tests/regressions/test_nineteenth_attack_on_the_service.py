@@ -4,6 +4,7 @@ test_hostile_hub.py."""
 import io
 import json
 import math
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -119,3 +120,19 @@ def test_extreme_work_gives_rates_that_are_numbers(passes: float, operations: fl
     assert rates is not None
     assert math.isfinite(rates.seconds_per_pass)
     assert math.isfinite(rates.seconds_per_operation)
+
+
+@pytest.mark.sqlite
+def test_rows_after_a_long_one_take_no_longer_than_others(client: TestClient) -> None:
+    rows = json.dumps([{"text": "x" * 2**20}] + [{"text": "a"}] * 100_000).encode()
+    started = time.monotonic()
+    assert upload(client, "a.json", rows)["examples"] == 100_001
+    assert time.monotonic() - started < 60  # twenty times as much as it takes
+
+
+@pytest.mark.sqlite
+def test_an_object_that_is_a_sample_is_one(client: TestClient) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    sample = json.dumps({"messages": chat, "examples": [], "rows": [1]}).encode()
+    assert upload(client, "a.json", sample)["examples"] == 1
+    assert upload(client, "a.json", b'{"data": [{"text": "a"}], "train": []}')["examples"] == 1

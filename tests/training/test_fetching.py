@@ -114,10 +114,11 @@ def test_a_rejected_token_fails_the_job_for_good(tmp_path: Path, hub: Hub) -> No
     assert "hf_wrong" not in failure.message
 
 
-@pytest.mark.parametrize("tag", ["../../../stolen", "/tmp/accrue-stolen", ".."])
-def test_an_entity_tag_does_not_become_a_path(tmp_path: Path, hub: Hub, tag: str) -> None:
+@pytest.mark.parametrize("what", ["tag", "commit", "missing_from"])
+@pytest.mark.parametrize("name", ["../../../stolen", "/tmp/accrue-stolen", ".."])
+def test_what_the_hub_says_does_not_become_a_path(tmp_path: Path, hub: Hub, what: str, name: str) -> None:
     run = laid(tmp_path / "data")
-    hub.tag = tag
+    setattr(hub, what, name)
     assert trained(run, hub.url, tmp_path / "hub").returncode == 1
     failure = run.failure()
     assert failure is not None

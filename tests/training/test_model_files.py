@@ -203,7 +203,7 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
     weights = load_file(model / "model.safetensors")
     name = next(iter(weights))
     save_file({**weights, name: weights[name] + 1}, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CannotTrain, match="submitted with"):
+    with pytest.raises(CannotTrain, match="changed since the job was submitted"):
         stage_base_model(assignment, run)
     without = assignment.model_copy(
         update={

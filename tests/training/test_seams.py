@@ -1,6 +1,7 @@
 """Samples in pieces, with tokenizers that treat the beginning of a text differently."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.contract.data_formats import parse_line
 from workers.training.data import Tokeniser
-from workers.training.seams import marks_beginnings
+from workers.training.seams import encode_continued, marks_beginnings
 from workers.training.tiny_gpt2 import make_tokenizer
 
 TEXTS = [" hello world the answer is 4 \n", " 4 5 6", "le caf\u00e9 \u2603"] * 5
@@ -99,3 +100,33 @@ def test_a_text_is_tokenised_as_by_its_tokenizer(kind: str) -> None:
 def test_only_tokenizers_that_need_it_are_treated_so() -> None:
     assert all(marks_beginnings(made(kind)) for kind in KINDS)
     assert not marks_beginnings(make_tokenizer())
+
+
+def byte_level() -> Any:
+    """A tokenizer on bytes that puts a space in front of texts, and whose spaces depend on what follows."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["a  b  c", "a\n\nb \n\nc", "the answer is 4\n\n"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize("prompt", ["a  ", "a \n", "the answer:\n\n", "a", " ", "\n\n"])
+def test_a_prompt_is_tokenised_as_it_is_alone(prompt: str) -> None:
+    tokenizer = byte_level()
+    assert marks_beginnings(tokenizer)
+    tokens, counts = tokens_of(tokenizer, {"prompt": prompt, "completion": "b"})
+    alone = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert tokens[: len(alone)] == alone
+    assert counts == [False] * len(alone) + [True] * (len(tokens) - len(alone))
+
+
+def test_seams_that_tokens_cross_take_time_in_proportion_to_the_text() -> None:
+    tokenizer = byte_level()
+    pieces = ["a\n", "\nb"] * 4000
+    started = time.monotonic()
+    encoded = encode_continued(tokenizer, [pieces])
+    assert time.monotonic() - started < 10  # a hundred times as much as it takes
+    assert "".join(map(tokenizer.decode, encoded)).split() == "".join(pieces).split()

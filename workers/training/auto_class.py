@@ -18,7 +18,8 @@ def auto_class(config: Any) -> Any:
     family = config.model_type
     if family not in with_images:
         return AutoModelForCausalLM
-    saved_as = (getattr(config, "architectures", None) or [None])[0]
+    named = getattr(config, "architectures", None)
+    saved_as = named[0] if isinstance(named, list) and named else None
     if family not in causal or (saved_as == with_images[family] and saved_as != causal[family]):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM

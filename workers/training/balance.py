@@ -124,6 +124,11 @@ def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Bala
             f"router_aux_loss_coef in the model's config.json is {coefficient}: use a number from 0 to "
             f"{_MOST_COEFFICIENT}, or set aux_scope to none",
         )
+    if not 1 <= top_k <= experts:
+        raise CannotTrain(
+            "model_not_loaded",
+            f"num_experts_per_tok in the model's config.json is {top_k}, but there are {experts} experts",
+        )
     return Balance(float(coefficient), int(experts), int(top_k), scope)
 
 

@@ -38,8 +38,10 @@ Piece = tuple[str, bool]
 
 _CHUNK = 1000
 _TOKENISER_BYTES = 2 * 2**30
-_TOKENISER_BYTES_PER_CHARACTER = 512
-"""How much memory a tokenizer may take for a chunk: a hostile one could turn a letter into gigabytes."""
+_TOKENISER_BYTES_PER_CHARACTER = 4096
+"""How much memory a tokenizer may take: a hostile one could turn a letter into gigabytes."""
+_CHARACTERS = 2**18
+"""How many characters are tokenised at once, but for longer examples."""
 _MAX_KEYS = 20
 _FILES = ("samples.arrow", "sizes.npy", "weights.npy")
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
@@ -306,11 +308,12 @@ class Tokeniser:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         bos = tokenizer.bos_token_id
-        self._start = [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
+        with limited_memory(_TOKENISER_BYTES):
+            self._start = [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
+            self._marks_beginnings = marks_beginnings(tokenizer)
         if tokenizer.eos_token_id is None:
             raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
         self._end = [int(tokenizer.eos_token_id)]
-        self._marks_beginnings = marks_beginnings(tokenizer)
         self._renderer: Renderer | None = None
 
     def __enter__(self) -> Self:
@@ -329,7 +332,7 @@ class Tokeniser:
             _turns(number, *next(rendered)) if isinstance(example, Chat) else _pieces(example)
             for number, example in chunk
         ]
-        encoded = iter(self._encoded([[text for text, _ in example] for example in pieces]))
+        encoded = self._encoded([[text for text, _ in example] for example in pieces])
         for (number, example), own in zip(chunk, pieces, strict=True):
             templated = isinstance(example, Chat)
             tokens = [] if templated else list(self._start)
@@ -343,11 +346,23 @@ class Tokeniser:
                 counts += [True]
             yield number, tokens, counts
 
-    def _encoded(self, examples: list[list[str]]) -> list[list[int]]:
+    def _encoded(self, examples: list[list[str]]) -> Iterator[list[int]]:
         """The tokens of each piece of each example, one example after the other."""
+        own: list[list[str]] = []
+        characters = 0
+        for example in examples:
+            own.append(example)
+            characters += sum(map(len, example))
+            if characters > _CHARACTERS:
+                yield from self._encoded_at_once(own, characters)
+                own, characters = [], 0
+        yield from self._encoded_at_once(own, characters)
+
+    def _encoded_at_once(self, examples: list[list[str]], characters: int) -> list[list[int]]:
         texts = [text for example in examples for text in example]
-        characters = sum(map(len, texts))
         most = _TOKENISER_BYTES + _TOKENISER_BYTES_PER_CHARACTER * characters
+        if not texts:
+            return []
         try:
             with limited_memory(most):
                 if self._marks_beginnings:

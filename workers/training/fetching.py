@@ -4,7 +4,6 @@ Only that process has the hub's token and can write to the hub's cache. It ends 
 privileges.
 """
 
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -77,27 +76,48 @@ def fetch(model: ModelReference, path: str) -> Path:
 
 
 def _check_names() -> None:
-    """Makes huggingface_hub check what it names the files in its cache by: the commit and the entity tag in
-    the hub's answers, which a hostile hub or mirror could make a path of."""
-    from huggingface_hub import constants, file_download
+    """Makes huggingface_hub check what it names the files in its cache by: commits and entity tags in the
+    hub's answers, which a hostile hub or mirror could make paths of."""
+    from huggingface_hub import HfApi, constants, file_download
 
     constants.HF_HUB_DISABLE_XET = True
-    ask = file_download.get_hf_file_metadata
+    ask, describe = file_download.get_hf_file_metadata, HfApi.repo_info
     if ask.__module__ == __name__:
         return
 
-    @functools.wraps(ask, assigned=())
     def asked(*arguments: Any, **options: Any) -> Any:
-        found = ask(*arguments, **options)
-        for name in (found.etag, found.commit_hash):
-            if name is not None and not _CACHED_NAME.fullmatch(name):
-                raise ValueError("the hub's answer names a file in a way that is not allowed")
+        try:
+            found = ask(*arguments, **options)
+        except Exception as error:
+            answer = getattr(error, "response", None)
+            _check_commit(answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer else None)
+            raise
+        _check_commit(found.commit_hash)
+        if found.etag is not None and not _TAG.fullmatch(found.etag):
+            raise ValueError("the hub's answer names a file in a way that is not allowed")
+        return found
+
+    def described(*arguments: Any, **options: Any) -> Any:
+        found = describe(*arguments, **options)
+        _check_commit(found.sha)
         return found
 
     file_download.get_hf_file_metadata = asked
+    HfApi.repo_info = described  # type: ignore[method-assign]
 
 
-_CACHED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+def _check_commit(commit: str | None) -> None:
+    """Checks that what the hub calls a commit is one.
+
+    Raises:
+        ValueError: it is something else, such as a path.
+    """
+    if commit is not None and not _COMMIT.fullmatch(commit):
+        raise ValueError("the hub's answer names a commit in a way that is not allowed")
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
 def may_pass(error: Exception) -> bool:

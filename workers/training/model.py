@@ -80,7 +80,10 @@ def recompute_activations(model: Any) -> None:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     # The name since transformers 5.2x; releases before it have only the older one.
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise CannotTrain("not_supported", f"gradient_checkpointing: {str(error).splitlines()[0]}") from None
 
 
 @contextlib.contextmanager

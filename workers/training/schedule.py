@@ -50,7 +50,9 @@ def _one_cycle(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     if step < top:
         return _half_cosine(first, 1.0, step / top)
     left = steps_total - 1.0 - top
-    return _half_cosine(1.0, last, min(1.0, (step - top) / left)) if left > 0 else last
+    if left <= 0:
+        return 1.0 if step <= top else last
+    return _half_cosine(1.0, last, min(1.0, (step - top) / left))
 
 
 def _half_cosine(start: float, end: float, done: float) -> float:

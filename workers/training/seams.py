@@ -6,7 +6,7 @@ see at inference.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 _PROBES = ("the", " 4", "\u00e9")
@@ -29,47 +29,63 @@ def marks_beginnings(tokenizer: Any) -> bool:
 def encode_continued(tokenizer: Any, examples: Sequence[Sequence[str]]) -> list[list[int]]:
     """The tokens of each piece, as they are where the pieces of an example follow each other.
 
-    Where the example as a whole has a token that reaches across a seam, the text before the seam is tokenised
-    without the rest, as at inference, and the rest as its continuation.
+    Where the example as a whole has a token that reaches across a seam, or other tokens before its first seam
+    than that text has alone, the text before the seam is tokenised without the rest, as at inference, and the
+    rest as its continuation.
     """
     wholes = _tokens(tokenizer, ["".join(pieces) for pieces in examples])
+    firsts = _tokens(tokenizer, [pieces[0] for pieces in examples])
     encoded: list[list[int]] = []
-    for pieces, whole in zip(examples, wholes, strict=True):
-        encoded += _divided(tokenizer, list(pieces), whole)
+    for pieces, whole, first in zip(examples, wholes, firsts, strict=True):
+        encoded += _divided(tokenizer, pieces, whole, first)
     return encoded
 
 
-def _divided(tokenizer: Any, pieces: list[str], whole: list[Token]) -> list[list[int]]:
+def _divided(
+    tokenizer: Any, pieces: Sequence[str], whole: list[Token], first: list[Token]
+) -> list[list[int]]:
     """The tokens of each piece of an example.
 
     Args:
         whole: the tokens of all pieces as one text.
+        first: those of the first piece as a text.
     """
-    parts: list[list[int]] = []
-    while (crossed := _first_crossed(whole, pieces)) is not None:
-        before, pieces = pieces[:crossed], pieces[crossed:]
-        text = "".join(before)
-        tokens = _continuation(tokenizer, text) if parts else _tokens(tokenizer, [text])[0]
-        parts += _by_piece(tokens, before)
-        whole = _continuation(tokenizer, "".join(pieces))
-    return parts + _by_piece(whole, pieces)
+    crossed = _crossed(whole, pieces)
+    by_piece = _by_piece(whole, pieces)
+    if 1 not in crossed and by_piece[0] != [token for token, _, _ in first]:
+        crossed = [1, *crossed]
+    if not crossed or len(pieces) == 1:
+        return by_piece
+    cuts = [0, *crossed, len(pieces)]
+    segments = [pieces[start:end] for start, end in pairwise(cuts)]
+    beginning = first if len(segments[0]) == 1 else _tokens(tokenizer, ["".join(segments[0])])[0]
+    tokens = [beginning, *_continuations(tokenizer, ["".join(segment) for segment in segments[1:]])]
+    parts = (_by_piece(own, segment) for own, segment in zip(tokens, segments, strict=True))
+    return [piece for part in parts for piece in part]
 
 
-def _first_crossed(tokens: Sequence[Token], pieces: Sequence[str]) -> int | None:
-    """The number of pieces before the first seam that a token reaches across."""
-    seams = list(accumulate(map(len, pieces)))[:-1]
-    inside = {at for _, start, end in tokens for at in range(start + 1, end)}
-    return next((number for number, at in enumerate(seams, 1) if at in inside), None)
+def _crossed(tokens: Sequence[Token], pieces: Sequence[str]) -> list[int]:
+    """The numbers of pieces before each seam that a token reaches across."""
+    seams = {at: number for number, at in enumerate(accumulate(map(len, pieces[:-1])), 1)}
+    inside = {at for _, start, end in tokens if end - start > 1 for at in range(start + 1, end)}
+    return sorted(number for at, number in seams.items() if at in inside)
 
 
-def _continuation(tokenizer: Any, text: str) -> list[Token]:
-    """The tokens of a text that continues another one."""
+def _continuations(tokenizer: Any, texts: list[str]) -> list[list[Token]]:
+    """The tokens of texts that continue others."""
+    found = _tokens(tokenizer, texts)  # for those before which no text helps
+    left = list(range(len(texts)))
     for before in _BEFORE:
-        tokens = _tokens(tokenizer, [before + text])[0]
-        at = len(before)
-        if not any(start < at < end for _, start, end in tokens):
-            return [(token, start - at, end - at) for token, start, end in tokens if end > at]
-    return _tokens(tokenizer, [text])[0]
+        at, crossing = len(before), []
+        for number, tokens in zip(left, _tokens(tokenizer, [before + texts[n] for n in left]), strict=True):
+            if any(start < at < end for _, start, end in tokens):
+                crossing.append(number)
+            else:
+                found[number] = [(token, start - at, end - at) for token, start, end in tokens if end > at]
+        left = crossing
+        if not left:
+            break
+    return found
 
 
 def _by_piece(tokens: Sequence[Token], pieces: Sequence[str]) -> list[list[int]]:
@@ -85,6 +101,8 @@ def _by_piece(tokens: Sequence[Token], pieces: Sequence[str]) -> list[list[int]]
 
 
 def _tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[Token]]:
+    if not texts:
+        return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
     return [
         [(token, start, end) for token, (start, end) in zip(ids, offsets, strict=True)]
