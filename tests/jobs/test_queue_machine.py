@@ -110,7 +110,7 @@ class Queue(RuleBasedStateMachine):
     @rule(fence=fences)
     def fail(self, fence: Fence) -> None:
         self._by_holder(fence, lambda session: queue.fail(session, fence, BROKEN))
-        self._ends(fence, "failed")
+        self._fails(fence)
 
     @rule(fence=fences)
     def crash(self, fence: Fence) -> None:
@@ -119,7 +119,7 @@ class Queue(RuleBasedStateMachine):
             return
         own = self.model[fence.job_id]
         if own.failures + 1 >= MAX_FAILURES:
-            self._ends(fence, "failed")
+            self._fails(fence)
         else:
             own.failures += 1
             self._leaves(own)
@@ -196,7 +196,7 @@ class Queue(RuleBasedStateMachine):
     def time_out(self, fence: Fence) -> None:
         self._by_holder(fence, lambda session: queue.fail(session, fence, TOO_LONG))
         self.model[fence.job_id].timed_out |= self._holds(fence)
-        self._ends(fence, "failed")
+        self._fails(fence)
 
     @rule(job_id=submissions)
     def resume(self, job_id: str) -> None:
@@ -275,6 +275,13 @@ class Queue(RuleBasedStateMachine):
         own.status = {"cancel": "cancelled", "pause": "paused"}.get(own.requested or "", "queued")
         own.requested = "stop" if own.requested == "stop" else None
         own.holder, own.expired = None, False
+
+    def _fails(self, fence: Fence) -> None:
+        own = self.model[fence.job_id]
+        if self._holds(fence) and own.requested == "cancel":
+            self._leaves(own)
+        else:
+            self._ends(fence, "failed")
 
     def _ends(self, fence: Fence, status: str) -> None:
         own = self.model[fence.job_id]
