@@ -1,7 +1,7 @@
 """Requests to the hub with limits of bytes and time.
 
-What a hub, a mirror or somebody between sends decides nothing here but the content: no name, header or
-redirect of theirs becomes a path, and the token goes to the hub's own address alone.
+The hub, or a mirror that HF_ENDPOINT names, is not trusted: nothing in an answer becomes a path, redirects
+lead only to the hub or to the public internet, and the token is sent only to the hub.
 """
 
 import asyncio

@@ -107,7 +107,7 @@ def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Bala
     """The balance loss of a model's config, or None if it has none or `scope` is \"none\".
 
     Raises:
-        CannotTrain: the coefficient is not a usable number.
+        CannotTrain: the coefficient or the number of active experts is not usable.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()
