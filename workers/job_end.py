@@ -50,7 +50,7 @@ def end_job(
     elif failure is not None and failure.permanent:
         queue.fail(session, fence, failure)
     else:
-        queue.crash(session, fence, failure or failure_of(status))
+        queue.crash(session, fence, failure or failure_of(status, running.run.log))
 
 
 def _is_machine_failure(running: Running, failure: Failure) -> bool:

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract import fail_points
@@ -178,16 +180,40 @@ def _pipe_with(secret: str) -> int:
     return reading
 
 
-def failure_of(status: int) -> Failure:
-    """The failure that an exit status means, if the trainer itself could not report one."""
+def failure_of(status: int, printed: Path) -> Failure:
+    """The failure that an exit status means, if the trainer itself could not report one.
+
+    Args:
+        printed: the file with what the trainer printed.
+    """
     if status == DISK_FULL:
         return DISK_FULL_FAILURE
+    if status < 0 and _REFUSED_MEMORY.search(_end_of(printed)):
+        return Failure(
+            code="data_not_tokenised",
+            message="the model's tokenizer takes more memory than it may (2 GiB and 4 KiB per character "
+            "of the data): check tokenizer.json, or use another model",
+            permanent=True,
+        )
     if status >= 0:
         message = f"the trainer ended with status {status}"
         return Failure(code="trainer_crashed", message=message, permanent=False)
     name = signal.Signals(-status).name
     hint = " (often the machine running out of memory)" if name == "SIGKILL" else ""
     return Failure(code="trainer_killed", message=f"the trainer was ended by {name}{hint}", permanent=False)
+
+
+_REFUSED_MEMORY = re.compile(rb"^memory allocation of \d+ bytes failed$", re.MULTILINE)
+"""What Rust, in which tokenizers are written, prints before it aborts. Memory is limited only for them."""
+_END_BYTES = 2**14
+
+
+def _end_of(printed: Path) -> bytes:
+    """The last part of what a trainer printed."""
+    with contextlib.suppress(OSError), printed.open("rb") as file:
+        file.seek(max(0, printed.stat().st_size - _END_BYTES))
+        return file.read(_END_BYTES)
+    return b""
 
 
 def is_passed_on(name: str) -> bool:

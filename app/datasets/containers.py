@@ -269,14 +269,39 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _with_times_as_text(batch: Any) -> Any:
-    """A batch in which dates, times and durations are text: Python has no nanoseconds and fewer years."""
+    """A batch in which dates and times are text, and durations are numbers, nested ones too: Python has no
+    nanoseconds and fewer years."""
+    for number, column in enumerate(batch.columns):
+        kind = _without_times(column.type)
+        if kind != column.type:
+            batch = batch.set_column(number, batch.schema.names[number], column.cast(kind))
+    return batch
+
+
+def _without_times(kind: Any) -> Any:
+    """An Arrow type in which text takes the place of dates and times, and numbers that of durations."""
     import pyarrow as pa
 
-    for number, column in enumerate(batch.columns):
-        if pa.types.is_temporal(column.type):
-            texts = column.cast(pa.int64() if pa.types.is_duration(column.type) else pa.string())
-            batch = batch.set_column(number, batch.schema.names[number], texts)
-    return batch
+    def inner(field: Any) -> Any:
+        return field.with_type(_without_times(field.type))
+
+    types = pa.types
+    if types.is_dictionary(kind):
+        values = _without_times(kind.value_type)
+        return kind if values == kind.value_type else values
+    if types.is_temporal(kind):
+        return pa.int64() if types.is_duration(kind) else pa.string()
+    if types.is_struct(kind):
+        return pa.struct([inner(field) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(inner(kind.key_field), inner(kind.item_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_field), kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(inner(kind.value_field))
+    if types.is_list(kind):
+        return pa.list_(inner(kind.value_field))
+    return kind
 
 
 def _without_padding(value: Any) -> Any:

@@ -99,13 +99,19 @@ async def _stream(
     import httpx2 as httpx
     from huggingface_hub import constants
 
-    hub = _origin(constants.ENDPOINT)
+    hub, address = _origin(constants.ENDPOINT), None
     async with asyncio.timeout(seconds), httpx.AsyncClient(follow_redirects=False) as client:
         for _ in range(_REDIRECTS + 1):
             own = {"Authorization": f"Bearer {token}"} if token and _origin(url) == hub else {}
-            headers = {"Accept-Encoding": "identity", **own}
+            headers, named = {"Accept-Encoding": "identity", **own}, httpx.URL(url)
+            if address is not None:
+                headers["Host"] = named.netloc.decode()
             async with client.stream(
-                "GET", url, headers=headers, timeout=min(seconds, _READ_SECONDS)
+                "GET",
+                named if address is None else named.copy_with(host=address),
+                headers=headers,
+                timeout=min(seconds, _READ_SECONDS),
+                extensions=None if address is None else {"sni_hostname": named.host},
             ) as answer:
                 location = answer.headers.get("location")
                 if answer.status_code not in _MOVED or location is None:
@@ -115,26 +121,28 @@ async def _stream(
                                 break
                     return answer.status_code, dict(answer.headers)
                 url = urljoin(url, location)
-                await asyncio.to_thread(_check_redirect, url, hub)
+                address = await asyncio.to_thread(_address_of_redirect, url, hub)
     raise NotAnswered("redirects too often")
 
 
-def _check_redirect(url: str, hub: tuple[str, str, int | None]) -> None:
-    """Checks where a redirect leads: to the hub itself, or to the public internet.
+def _address_of_redirect(url: str, hub: tuple[str, str, int | None]) -> str | None:
+    """The address that a redirect to the public internet leads to. The connection uses that address, since
+    the name could stand for another one a moment later. None: it leads to the hub itself, or a proxy resolves
+    the name.
 
     Raises:
-        NotAnswered: elsewhere, such as to this machine.
+        NotAnswered: it leads elsewhere, such as to this machine.
     """
     origin = _origin(url)
     if origin == hub:
-        return
+        return None
     if origin[0] != "https" and not (origin[0] == "http" and hub[0] == "http"):
         raise NotAnswered("redirects to an address that is not https")
     proxies, host = getproxies(), origin[1]
     if (proxies.get(origin[0]) or proxies.get("all")) and not proxy_bypass(host):
-        return  # the proxy resolves names and makes the connections
+        return None  # the proxy makes the connections
     try:
-        resolve(url, private=False)
+        return resolve(url, private=False)
     except NotAllowed:
         raise NotAnswered("redirects to an address that is not on the public internet") from None
 

@@ -17,6 +17,7 @@ from app.jobs.schemas import (
     ReplicaAnswer,
     ResultAnswer,
 )
+from app.jobs.sources import is_model_deleted
 from app.jobs.waiting import WaitingReasons
 from app.statistics.performance import Speed
 from app.storage.tables import Job
@@ -134,7 +135,7 @@ def _result(job: Job) -> ResultAnswer | None:
         return None
     result = job.result
     return ResultAnswer(
-        model_path=f"runs/{job.id}/model" if result["files"] else None,
+        model_path=f"runs/{job.id}/model" if has_model(job) else None,
         files=result["files"],
         first_loss=result["first_loss"],
         eval_loss=result.get("eval_loss"),
@@ -147,6 +148,11 @@ def _result(job: Job) -> ResultAnswer | None:
         effective_batch_size=result["effective_batch_size"],
         replicas=_replicas(job, result.get("replicas")),
     )
+
+
+def has_model(job: Job) -> bool:
+    """Whether the job made a model, which has not been deleted."""
+    return bool(job.result and job.result["files"]) and not is_model_deleted(job.result)
 
 
 def _replicas(job: Job, found: list[dict[str, Any]] | None) -> list[ReplicaAnswer] | None:
@@ -164,7 +170,7 @@ def _links(job: Job, spec: Spec) -> Links:
         log=f"{own}/log",
         events=f"{own}/events",
         stats=f"{PREFIX}/stats/{job.id}",
-        model=f"{own}/model" if job.result and job.result["files"] else None,
+        model=f"{own}/model" if has_model(job) else None,
         profile=f"{own}/profile" if spec.profile else None,
     )
 

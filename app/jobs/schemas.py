@@ -457,7 +457,7 @@ class ReplicaAnswer(Answer):
 
 class ResultAnswer(Answer):
     model_path: str | None = Field(
-        description="Relative to the service's data folder; null: a job that only measured"
+        description="Relative to the service's data folder; null: deleted, or the job only measured"
     )
     files: list[str]
     first_loss: float | None

@@ -12,22 +12,31 @@ from app.storage.tables import Job
 
 _SHOWN = 5
 _LOOKED_UP = 500
+MODEL_DELETED = "model_deleted"
+"""The key of a job's result that says that the model was deleted. It is written before the files are deleted,
+which may take long."""
 
 
 def hold(session: Session, spec: Spec) -> None:
-    """Keeps the jobs that a spec starts from from being deleted until the transaction ends. On SQLite, which
-    has one writer, no lock is needed.
+    """Keeps the jobs that a spec starts from, and their models, from being deleted until the transaction
+    ends. On SQLite, which has one writer, no lock is needed.
 
     Raises:
         Unprocessable: one of them has been deleted.
     """
-    for job_id in sorted(_sources(spec.model.model_dump(mode="json"))):
-        own = select(Job.id).where(Job.id == job_id).with_for_update(read=True, key_share=True)
-        if session.scalar(own, execution_options=OF_EVERYONE) is None:
-            raise Unprocessable(
-                f"Job {job_id}, which trained {spec.model.name}, has been deleted: choose another model.",
-                field="model_name",
-            )
+    model = spec.model.model_dump(mode="json")
+    models = _sources_by_model(model)
+    for job_id in sorted(_sources(model)):
+        own = select(Job.result).where(Job.id == job_id).with_for_update(read=True, key_share=True)
+        row = session.execute(own, execution_options=OF_EVERYONE).one_or_none()
+        if row is None or (job_id in models and is_model_deleted(row.result)):
+            what = f"Job {job_id}, which trained {spec.model.name}," if row is None else spec.model.name
+            raise Unprocessable(f"{what} has been deleted: choose another model.", field="model_name")
+
+
+def is_model_deleted(result: dict[str, Any] | None) -> bool:
+    """Whether the model of a job with that result has been deleted."""
+    return bool((result or {}).get(MODEL_DELETED))
 
 
 def check_unneeded(session: Session, job_id: str) -> None:
@@ -58,6 +67,12 @@ def needed(session: Session) -> set[str]:
     unfinished = select(Job.spec["model"]).where(Job.status.not_in(ENDED), Job.model_name.startswith("ft:"))
     models = session.scalars(unfinished, execution_options=OF_EVERYONE)
     return {job_id for model in models for job_id in _sources(model)}
+
+
+def _sources_by_model(model: dict[str, Any]) -> set[str]:
+    """The ids of the jobs whose model, not one of their checkpoints, a model starts from."""
+    found = {layer["job_id"] for layer in model.get("layers") or () if layer["folder"] == "model"}
+    return found | ({model["job_id"]} if model.get("job_id") else set())
 
 
 def _sources(model: dict[str, Any]) -> set[str]:

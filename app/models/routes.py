@@ -4,7 +4,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from app.jobs import sources
 from app.jobs.openai_schemas import ModelAnswer, ModelDeleted, ModelList
 from app.models import base_models, trained_models
 from app.settings import Settings
@@ -37,11 +36,9 @@ def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelA
 
 
 @router.delete("/{model:path}", summary="Delete a trained model's files")
-def delete(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelDeleted:
+def delete(database: CurrentDatabase, settings: CurrentSettings, model: ModelPath) -> ModelDeleted:
     """The job that trained the model is kept, with its metrics."""
-    if model.startswith("ft:"):
-        sources.check_unneeded(session, trained_models.find(session, settings, model).id)
-    trained_models.remove(session, settings, model)
+    trained_models.remove(database, settings, model)
     return ModelDeleted(id=model)
 
 

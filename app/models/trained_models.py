@@ -8,8 +8,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import load_only
 
 from app.errors import Conflict, NotFound
+from app.jobs import sources, transitions
 from app.results.run_files import model_dir, remove_models
 from app.settings import Settings
+from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Job
 
@@ -61,18 +63,25 @@ def find(session: Session, settings: Settings, name: str) -> Job:
 
 def has_model(job: Job, settings: Settings) -> bool:
     """Whether the job made a model that is still there."""
-    return job.status == "succeeded" and bool(job.result["files"]) and _folder(job, settings).is_dir()
+    if job.status != "succeeded" or not job.result["files"] or sources.is_model_deleted(job.result):
+        return False
+    return _folder(job, settings).is_dir()
 
 
-def remove(session: Session, settings: Settings, name: str) -> None:
+def remove(database: Database, settings: Settings, name: str) -> None:
     """Deletes a trained model's files; its job stays.
 
     Raises:
-        NotFound, Conflict: no trained model has that name; or it is the name of a base model.
+        NotFound: no trained model has that name.
+        Conflict: it is the name of a base model, or a job that has not ended starts from it.
     """
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
-    remove_models(settings, find(session, settings, name).id)
+    with database.writing() as session:
+        job = transitions.get(session, find(session, settings, name).id, lock=True)
+        sources.check_unneeded(session, job.id)
+        transitions.change(session, job, result={**job.result, sources.MODEL_DELETED: True})
+    remove_models(settings, job.id)
 
 
 def _folder(job: Job, settings: Settings) -> Path:

@@ -35,6 +35,7 @@ class HostileHub(ThreadingHTTPServer):
         self.delay = 0.0
         self.tokens: list[tuple[str, str | None]] = []
         """Each path that was asked for, and the token that came with it."""
+        self.hosts: list[str | None] = []
 
     @property
     def url(self) -> str:
@@ -49,6 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.tokens.append((self.path, self.headers.get("Authorization")))
+        self.server.hosts.append(self.headers.get("Host"))
         time.sleep(self.server.delay)
         listing = self.server.listing
         listed = listing if isinstance(listing, bytes) else json.dumps(listing).encode()
@@ -162,11 +164,26 @@ def test_the_token_goes_to_the_hub_alone(
 ) -> None:
     other = HostileHub()
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    monkeypatch.setattr(client, "_check_redirect", lambda url, hub: None)  # as if it were on the internet
+    monkeypatch.setattr(client, "_address_of_redirect", lambda url, hub: None)
     hub.file = (302, {"Location": f"{other.url}/file"}, b"")
     find(online)
     assert [token for _, token in other.tokens] == [None]
     assert {token for _, token in hub.tokens} == {"Bearer hf_secret"}
+    other.shutdown()
+    other.server_close()
+
+
+def test_a_redirect_is_followed_to_the_address_that_was_checked(
+    hub: HostileHub, online: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = HostileHub()
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    monkeypatch.setattr(client, "resolve", lambda url, private: "127.0.0.1")
+    hub.file = (302, {"Location": f"http://files.invalid:{other.server_port}/file"}, b"")
+    other.file = (200, {}, LINE * 2)
+    found = find(online)
+    assert found.sources[0][0].read_bytes() == LINE * 2
+    assert other.hosts == [f"files.invalid:{other.server_port}"]
     other.shutdown()
     other.server_close()
 

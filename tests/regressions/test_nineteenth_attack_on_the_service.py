@@ -43,10 +43,15 @@ def test_an_object_with_several_lists_of_samples_is_refused(client: TestClient) 
     assert "several lists of samples (data, train)" in upload(client, "a.json", content)["detail"]
 
 
+TIME = pa.timestamp("ns")
 TIMES = [
     pa.array([1], pa.timestamp("ns")), pa.array([2**62], pa.timestamp("ms")), pa.array([1], pa.time64("ns")),
     pa.array([1], pa.duration("ns")), pa.array([2**30], pa.date32()), pa.array([2**60], pa.date64()),
     pa.array([1], pa.timestamp("us", tz="Europe/Berlin")),
+    pa.array([[1]], pa.list_(pa.timestamp("ns"))), pa.array([[1, 2]], pa.list_(pa.time64("ns"), 2)),
+    pa.array([[2**30]], pa.large_list(pa.date32())), pa.array([[(1, 2)]], pa.map_(TIME, pa.duration("ns"))),
+    pa.array([{"a": [{"b": 1}]}], pa.struct([("a", pa.list_(pa.struct([("b", TIME)])))])),
+    pa.array([1], TIME).dictionary_encode(),
 ]  # fmt: skip
 
 
@@ -56,7 +61,7 @@ def test_times_that_python_has_not_do_not_end_a_conversion(client: TestClient, t
     file = io.BytesIO()
     pq.write_table(pa.table({"text": ["a"], "at": times}), file)
     answer = upload(client, "a.parquet", file.getvalue())
-    assert answer.get("examples") == 1 or "Not a valid Parquet file" in answer["detail"], answer
+    assert answer.get("examples") == 1, answer
 
 
 @pytest.mark.sqlite
