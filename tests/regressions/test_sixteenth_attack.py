@@ -31,8 +31,8 @@ from workers.run_directory import RunDirectory
 from workers.slots import Slots
 from workers.supervisor import Supervisor
 from workers.training.__main__ import _crash
+from workers.training.base_model import stage_base_model
 from workers.training.exceptions import CannotTrain
-from workers.training.loading import stage_base_model
 from workers.training.start import _check_token_ids
 
 CONFIG = "/gradient-accumulation/config"

@@ -15,7 +15,7 @@ from tests.harness.runs import create_run, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, scale_losses, weights
-from workers.training import loader, memory
+from workers.training import batch_loader, memory
 from workers.training import model as models
 from workers.training.checkpoint import best, newest_first
 from workers.training.exceptions import CannotTrain
@@ -435,13 +435,13 @@ def test_more_memory_than_a_cpu_job_may_use_is_out_of_memory(
     monkeypatch.setattr(memory, "in_use", lambda device: 2**28)
     monkeypatch.setattr(memory, "peak", lambda device: taken["peak"])
     monkeypatch.setattr(memory, "reset_peak", lambda device: taken.update(peak=2**28))
-    collated = loader.collate
+    collated = batch_loader.collate
 
     def taking(rows: Any, *others: Any) -> Any:
         taken["peak"] = max(taken["peak"], 2**30 if len(rows) > 8 else 2**28)
         return collated(rows, *others)
 
-    monkeypatch.setattr(loader, "collate", taking)
+    monkeypatch.setattr(batch_loader, "collate", taking)
     spec = make_spec(data=small_data(), max_steps=3)
     run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=16), memory_limit_bytes=limit)
     run_to_end(run)

@@ -16,8 +16,8 @@ from app.contract.plan import FixedSize
 from tests.harness.runs import create_run, events_of, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
+from workers.training.base_model import load_tokenizer, stage_base_model
 from workers.training.exceptions import CannotTrain
-from workers.training.loading import load_tokenizer, stage_base_model
 from workers.training.model_files import stage
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 

@@ -10,7 +10,7 @@ from app.contract.plan import TokenBudget
 from tests.harness.runs import create_run, events_of, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.training import run_to_end
-from workers.training import loading
+from workers.training import base_model
 from workers.training.batches import BatchLayout, collate
 from workers.training.data import Samples
 from workers.training.loss import TokenLoss
@@ -69,7 +69,8 @@ def test_few_measurements_or_pure_noise_give_no_bounded_estimate() -> None:
 def true_noise_scale(run_folder: Path) -> float:
     """From each sample's own gradient g and targets n: the mean of |g - n·G|² over n̄²|G|²."""
     run = create_run(run_folder)
-    model, tokenizer, _ = loading.load(run.assignment(), loading.stage_base_model(run.assignment(), run))
+    assignment = run.assignment()
+    model, tokenizer, _ = base_model.load(assignment, base_model.stage_base_model(assignment, run))
     samples = Samples(run_folder / "data")
     loss = TokenLoss(model)
     counts = samples.targets.astype(float)

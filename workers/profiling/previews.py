@@ -25,13 +25,13 @@ from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
 from workers.trainer_process import is_passed_on
+from workers.training.base_model import load_tokenizer, prepare_files
 from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
 from workers.training.isolation import drop_capabilities, restrict_view
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
-from workers.training.loading import load_tokenizer, prepare_files
 from workers.training.preview import preview
 
 log = structlog.get_logger("accrue.profiler")

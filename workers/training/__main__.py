@@ -30,8 +30,8 @@ from workers.run_directory import (
     RunDirectoryInUse,
     SilentReporter,
 )
+from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
-from workers.training.distributed.replicas import PART_VARIABLE, train_replicas
 from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, OutOfStep
 from workers.training.fetching import fetch, fetch_in_child, first_line, may_pass

@@ -17,6 +17,7 @@ from app.contract.plan import FixedCount, MicroBatchRule
 from app.contract.reports import RankMemory
 from workers.training import guards, memory
 from workers.training import model as models
+from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, MicroBatch, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
@@ -24,7 +25,6 @@ from workers.training.distributed.partition import partition
 from workers.training.distributed.patience import Cost
 from workers.training.distributed.shares import Work
 from workers.training.exceptions import OtherRankFailed, OutOfStep, StopRequested
-from workers.training.loader import Indices
 from workers.training.noise_scale import Measurement
 from workers.training.training import Training
 from workers.training.window import Closed

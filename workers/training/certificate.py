@@ -24,10 +24,10 @@ from workers.training.accumulate import (
     observe_routing,
     reduce_memory,
 )
+from workers.training.batch_loader import Indices
 from workers.training.batches import Groups
 from workers.training.decision import Observed
 from workers.training.exceptions import CannotTrain, OtherRankFailed, StopRequested
-from workers.training.loader import Indices
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.parameters import Parameters

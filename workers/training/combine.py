@@ -7,9 +7,9 @@ import torch
 
 from app.contract.reports import Outcome, ReplicaOutcome
 from workers.run_directory import Reporter, RunDirectory, SilentReporter
-from workers.training import checkpoint, loading
+from workers.training import base_model, checkpoint
 from workers.training import model as models
-from workers.training.distributed.replicas import replicas_of
+from workers.training.distributed.independent import replicas_of
 from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
 from workers.training.fit import validation_loss
 from workers.training.parameters import Parameters
@@ -47,7 +47,7 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
         except StopRequested:
             raise Interrupted from None
     _report(reporter, outcomes, best, loss, average=assignment.spec.average)
-    tokenizer = loading.load_tokenizer(training.base)
+    tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
     below = spec.model.below_adapters()
     files = models.save(training.replica.model, tokenizer, run.model, spec.method, *below)

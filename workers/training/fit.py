@@ -11,13 +11,13 @@ from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
 from app.contract.spec import MAX_EVALUATIONS
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import (
+    base_model,
     certificate,
     checkpoint,
     completions,
     cooling,
     evaluation,
     guards,
-    loading,
     noise_scale,
     profile,
     ramp,
@@ -25,11 +25,11 @@ from workers.training import (
 )
 from workers.training import model as models
 from workers.training.accumulate import Trained, train_window
+from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import Interrupted, StopRequested
-from workers.training.loader import Indices
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.parameters import Parameters
@@ -272,7 +272,7 @@ def finish(training: Training) -> Outcome:
     if not training.replica.is_sharded:
         completions.after(training)
     fail_point("trainer.saving")
-    tokenizer = loading.load_tokenizer(training.base)  # loaded again, since using a tokenizer changes it
+    tokenizer = base_model.load_tokenizer(training.base)  # loaded again, since using a tokenizer changes it
     files = models.save(
         model,
         tokenizer,

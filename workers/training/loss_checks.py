@@ -16,11 +16,11 @@ from torch import Tensor
 from workers.run_directory import Reporter
 from workers.training import guards
 from workers.training import model as models
+from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, MicroBatch, collate
 from workers.training.data import Tokens
 from workers.training.distributed.group import Group
 from workers.training.exceptions import CannotTrain
-from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.replica import Replica

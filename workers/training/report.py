@@ -10,9 +10,9 @@ from app.contract.plan import TokenBudget
 from app.contract.reports import LogLine, NoiseScale, RankLine
 from workers.training import memory
 from workers.training.accumulate import Trained, divide
+from workers.training.batch_loader import Indices
 from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
-from workers.training.loader import Indices
 from workers.training.training import Training
 
 log = logging.getLogger("accrue.trainer")

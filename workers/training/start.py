@@ -12,16 +12,16 @@ from app.contract.assignment import Assignment
 from app.contract.plan import Plan, RankPlan
 from app.contract.reports import RankMemory
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import checkpoint, guards, loading
+from workers.training import base_model, checkpoint, guards
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
+from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, Buckets
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
 from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.loader import Loader
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
     check_causality,
@@ -60,8 +60,8 @@ def start(
     base = run.base
     with leader_first(group):
         if group.leads:
-            base = loading.stage_base_model(assignment, run)
-    model, tokenizer, notes = loading.load(assignment, base)
+            base = base_model.stage_base_model(assignment, run)
+    model, tokenizer, notes = base_model.load(assignment, base)
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
     try:
@@ -141,7 +141,7 @@ def whole_model(training: Training) -> Any:
     weights = {name: replica.parameters.whole(name, own) for name, own in replica.parameters.trained.items()}
     if not training.group.leads:
         return replica.model
-    model, _, _ = loading.load(training.assignment, training.base)
+    model, _, _ = base_model.load(training.assignment, training.base)
     with torch.no_grad():
         for name, parameter in Parameters(model).trained.items():
             parameter.copy_(weights[name])

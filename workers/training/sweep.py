@@ -14,10 +14,10 @@ from app.contract.plan import TokenBudget
 from app.contract.reports import MeasuredSize, Tuning, smallest_of_the_fastest
 from workers.training import guards, memory
 from workers.training.accumulate import accumulate
+from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, tokens_of
 from workers.training.distributed.group import ALONE
 from workers.training.exceptions import StopRequested
-from workers.training.loader import Indices
 from workers.training.training import Training
 
 AFTER_STEPS = 2

@@ -12,11 +12,11 @@ from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import ramp
+from workers.training.batch_loader import Indices, Loader
 from workers.training.budget import Budget
 from workers.training.distributed.group import Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import StopRequested
-from workers.training.loader import Indices, Loader
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.trackers import Trackers

@@ -23,11 +23,11 @@ from workers.training import guards
 from workers.training.auto_class import auto_class
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
-from workers.training.layers import check_layers, continue_adapters, with_layers
 from workers.training.limits import limited_memory
 from workers.training.loss import backbone_of
 from workers.training.model import AUTOCAST, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage
+from workers.training.trained_weights import check_layers, continue_adapters, with_layers
 
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10

@@ -14,7 +14,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import finished, log_of_run, raw_log, weights
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.data import of_shard
-from workers.training.distributed.replicas import replica_folder
+from workers.training.distributed.independent import replica_folder
 
 SECONDS = 240.0
 STEPS = 6
