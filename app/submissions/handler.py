@@ -15,7 +15,7 @@ from fastapi import Response
 
 from app.contract.fail_points import fail_point
 from app.datasets import content, files
-from app.errors import Conflict
+from app.errors import Unavailable
 from app.jobs import lifecycle, sources
 from app.jobs.lifecycle import Submission
 from app.planning.inputs import PlanningInputs
@@ -122,7 +122,7 @@ def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> con
         return content.store_lines(checked.submission.spec.data.format, data, path)
     stored = content.store_files(data, path, settings, field="dataset_config.dataset")
     if stored.sha256 != checked.submission.spec.data.sha256:
-        raise Conflict("The data set changed while it was being read: try again.")
+        raise Unavailable("The data set changed while it was being read: try again.")
     return stored
 
 

@@ -23,7 +23,11 @@ from workers.profiling.tape import peaks
         Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
         Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}),
         Case("gpt2", rows=2, sequence=64, micro_batches=1, ranks=2),
-        Case("llama", rows=2, sequence=64, ranks=3, strategy="fsdp", options={"checkpointing": True}),
+        pytest.param(
+            Case("llama", rows=2, sequence=64, ranks=3, strategy="fsdp", options={"checkpointing": True}),
+            marks=pytest.mark.slow,
+        ),
+        Case("gpt2", rows=2, sequence=64, ranks=2, strategy="fsdp"),
     ],
     ids=lambda case: f"{case.family} {case.label}",
 )
@@ -46,7 +50,7 @@ def test_the_curve_equals_traces_at_other_micro_batches() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_layers_of_a_divided_model_repeat(checkpointing: bool) -> None:
     """Although what one layer fetches ahead or sums late belongs to the next."""
     recipe = Recipe(device="cuda", precision="bf16", parts=4, gradient_checkpointing=checkpointing)

@@ -26,7 +26,10 @@ def stopped_at(run: RunDirectory, step: int) -> None:
     assert trainer.wait(SECONDS) == INTERRUPTED, run.log.read_text()[-3000:]
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (3, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "stage"),
+    [(3, 3), (2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3), (3, 2)))],
+)
 def test_a_divided_model_trains_as_a_whole_one(tmp_path: Path, ranks: int, stage: ZeroStage) -> None:
     validation = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=validation), certificate=True, eval_every=4)
