@@ -222,7 +222,7 @@ def test_a_model_that_changed_since_submission_or_the_first_attempt_is_not_train
     [
         "{{ (7**(7**11)) % 10 }}",
         pytest.param(
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}",
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
             marks=pytest.mark.slow,
         ),
         "{{ 'x' * 3000000000 }}",
