@@ -13,6 +13,7 @@ from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
 from app.contract.plan import Plan
 from app.contract.spec import Spec
+from app.datasets import lengths
 from app.devices import gpus
 from app.jobs import events, queue, transitions
 from app.jobs.transitions import Fence
@@ -20,9 +21,12 @@ from app.memory_profiles import profiles
 from app.models import base_models
 from app.planning.devices import Device, common_name
 from app.planning.memory import bytes_on_disk
-from app.planning.plan import make_plan
+from app.planning.plan import make_plan, sample_length_of
+from app.planning.planner import Known
+from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.session import Session
 from app.storage.tables import Job
 from workers.leases import Running
 from workers.run_directory import RunDirectory
@@ -124,7 +128,8 @@ class Launcher:
             threads = max(1, together // self.settings.cpu_devices)
         with self.database.reading() as session:
             known = profiles.known(session, spec.model.architecture, common_name(devices))
-            return make_plan(spec, devices, known, predicted=False, threads=threads)
+            length = _sample_length(session, spec, devices[0], known)
+            return make_plan(spec, devices, known, predicted=False, sample_length=length, threads=threads)
 
     def _times_out(self, spec: Spec, fence: Fence) -> float | None:
         """The time on the monotonic clock at which the job reaches its `timeout_seconds`, or None."""
@@ -138,6 +143,16 @@ class Launcher:
         if validation is None or validation.file_id is None:
             return None
         return str(self.settings.files_dir / validation.file_id)
+
+
+def _sample_length(session: Session, spec: Spec, device: Device, known: Known) -> int:
+    """Tokens of a sample of full length: as measured, unless memory was simulated for `max_length` alone."""
+    order, most = lengths.order_of(spec), spec.data.max_length
+    measured = sample_length_of(spec, None if order is None else lengths.find(session, order))
+    recipe = recipe_of(spec, device)
+    if known.estimates(recipe, measured).source == "formula" != known.estimates(recipe, most).source:
+        return most
+    return measured
 
 
 def _name(devices: Sequence[Device]) -> str:

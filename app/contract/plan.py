@@ -109,6 +109,9 @@ class Plan(Frozen):
     """What ranks divide, if the strategy is fsdp."""
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
+    sample_length: int | None = None
+    """Tokens of a sample of full length: those of the longest in the data, if it was measured, rounded up;
+    otherwise `max_length`, also if this is null, as in plans of earlier versions."""
     most_tokens: int | None = None
     """Padded tokens of the largest micro-batch predicted to fit; None if the request fixed the split."""
     alternatives: tuple[Alternative, ...] = ()

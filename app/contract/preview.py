@@ -16,7 +16,7 @@ class PreviewSpec(Frozen):
     model: ModelReference
     data: DataSpec
     shown: int
-    """The number of samples to return with their tokens."""
+    """The number of samples to return with their tokens; 0: only the lengths are of interest."""
 
 
 class PreviewedSample(Answer):
@@ -48,9 +48,12 @@ class Lengths(Answer):
     shortest: int
     median: float = Field(ge=0, allow_inf_nan=False)
     mean: float = Field(ge=0, allow_inf_nan=False)
-    longest: int
+    longest: int = Field(description="Of those measured, and of the file's longest lines in bytes")
     over_max_length: int = Field(description="Examples longer than max_length, to be cut, split or rejected")
     without_targets: int = Field(description="Examples without a target token within max_length")
+    kept: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="Mean tokens of an example after truncation"
+    )
     target_share: float = Field(
         ge=0, le=1, description="Share of the tokens within max_length that count for the loss"
     )

@@ -11,6 +11,7 @@ from sqlalchemy import delete, func, select, update
 
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.text import storable, storable_values
+from app.datasets import lengths
 from app.devices import live_workers
 from app.errors import Conflict, NotFound, Unavailable, Unprocessable
 from app.storage.database import Database, database_now
@@ -79,6 +80,9 @@ def has_unclaimed(session: Session) -> bool:
 
 def store(session: Session, request_id: str, made: DatasetPreview | None, error: str | None = None) -> None:
     """Stores a preview, or the reason why there is none, for the request that waits for it."""
+    request = session.get(PreviewRequest, request_id)
+    if made is not None and request is not None:
+        lengths.keep(session, request, made.lengths)
     answer = storable_values(made.model_dump(mode="json")) if made is not None else None
     values = {"answer": answer, "error": error and storable(error)}
     session.execute(update(PreviewRequest).where(PreviewRequest.id == request_id).values(values))

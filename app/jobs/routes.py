@@ -12,6 +12,7 @@ from starlette.background import BackgroundTask
 from app.contract.base import Page
 from app.contract.reports import WindowProgress
 from app.contract.states import ENDED
+from app.datasets import lengths
 from app.errors import AccrueError
 from app.jobs import lifecycle, reads, transitions
 from app.jobs.answers import dry_run_answer, job_answer
@@ -241,11 +242,18 @@ async def _submitted(
 
 
 async def _dry_run(request: Request, handler: "_Handler") -> AdmittedRequest:
-    """Waits a moment for a simulation, unless too many requests are waiting already."""
+    """Waits a moment for the samples' lengths, and for a simulation, unless too many requests are waiting
+    already."""
     slowly = slowly_of(request)
     waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id
     checked = await slowly(handler.check)
+    if checked.measuring is not None and waits.has_place(key_id):
+        with waits.place(key_id):
+            await lengths.wait_for(
+                handler.inputs.database, checked.measuring, _DRY_RUN_WAITS, request.is_disconnected
+            )
+        checked = await slowly(handler.check)
     if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
         return checked
     with waits.place(key_id):

@@ -12,6 +12,7 @@ from sqlalchemy import and_, delete, func, select, update
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Profile, Recipe
+from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.text import storable
 from app.devices import live_workers
@@ -151,7 +152,8 @@ def counted(session: Session, architecture: Architecture) -> Architecture:
 
 def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
     """What an attempt of a job measures on a device."""
-    architecture, recipe, sequence = spec.model.architecture, recipe_of(spec, device), spec.data.max_length
+    architecture, recipe = spec.model.architecture, recipe_of(spec, device)
+    sequence = Plan.model_validate(job.plan).sample_length or spec.data.max_length
     return Subject(
         job=job,
         device=device,

@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeVar
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
+from app.contract.preview import Lengths, PreviewSpec
 from app.contract.spec import RunPrecision, Spec
+from app.datasets import lengths
 from app.devices import live_workers
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
@@ -96,6 +98,19 @@ class PlanningInputs:
         key = ("lengths", self.database.viewer.owner, file_id, vocabulary, spec.data.max_length)
         return self._found(key, work_done.tokens_per_sample, file_id, vocabulary, spec.data.max_length)
 
+    def lengths(self, order: PreviewSpec) -> Lengths | None:
+        """See `lengths.find`."""
+        return self._found(("measured lengths", order), lengths.find, order)
+
+    def request_lengths(self, order: PreviewSpec) -> bool:
+        """See `lengths.request`."""
+
+        def requested() -> bool:
+            with self.database.writing() as session:
+                return lengths.request(session, order)
+
+        return self._kept.get(("wanted lengths", order), requested)
+
     def known(self, architecture: Architecture, device_name: str | None) -> Known:
         """See `profiles.known`."""
         if architecture.is_estimated:
@@ -124,9 +139,12 @@ class PlanningInputs:
 
         return found
 
-    def plan(self, spec: Spec, devices: Sequence[Device], make: Callable[[], Value]) -> Value:
+    def plan(
+        self, spec: Spec, sample_length: int, devices: Sequence[Device], make: Callable[[], Value]
+    ) -> Value:
         """The cached or new result of `make` for a spec on devices, per caller."""
-        return self._kept.get(("plan", self.database.viewer.owner, spec, tuple(devices)), make)
+        key = ("plan", self.database.viewer.owner, spec, sample_length, tuple(devices))
+        return self._kept.get(key, make)
 
     def request_profile(self, wanted: ProfileKey) -> None:
         """Requests a profile that does not exist yet, without waiting for it."""

@@ -6,6 +6,7 @@ from math import ceil
 from typing import Literal
 
 from app.contract.plan import Alternative, Plan, RankPlan
+from app.contract.preview import Lengths
 from app.contract.spec import Spec, ZeroStage
 from app.planning.devices import Device
 from app.planning.planner import Known, Question, Solution, alternatives, solve
@@ -21,11 +22,27 @@ _DIVIDED: dict[ZeroStage, str] = {
 }
 
 
-def question_of(spec: Spec, devices: Sequence[Device]) -> Question:
+_ROUNDED_TO = 64
+"""Lengths are rounded up to multiples of this, so that data of similar lengths share a memory profile."""
+_NOT_ALL_MEASURED = 1.1
+"""The margin on the longest sample if only a part of the data was measured."""
+
+
+def sample_length_of(spec: Spec, lengths: Lengths | None) -> int:
+    """Tokens of a sample of full length: of the longest in the data if it was measured, at most
+    `max_length`."""
+    if lengths is None:
+        return spec.data.max_length
+    margin = 1.0 if lengths.examples >= spec.data.examples else _NOT_ALL_MEASURED
+    rounded = ceil(lengths.longest * margin / _ROUNDED_TO) * _ROUNDED_TO
+    return min(spec.data.max_length, max(_ROUNDED_TO, rounded))
+
+
+def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Question:
     """A spec as the planner's question."""
     return Question(
         recipe=recipe_of(spec, devices[0]),
-        sequence=spec.data.max_length,
+        sequence=sample_length,
         devices=devices,
         limits=spec.memory,
         effective_batch=spec.effective_batch_size,
@@ -43,21 +60,27 @@ def make_plan(
     known: Known,
     *,
     predicted: bool,
+    sample_length: int | None = None,
     threads: int | None = None,
 ) -> Plan:
     """Plans a spec.
 
     Args:
+        sample_length: tokens of a sample of full length (`sample_length_of`); None: `max_length`.
         devices: at least one; all CPUs or all GPUs.
         known: what is known of the spec's architecture on such devices.
         predicted: false for a worker's own plan, for the device that it has.
     """
-    solution = _solved(spec, devices, known)
+    most, sample_length = spec.data.max_length, sample_length or spec.data.max_length
+    if sample_length < most:  # a sweep from before the samples were measured is of use, too
+        swept = known.throughput
+        known = replace(known, throughput=lambda recipe, length: swept(recipe, length) or swept(recipe, most))
+    solution = _solved(spec, devices, known, sample_length)
     question = solution.question
     known_count = spec.max_steps is not None or spec.data.overlength != "split"
     steps_total = spec.steps_for(samples_of_one_pass(spec)) if known_count else None
     planned = question.is_planned
-    most = min(max(1, rank.capacity.largest) for rank in solution.ranks)
+    fitting = min(max(1, rank.capacity.largest) for rank in solution.ranks)
     return Plan(
         predicted=predicted,
         effective_batch_size=spec.effective_batch_size,
@@ -74,24 +97,30 @@ def make_plan(
         strategy="independent" if spec.strategy == "independent" else question.strategy,
         zero_stage=question.zero_stage,
         threads=threads,
-        most_tokens=most * question.sequence if planned else None,
+        sample_length=sample_length,
+        most_tokens=fitting * question.sequence if planned else None,
         alternatives=_leaner(solution, known),
     )
 
 
-def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known) -> int:
+def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known, sample_length: int) -> int:
     """How many devices to use if the number is left to the planner: the fewest on which the job fits. On
     GPUs, more, up to one for each full micro-batch of a step; several CPU devices are not faster than one."""
-    enough = next((n for n in range(1, len(devices) + 1) if _solved(spec, devices[:n], known).fits), 1)
+
+    def with_first(count: int) -> Solution:
+        return _solved(spec, devices[:count], known, sample_length)
+
+    enough = next((count for count in range(1, len(devices) + 1) if with_first(count).fits), 1)
     if devices[0].kind == "cpu":
         return enough
-    return max(enough, min(len(devices), _solved(spec, devices[:enough], known).steps * enough))
+    steps = with_first(enough).steps
+    return max(enough, min(len(devices), steps * enough))
 
 
-def _solved(spec: Spec, devices: Sequence[Device], known: Known) -> Solution:
+def _solved(spec: Spec, devices: Sequence[Device], known: Known, sample_length: int) -> Solution:
     """The solution for the requested strategy. By default, it is the first that fits of ddp and the stages of
     fsdp: each divides more among the devices, and exchanges more."""
-    question = question_of(spec, devices)
+    question = question_of(spec, devices, sample_length)
     if spec.strategy == "independent":
         alone = [_solved_alone(question, device, known) for device in devices]
         return replace(alone[0], question=question, ranks=[each.ranks[0] for each in alone])
@@ -158,7 +187,7 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
     tight = [str(rank.device.id) for rank in solution.ranks if not rank.capacity.largest]
     if tight:
         warnings.append(
-            f"not even one sample of {spec.data.max_length} tokens fits device "
+            f"not even one sample of {solution.question.sequence} tokens fits device "
             f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device "
             "with more memory"
         )

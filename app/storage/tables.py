@@ -380,6 +380,18 @@ class PreviewRequest(Base):
     """Why there is no answer."""
 
 
+class StoredLengths(Base):
+    """The lengths of a file's samples in tokens of a model, for the plans of jobs on it."""
+
+    __tablename__ = "lengths"
+    __table_args__ = (Index(None, "file_id"),)
+
+    key: Mapped[str] = mapped_column(primary_key=True)
+    file_id: Mapped[str] = mapped_column(ForeignKey("files.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    content: Mapped[dict[str, Any]]
+
+
 class Measurement(Base):
     """The memory that a job measured for one micro-batch size, and its prediction. The row outlives the
     job."""

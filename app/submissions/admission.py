@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.plan import Plan
+from app.contract.preview import PreviewSpec
 from app.contract.spec import Spec, Strategy
-from app.datasets import content, dataset_folder, files
+from app.datasets import content, dataset_folder, files, lengths
 from app.datasets.content import DataFiles
 from app.datasets.dataset_config import DatasetConfig
 from app.devices import gpus
@@ -24,7 +25,7 @@ from app.models import base_models, starting_models
 from app.models.base_models import PlannableModel
 from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
-from app.planning.plan import devices_worth_using, make_plan
+from app.planning.plan import devices_worth_using, make_plan, sample_length_of
 from app.planning.planner import divided
 from app.planning.recipes import recipe_of, unsupported
 from app.settings import Settings
@@ -53,6 +54,8 @@ class AdmittedRequest:
     """Predicted tokens in all samples of the run."""
     profile_key: ProfileKey
     """The memory profile that the plan needs; until it has been made, the plan is by formula."""
+    measuring: PreviewSpec | None = None
+    """The lengths that are being measured; until they have been, the plan is for samples of `max_length`."""
 
 
 def is_slow(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
@@ -114,14 +117,18 @@ def check(
         measured_margin=inputs.margin(devices.planned[0].kind),
     )
     _check_that_workers_can(spec, inputs)
-    profile_key = _profile_key(spec, base, devices.planned[0])
+    order = None if data is None else lengths.order_of(spec)
+    measured = None if order is None else inputs.lengths(order)
+    measuring = order if order and measured is None and inputs.request_lengths(order) else None
+    sample_length = sample_length_of(spec, measured)
+    profile_key = _profile_key(spec, base, devices.planned[0], sample_length)
     if requested.num_gpus == "auto":
         known = inputs.known(profile_key.architecture, common_name(devices.planned))
-        used = devices_worth_using(spec, devices.planned, known)
+        used = devices_worth_using(spec, devices.planned, known, sample_length)
         devices = _Devices(devices.requested, devices.planned[:used], used)
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
     size = (data or own_data_spec).bytes
-    predicted = predict(spec, plan, devices.planned[0], size, speed, inputs)
+    predicted = predict(spec, plan, devices.planned[0], size, speed, measured, inputs)
     plan = plan if predicted is None else with_duration(plan, predicted.duration)
     if plan.strategy == "fsdp" and len(plan.ranks) > 1:  # each rank has a part of the model
         recipe = divided(profile_key.recipe, len(plan.ranks), plan.zero_stage)
@@ -145,7 +152,7 @@ def check(
         gpu_ids=tuple(requested.gpu_ids or ()),
     )
     tokens = None if predicted is None else predicted.tokens
-    return AdmittedRequest(submission, own_data, speed, tokens, profile_key)
+    return AdmittedRequest(submission, own_data, speed, tokens, profile_key, measuring)
 
 
 def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
@@ -252,9 +259,9 @@ def _count_waiting(session: Session, most: int) -> int:
     return known[maker]
 
 
-def _profile_key(spec: Spec, base: PlannableModel, device: Device) -> ProfileKey:
+def _profile_key(spec: Spec, base: PlannableModel, device: Device, sample_length: int) -> ProfileKey:
     recipe = recipe_of(spec, device)
-    return ProfileKey(spec.model.name, base.architecture, base.config, recipe, spec.data.max_length)
+    return ProfileKey(spec.model.name, base.architecture, base.config, recipe, sample_length)
 
 
 def _plan(
@@ -265,7 +272,12 @@ def _plan(
     If the memory was not simulated yet, a simulation is requested for the next time.
     """
     spec_without_seed = spec.model_copy(update={"seed": 0})
-    return inputs.plan(spec_without_seed, devices, lambda: _new_plan(spec, profile_key, devices, inputs))
+    return inputs.plan(
+        spec_without_seed,
+        profile_key.sequence,
+        devices,
+        lambda: _new_plan(spec, profile_key, devices, inputs),
+    )
 
 
 def _new_plan(
@@ -278,6 +290,7 @@ def _new_plan(
         devices,
         inputs.known(profile_key.architecture, common_name(devices)),
         predicted=True,
+        sample_length=profile_key.sequence,
     )
     return plan, speed
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from app.contract.plan import FixedCount, FixedSize, Plan
+from app.contract.preview import Lengths
 from app.contract.spec import Spec
 from app.planning.devices import Device
 from app.planning.duration import Duration, fitted, work_of
@@ -37,15 +38,24 @@ class Predicted:
 
 
 def predict(
-    spec: Spec, plan: Plan, device: Device, data_bytes: int, speed: Speed | None, inputs: PlanningInputs
+    spec: Spec,
+    plan: Plan,
+    device: Device,
+    data_bytes: int,
+    speed: Speed | None,
+    lengths: Lengths | None,
+    inputs: PlanningInputs,
 ) -> Predicted | None:
     """The duration of a job, from its claim to its end; None if nothing is known of such a device.
 
     Args:
         data_bytes: the size of the training file.
         speed: what an earlier job with the same model measured.
+        lengths: those of the file's samples, if they were measured.
     """
     counted = speed.tokens_per_sample if speed is not None else inputs.tokens_per_sample(spec)
+    if counted is None and lengths is not None and spec.data.overlength != "split":
+        counted = lengths.kept
     length = counted or _length_by_bytes(spec, data_bytes)
     samples = samples_of(spec, plan.steps_total) or _samples_by_bytes(spec, data_bytes)
     steps = plan.steps_total or spec.steps_for(ceil(samples / (spec.epochs or 1)))

@@ -1,7 +1,7 @@
 import pytest
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from app.contract.spec import RequestedSplit, ZeroStage
+from app.contract.spec import RequestedSplit, Spec, ZeroStage
 from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
 from app.planning.planner import Known, by_formula
@@ -16,6 +16,10 @@ SMALL = Device(1, "small", GIB, "cuda")
 
 def requested(steps: int | None, micro: int | None, devices: int = 1) -> RequestedSplit:
     return RequestedSplit(accumulation_steps=steps, micro_batch_size=micro, devices=devices)
+
+
+def worth_using(spec: Spec, devices: list[Device], known: Known) -> int:
+    return devices_worth_using(spec, devices, known, spec.data.max_length)
 
 
 def test_a_target_alone_is_cut_by_a_token_budget() -> None:
@@ -185,10 +189,10 @@ def test_an_optimizer_that_needs_whole_parameters_is_not_divided() -> None:
 
 def test_the_number_of_devices_is_what_fits_or_what_has_work() -> None:
     known = by_formula(LARGE.model.architecture)
-    assert devices_worth_using(LARGE, gpus(8), known) > 1
+    assert worth_using(LARGE, gpus(8), known) > 1
     small = make_spec(effective_batch_size=1)
-    assert devices_worth_using(small, gpus(8), by_formula(small.model.architecture)) == 1
+    assert worth_using(small, gpus(8), by_formula(small.model.architecture)) == 1
     large_batch = make_spec(effective_batch_size=1_000_000)
     known = by_formula(large_batch.model.architecture)
-    assert devices_worth_using(large_batch, gpus(8), known) == 8
-    assert devices_worth_using(large_batch, [CPU] * 4, known) == 1
+    assert worth_using(large_batch, gpus(8), known) == 8
+    assert worth_using(large_batch, [CPU] * 4, known) == 1

@@ -323,7 +323,7 @@ def test_a_plan_that_is_tuned_has_a_token_budget() -> None:
     """Even where the whole window fits in one micro-batch, but not with another one's gradient."""
     for tune in (None, "first"):
         spec = make_spec(effective_batch_size=8, tune=tune)
-        question = question_of(spec, [Device("cpu", "CPU", 2**35, "cpu")])
+        question = question_of(spec, [Device("cpu", "CPU", 2**35, "cpu")], spec.data.max_length)
         capacity = Capacity(question.devices[0], 2**35, 7, 8, 7, 8, 7 * 64)
         rules, _ = planner._planned(question, [capacity])
         assert isinstance(rules[0], FixedCount if tune is None else TokenBudget)

@@ -1,7 +1,8 @@
 """A data set as the trainer will see it: the first samples token by token, and the lengths."""
 
 from collections.abc import Iterator
-from itertools import chain, compress, islice
+from heapq import nlargest
+from itertools import chain, compress, count, islice
 from math import ceil, log10
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from workers.training.exceptions import CannotTrain
 
 MAX_EXAMPLES = 1000
 """The maximum number of examples that are measured; in a larger file, they are spread evenly."""
+
+LONGEST = 50
+"""How many of a larger file's longest lines are measured as well, so that the longest sample is known even if
+it is not among those spread evenly."""
 
 _BINS = 20
 _CHUNK = 100
@@ -35,7 +40,9 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
     whole: list[int] = []
     kept: list[int] = []
     targets: list[int] = []
+    longest = 0
     for place, (number, tokens, counts) in _rows(order, source, tokeniser):
+        longest = max(longest, len(tokens))
         try:
             rows = fit_length(data, number, tokens, counts, Prepared())
         except CannotTrain:
@@ -54,7 +61,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
         max_length=data.max_length,
         overlength=data.overlength,
         samples=tuple(samples[: order.shown]),
-        lengths=_lengths(np.array(whole), np.array(kept), np.array(targets), data.max_length),
+        lengths=_lengths(np.array(whole), np.array(kept), np.array(targets), longest, data.max_length),
     )
 
 
@@ -63,11 +70,19 @@ def _rows(
 ) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
     """For each example that is read: its index, its line number, its tokens, and which of these count."""
     every, places = _every(order.data.examples), range(order.data.examples)
-    taken = [place < order.shown or place % every == 0 for place in places]
+    longest = _longest(source) if every > 1 else set()
+    taken = [place < order.shown or place % every == 0 or place in longest for place in places]
     examples = read_examples(order.data, source, taken)
     chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
     rows = chain.from_iterable(map(tokeniser.rows, chunks))
     return zip(compress(places, taken), rows, strict=True)
+
+
+def _longest(source: Path) -> set[int]:
+    """The examples whose lines are longest."""
+    with source.open("rb") as file:
+        sizes = (len(line) for line in file if line.strip())
+        return {place for _, place in nlargest(LONGEST, zip(sizes, count(), strict=False))}
 
 
 def _every(examples: int) -> int:
@@ -103,15 +118,16 @@ def _texts(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _lengths(whole: Any, kept: Any, targets: Any, max_length: int) -> Lengths:
+def _lengths(whole: Any, kept: Any, targets: Any, longest: int, max_length: int) -> Lengths:
     return Lengths(
         examples=len(whole),
         shortest=int(whole.min()),
         median=float(np.median(whole)),
         mean=float(whole.mean()),
-        longest=int(whole.max()),
+        longest=longest,
         over_max_length=int((whole > max_length).sum()),
         without_targets=int((targets == 0).sum()),
+        kept=float(kept.mean()),
         target_share=float(targets.sum() / max(1, kept.sum())),
         histogram=_histogram(whole),
     )

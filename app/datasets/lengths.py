@@ -1,0 +1,92 @@
+"""The lengths of a file's samples in tokens: measured once by a worker, so that a job is planned for the
+samples that it has instead of for samples of `max_length`.
+
+A request for lengths is a request for a preview that shows no samples (`previews.py`); its answer is kept.
+"""
+
+import hashlib
+
+from sqlalchemy import delete, select
+
+from app.contract.preview import Lengths, PreviewSpec
+from app.contract.spec import Spec
+from app.devices import live_workers
+from app.storage.database import Database, database_now, insert_for
+from app.storage.session import Session
+from app.storage.tables import PreviewRequest, StoredLengths
+from app.storage.waits import Gone, never, until_found
+
+_PREFIX = "tokens-"
+"""Of the ids of requests for lengths. They are answered after those of previews (`preview-…`), which somebody
+waits for."""
+_MOST_KEPT = 10_000
+
+
+def order_of(spec: Spec) -> PreviewSpec | None:
+    """What to measure for a job; None if its plan does not depend on it: packed rows and compiled shapes are
+    of `max_length`, and a second file, for validation, would have to be measured, too."""
+    data = spec.data
+    if data.packing or spec.compile or (data.validation is not None and data.validation.file_id is not None):
+        return None
+    return PreviewSpec(model=spec.model, data=data.model_copy(update={"validation": None}), shown=0)
+
+
+def find(session: Session, order: PreviewSpec) -> Lengths | None:
+    """The measured lengths; None if there are none yet."""
+    content = session.scalar(select(StoredLengths.content).where(StoredLengths.key == _key(order)))
+    return None if content is None else Lengths.model_validate(content)
+
+
+def request(session: Session, order: PreviewSpec) -> bool:
+    """Requests a measurement without waiting for it. Returns whether it is still to be made: it is not if no
+    worker is there to make it, or if one has failed to."""
+    if not live_workers.any_alive(session):
+        return False
+    statement = insert_for(session, PreviewRequest).values(
+        id=_request_id(order),
+        created_at=session.scalar(select(database_now())),
+        file_id=order.data.file_id,
+        order=order.model_dump(mode="json"),
+    )
+    session.execute(statement.on_conflict_do_nothing(index_elements=["id"]))
+    error = select(PreviewRequest.error).where(PreviewRequest.id == _request_id(order))
+    return session.scalar(error) is None
+
+
+def keep(session: Session, request: PreviewRequest, found: Lengths) -> None:
+    """Keeps the lengths that a preview has measured, and deletes the request if it was for them alone."""
+    order = PreviewSpec.model_validate(request.order)
+    statement = insert_for(session, StoredLengths).values(
+        key=_key(order),
+        file_id=order.data.file_id,
+        created_at=session.scalar(select(database_now())),
+        content=found.model_dump(mode="json"),
+    )
+    session.execute(statement.on_conflict_do_nothing(index_elements=["key"]))
+    if order.shown == 0:
+        session.execute(delete(PreviewRequest).where(PreviewRequest.id == request.id))
+    older = select(StoredLengths.key).order_by(StoredLengths.created_at.desc()).offset(_MOST_KEPT)
+    session.execute(delete(StoredLengths).where(StoredLengths.key.in_(older)))
+
+
+async def wait_for(database: Database, order: PreviewSpec, seconds: float, gone: Gone = never) -> None:
+    """Waits, without a thread, until a requested measurement has been made or given up, or time runs out."""
+
+    def has_ended() -> bool | None:
+        still_open = select(PreviewRequest.id).where(
+            PreviewRequest.id == _request_id(order), PreviewRequest.error.is_(None)
+        )
+        with database.reading() as session:
+            return None if session.scalar(still_open) is not None else True
+
+    await until_found(has_ended, seconds, gone)
+
+
+def _request_id(order: PreviewSpec) -> str:
+    return _PREFIX + _key(order)
+
+
+def _key(order: PreviewSpec) -> str:
+    """A digest of everything that the lengths depend on."""
+    content = order.model_copy(update={"shown": 0}).model_dump_json()
+    return hashlib.sha256(content.encode()).hexdigest()[:32]

@@ -1,0 +1,124 @@
+"""Lengths of samples: measured by the profiler, kept, and used by plans."""
+
+import asyncio
+import json
+
+import pytest
+from sqlalchemy import select
+
+from app.contract.preview import Lengths, PreviewSpec
+from app.contract.spec import Spec
+from app.datasets import content, files, lengths, previews
+from app.planning.plan import sample_length_of
+from app.settings import Settings
+from app.storage.database import Database, database_now
+from app.storage.tables import File, PreviewRequest, StoredLengths, Worker
+from tests.harness.specs import make_spec
+from workers.profiling import previews as profiler
+
+LINES = [*("a" * (number % 7 + 3) for number in range(1500)), "b" * 100, "a"]
+
+
+@pytest.fixture
+def spec(database: Database, settings: Settings) -> Spec:
+    settings.make_directories()
+    path = settings.files_dir / "file-1"
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    checked = content.check(path, settings, field="file")
+    with database.writing() as session:
+        files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune")
+        now = session.scalar(select(database_now()))
+        session.add(
+            Worker(id="worker-1", hostname="h", started_at=now, heartbeat_at=now, devices=[], running=[])
+        )
+    spec = make_spec()
+    data = spec.data.model_copy(
+        update={"sha256": checked.sha256, "examples": len(LINES), "max_length": 512, "overlength": "truncate"}
+    )
+    return spec.model_copy(update={"data": data})
+
+
+@pytest.fixture
+def order(spec: Spec) -> PreviewSpec:
+    order = lengths.order_of(spec)
+    assert order is not None
+    return order
+
+
+def test_lengths_are_measured_once_and_kept(
+    database: Database, settings: Settings, spec: Spec, order: PreviewSpec
+) -> None:
+    for _ in range(2):
+        with database.writing() as session:
+            assert lengths.find(session, order) is None
+            assert lengths.request(session, order)
+    assert profiler.answer_one(database, settings)
+    assert not profiler.answer_one(database, settings)
+    asyncio.run(lengths.wait_for(database, order, 5.0))
+    with database.writing() as session:
+        found = lengths.find(session, order)
+        assert session.scalars(select(PreviewRequest)).all() == []
+        assert found is not None
+        assert found.examples < len(LINES)
+        assert found.longest == 101, "the longest line, and the end of a text"
+        assert found.kept == pytest.approx(7, abs=0.2)
+        assert sample_length_of(spec, found) == 128
+        session.delete(session.get_one(File, "file-1"))
+    with database.reading() as session:
+        assert session.scalars(select(StoredLengths)).all() == []
+
+
+def test_a_preview_s_lengths_are_kept_too(database: Database, settings: Settings, order: PreviewSpec) -> None:
+    shown = order.model_copy(update={"shown": 2})
+    with database.writing() as session:
+        order_of_preview = shown.model_dump(mode="json")
+        session.add(PreviewRequest(id="preview-1", created_at=1.0, file_id="file-1", order=order_of_preview))
+    assert profiler.answer_one(database, settings)
+    with database.reading() as session:
+        assert session.get_one(PreviewRequest, "preview-1").answer is not None
+        found = lengths.find(session, order)
+        assert found is not None
+        assert found.longest == 101
+
+
+def test_a_measurement_that_failed_is_not_repeated(
+    database: Database, settings: Settings, order: PreviewSpec
+) -> None:
+    bad = order.model_copy(update={"data": order.data.model_copy(update={"format": "messages"})})
+    with database.writing() as session:
+        assert lengths.request(session, bad)
+    assert profiler.answer_one(database, settings)
+    with database.writing() as session:
+        assert not lengths.request(session, bad)
+    asyncio.run(lengths.wait_for(database, bad, 5.0))
+
+
+def test_without_a_worker_nothing_is_requested(database: Database, order: PreviewSpec) -> None:
+    with database.writing() as session:
+        session.delete(session.get_one(Worker, "worker-1"))
+        session.flush()
+        assert not lengths.request(session, order)
+        assert not previews.has_unclaimed(session)
+
+
+@pytest.mark.parametrize(
+    ("examples", "longest", "expected"),
+    [(None, 0, 1000), (1502, 20, 64), (1502, 64, 64), (1502, 65, 128), (900, 64, 128), (1502, 5000, 1000)],
+)
+def test_the_longest_sample_is_rounded_up(
+    spec: Spec, examples: int | None, longest: int, expected: int
+) -> None:
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 1000})})
+    found = None
+    if examples is not None:
+        found = Lengths(
+            examples=examples, shortest=1, median=1, mean=1, longest=longest, over_max_length=0,
+            without_targets=0, target_share=1.0, histogram=(),
+        )  # fmt: skip
+    assert sample_length_of(spec, found) == expected
+
+
+def test_packed_rows_are_as_long_as_max_length(spec: Spec) -> None:
+    packed = spec.model_copy(update={"data": spec.data.model_copy(update={"packing": True})})
+    assert lengths.order_of(packed) is None
+    assert lengths.order_of(spec.model_copy(update={"compile": True})) is None
