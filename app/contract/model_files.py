@@ -21,6 +21,10 @@ _NAMES = (
 )  # fmt: skip
 
 
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps further chat templates of a model, such as the one for tools."""
+
+
 def fingerprint_of_files(folder: Path) -> str:
     """SHA-256 over the names, sizes and contents of the files that training reads.
 
@@ -29,6 +33,7 @@ def fingerprint_of_files(folder: Path) -> str:
     """
     found = [folder / name for name in _NAMES if (folder / name).is_file()]
     found += sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    found += sorted(path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file())
     digest = hashlib.sha256()
     for path in found:
         stat = path.stat()

@@ -72,6 +72,8 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
     found = dict(row)
     if found.get("weight", 1) in (None, ""):  # an empty cell
         del found["weight"]
+    if found.get("messages", 1) is None and ("text" in found or "prompt" in found):
+        del found["messages"]  # an empty cell
     if "messages" in found:
         found["messages"] = _turns(_decoded(found["messages"], "messages"), "messages")
     elif "conversations" in found:
@@ -127,6 +129,8 @@ def _turns(messages: list[Any], name: str) -> list[Any]:
             turn.setdefault("content", None)
         if "content" in turn:
             turn["content"] = _text_of(turn["content"], f"{name}.{number}.content")
+        if isinstance(turn.get("tool_calls"), str):
+            turn["tool_calls"] = _named(turn["tool_calls"], f"{name}.{number}.tool_calls") or None
         if _is_list(turn.get("tool_calls")):
             turn["tool_calls"] = [_with_arguments(call) for call in turn["tool_calls"]]
         for optional in ("weight", "name", "tool_calls", "tool_call_id", "reasoning_content"):
@@ -240,11 +244,15 @@ def _of_instruction(row: dict[str, Any], output: str) -> list[Any]:
 
 def _add_tools(row: dict[str, Any]) -> None:
     """The tools that a chat may use, also in OpenAI's older form (`functions`), or as JSON text."""
-    if row.get("tools") in (None, "", "null", []):
-        row.pop("tools", None)
-    else:
-        row["tools"] = _decoded(row["tools"], "tools")
-    functions = row.pop("functions", None)
-    if functions and "tools" not in row:
-        own = _decoded(functions, "functions")
-        row["tools"] = [{"type": "function", "function": function} for function in own]
+    tools, functions = (_named(row.pop(name, None), name) for name in ("tools", "functions"))
+    tools = tools or [{"type": "function", "function": function} for function in functions]
+    if tools:  # a template may announce tools even if the list is empty
+        row["tools"] = tools
+
+
+def _named(value: Any, name: str) -> list[Any]:
+    """A list that may be left out, or be JSON text."""
+    if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
+        return []
+    named: list[Any] = _decoded(value, name)
+    return named

@@ -18,7 +18,7 @@ from app.contract.reports import RankMemory
 from workers.training import guards, memory
 from workers.training import model as models
 from workers.training.batch_loader import Indices
-from workers.training.batches import Groups, MicroBatch, tokens_of, without_first
+from workers.training.batches import Groups, MicroBatch, needs_parting, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition
@@ -322,6 +322,9 @@ def _measures(training: Training) -> bool:
     every = spec.noise_scale_every
     if training.replica.is_sharded:
         return False  # the gradient of a single micro-batch is never known
+    apart = training.loader.form.apart
+    if apart is not None and needs_parting(training.loader.lengths(training.next_window()), apart):
+        return False  # no random micro-batch stands for the window
     if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:
         return False  # rank 0 has no second micro-batch that could make up for what a random one leaves
     return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"

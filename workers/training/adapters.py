@@ -52,18 +52,32 @@ def default_targets(model: torch.nn.Module) -> Targets:
     )
 
 
-def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
+def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[str] = ()) -> Any:
     """Adds low-rank adapters to the model, and trains only these. The seed determines their initial
     values.
 
+    Args:
+        saved: the names of the values that an earlier job has left, and that these adapters will get: the
+            same weights are adapted as there.
+
     Raises:
-        CannotTrain: they match nothing, or cannot be added to what they match.
+        CannotTrain: they match nothing, or cannot be added to what they match, or could not be merged.
     """
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
-    targets = Targets(list(lora.target_modules), []) if lora.target_modules else default_targets(model)
-    if lora.dropout and targets.weights:
+    targets = _within_the_text(model, lora.target_modules) if lora.target_modules else default_targets(model)
+    dropout = lora.dropout
+    if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
+        targets = targets._replace(weights=[])
+        warnings.warn("the experts are not adapted, since the job that is continued did not", stacklevel=2)
+    elif targets.weights and dropout and saved:
+        dropout = 0.0
+        warnings.warn(
+            "LoRA's dropout is 0: the job that is continued adapted the experts, which cannot have dropout",
+            stacklevel=2,
+        )
+    elif targets.weights and dropout:
         # The adapter of a weight is added to the weight: there is no input that dropout could apply to.
         targets = targets._replace(weights=[])
         warnings.warn(
@@ -75,7 +89,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
+        lora_dropout=dropout,
         target_modules=targets.modules,
         target_parameters=targets.weights or None,
         fan_in_fan_out=not targets.weights and any(isinstance(module, Conv1D) for module in model.modules()),
@@ -86,11 +100,81 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int) -> Any:
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise CannotTrain("lora", f"lora: {str(error).splitlines()[0]}") from error
+    if lora.merge:
+        check_mergeable(adapted)
     for layer in _adapted_through_weights(adapted):
         # The sum of a weight and its adapter is as large as the weight, and would be kept until the backward
         # pass in every layer.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return adapted
+
+
+def _adapts_any(model: torch.nn.Module, weights: Collection[str], saved: Collection[str]) -> bool:
+    """Whether saved adapters include any of the weights that are named by suffix."""
+    owners = {
+        name.rpartition(".")[0]
+        for name, _ in model.named_parameters()
+        if any(name == suffix or name.endswith(f".{suffix}") for suffix in weights)
+    }
+    return not owners.isdisjoint(_plain(name.partition(".lora_")[0]) for name in saved)
+
+
+def check_mergeable(adapted: torch.nn.Module) -> None:
+    """Checks that the adapters can be merged: where an adapted layer shares its weight with another, as an
+    output head does with the embeddings, merging would change both.
+
+    Raises:
+        CannotTrain: they cannot.
+    """
+    users: dict[int, set[str]] = {}
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), set()).add(name)
+    for name, module in adapted.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        for weight in module.get_base_layer().parameters():
+            others = [each for each in users[id(weight)] if not each.startswith(f"{name}.")]
+            if others:
+                layer, other = (_plain(each) for each in (name, others[0].rpartition(".")[0]))
+                raise CannotTrain(
+                    "lora",
+                    f"lora: {layer} shares its weights with {other}, which merged adapters would change "
+                    "too: set merge to false and train on adapters alone, or leave it out of target_modules",
+                )
+
+
+def _plain(name: str) -> str:
+    """A module's name as in the base model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def _within_the_text(model: torch.nn.Module, named: Collection[str]) -> Targets:
+    """Modules that a request names by suffix. If the model has towers, which stay as they are, only those of
+    the language model.
+
+    Raises:
+        CannotTrain: only a tower has such modules.
+    """
+    text = language_model_of(model)
+    if text is model:
+        return Targets(list(named), [])
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    own = {id(module) for module in text.modules()} | {id(head)}
+    found = [
+        (name, id(module) in own)
+        for name, module in model.named_modules()
+        if any(name == suffix or name.endswith(f".{suffix}") for suffix in named)
+    ]
+    if found and not any(is_own for _, is_own in found):
+        raise CannotTrain(
+            "lora",
+            f"lora: target_modules: {', '.join(named)} are not part of the language model, and only that is "
+            "trained",
+        )
+    if all(is_own for _, is_own in found):
+        return Targets(list(named), [])
+    modules = [name for name, _ in model.named_modules()]
+    return Targets(_suffixes([name for name, is_own in found if is_own], modules), [])
 
 
 def adapted_through_their_weights(model: torch.nn.Module) -> set[int]:

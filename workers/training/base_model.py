@@ -27,7 +27,7 @@ from workers.training.limits import limited_memory
 from workers.training.loss import backbone_of
 from workers.training.model import AUTOCAST, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage
-from workers.training.trained_weights import check_layers, continue_adapters, with_layers
+from workers.training.trained_weights import check_layers, continue_adapters, names_of_continued, with_layers
 
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10
@@ -160,6 +160,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             gradient_checkpointing=assignment.spec.gradient_checkpointing,
             freeze=assignment.spec.freeze,
             precision=assignment.plan.precision,
+            saved=names_of_continued(assignment),
         )
         continue_adapters(model, assignment)
     if assignment.spec.compile:
@@ -212,6 +213,7 @@ def _read(assignment: Assignment, folder: Path, attention: str) -> tuple[Any, li
     )
     model, found = loaded
     _check_weights(assignment, found)
+    _check_kinds(folder, found)
     return model, _unused(found)
 
 
@@ -221,6 +223,38 @@ def _unused(found: dict[str, Any]) -> list[str]:
         return []
     some = ", ".join(names[:_SHOWN_UNUSED]) + (", …" if len(names) > _SHOWN_UNUSED else "")
     return [f"{len(names)} weights in the files are not part of the model, and are left out: {some}"]
+
+
+def _check_kinds(folder: Path, found: dict[str, Any]) -> None:
+    """Checks that the weights are plain floating-point numbers. Numbers in 8 bits, whose scales are kept
+    beside them, would be read without their scales.
+
+    Raises:
+        CannotTrain: they are not.
+    """
+    from safetensors import safe_open
+
+    unused = set(map(str, found.get("unexpected_keys") or ()))
+    scales = sorted(name for name in unused if name.endswith(_SCALES))
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            other = {name: str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118  # it is no dict
+        named = [name for name, kind in other.items() if kind not in _FLOATS and name not in unused]
+        if scales and not named:
+            named = scales
+        of_weights = [name for name in named if name in scales or name.endswith("weight")]
+        if of_weights:
+            kind = other.get(of_weights[0], "a scale")
+            raise CannotTrain(
+                "model_not_loaded",
+                f"the model's weights are quantized ({of_weights[0]} is {kind}), although config.json does "
+                "not say how: choose the unquantized model",
+            )
+
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_SCALES = ("weight_scale", "weight_scale_inv", ".qweight", ".qzeros", ".absmax")
+"""How the names of scales, and of weights that need them, end."""
 
 
 def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:

@@ -82,6 +82,9 @@ class BatchLayout:
     """For a mixture of experts: also record which tokens are real, and which sample they belong to."""
     buckets: "Buckets | None" = None
     """Rows and lengths are rounded up to a few shapes, for a compiled model."""
+    apart: int | None = None
+    """Samples with more tokens than this never share a micro-batch with others: the model computes them in
+    another way. None: it computes all in the same way."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -107,6 +110,7 @@ def cut_window(
     by_length: bool = True,
     packed: bool = False,
     rows: int | None = None,
+    apart: int | None = None,
     first: np.random.Generator | None = None,
 ) -> Groups:
     """Micro-batches as groups of positions in the window, each position exactly once.
@@ -117,11 +121,15 @@ def cut_window(
         by_length: order by length, longest first, so that little is padded; false keeps the order given.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
         rows: the maximum number of samples per micro-batch under a token budget.
+        apart: see `BatchLayout.apart`. A window with samples of both kinds has at least two micro-batches.
         first: draws the first micro-batch at random, before the rest is ordered; None draws nothing.
     """
     array = np.asarray(lengths, dtype=np.int64)
     if not len(array):
         return []
+    if apart is not None and needs_parting(array, apart):
+        assert first is None, "a random first micro-batch would have samples of both kinds"
+        return _cut_apart(array, array > apart, cut, by_length, packed, rows)
     positions = np.arange(len(array))
     head: Groups = []
     if first is not None:
@@ -143,6 +151,31 @@ def cut_window(
         case FixedSize(samples=rows):
             bounds = _evenly(len(ordered), ceil(len(ordered) / rows))
     return head + [positions[start:stop].tolist() for start, stop in bounds]
+
+
+def needs_parting(lengths: Lengths, apart: int) -> bool:
+    """Whether some samples must not share a micro-batch with the others (`BatchLayout.apart`)."""
+    return bool(lengths.min() <= apart < lengths.max())
+
+
+def _cut_apart(
+    lengths: Lengths, is_long: npt.NDArray[np.bool_], cut: MicroBatchRule, by_length: bool, packed: bool,
+    rows: int | None,
+) -> Groups:  # fmt: skip
+    """Cuts the long samples and the others of a window separately. A number of micro-batches is divided by
+    tokens, each part getting at least one."""
+    parts = np.flatnonzero(is_long), np.flatnonzero(~is_long)
+    rules = [cut, cut]
+    if isinstance(cut, FixedCount):
+        share = lengths[is_long].sum() / lengths.sum()
+        own = min(max(1, round(cut.micro_batches * share)), max(1, cut.micro_batches - 1))
+        counts = (own, max(1, cut.micro_batches - own))
+        rules = [FixedCount(micro_batches=count) for count in counts]
+    return [
+        part[group].tolist()
+        for part, rule in zip(parts, rules, strict=True)
+        for group in cut_window(lengths[part], rule, by_length=by_length, packed=packed, rows=rows)
+    ]
 
 
 def without_first(cut: MicroBatchRule) -> MicroBatchRule:

@@ -218,7 +218,7 @@ def _key(spec: DataSpec, tokenizer: Any, taken: Mask | None) -> str:
         spec.model_dump_json(),
         hashlib.sha256(taken.tobytes()).hexdigest() if taken is not None else None,
         tokenizer.get_vocab(),
-        tokenizer.get_chat_template() if tokenizer.chat_template else None,
+        tokenizer.chat_template,
     )
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -307,14 +307,13 @@ class Tokeniser:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        bos = tokenizer.bos_token_id
         with limited_memory(_TOKENISER_BYTES):
-            self._start = [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
+            self._start = _tokens_before(tokenizer)
             self._marks_beginnings = marks_beginnings(tokenizer)
         if tokenizer.eos_token_id is None:
             raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
         self._end = [int(tokenizer.eos_token_id)]
-        self._renderer: Renderer | None = None
+        self._renderers: dict[str, Renderer] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -322,8 +321,8 @@ class Tokeniser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
+        for renderer in self._renderers.values():
+            renderer.close()
 
     def rows(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[int], list[bool]]]:
         """Yields each example's line number, its tokens, and which of these count."""
@@ -386,27 +385,61 @@ class Tokeniser:
                 "the model's tokenizer has no chat template: use prompt and completion, or text, or a "
                 "model made for chats",
             )
-        if self._renderer is None:
-            template = self._tokenizer.get_chat_template()
-            self._renderer = Renderer(template, self._tokenizer.special_tokens_map)
-        prefixes = [_prefixes(chat) for _, chat in chats]
-        conversations = [
-            Conversation(
-                [message.for_template() for message in chat.messages],
-                own,
-                chat.tools,
-            )
-            for (_, chat), own in zip(chats, prefixes, strict=True)
-        ]
-        try:
-            made = self._renderer.render(conversations)
-        except NotRendered as error:
-            line = chats[error.number][0]
-            raise CannotTrain("chat_template", f"line {line} of the data: {error}") from None
+        of_template: dict[str, list[int]] = {}
+        for number, (_, chat) in enumerate(chats):
+            of_template.setdefault(self._template(chat), []).append(number)
+        made: list[list[str]] = [[] for _ in chats]
+        for template, numbers in of_template.items():
+            rendered = self._render(template, [chats[number] for number in numbers])
+            for number, texts in zip(numbers, rendered, strict=True):
+                made[number] = texts
         for (_, chat), texts in zip(chats, made, strict=True):
             if chat.messages[0].role == "assistant" and chat.messages[0].weight:
                 texts[1] = _opening_within(*texts[1:3])
         return [(whole, parts) for whole, *parts in made]
+
+    def _template(self, chat: Chat) -> str:
+        """The chat template for a chat, as transformers chooses it: a model may have one for tools.
+
+        Raises:
+            CannotTrain: it has several, but none for a chat like this.
+        """
+        try:
+            template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError:
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise CannotTrain(
+                "no_chat_template",
+                f"the model's tokenizer has the chat templates {names}, and none named default: use prompt "
+                "and completion, or text, or another model",
+            ) from None
+        return template
+
+    def _render(self, template: str, chats: list[tuple[int, Chat]]) -> list[list[str]]:
+        """The texts of chats of one template, each for its `_prefixes`."""
+        if template not in self._renderers:
+            self._renderers[template] = Renderer(template, self._tokenizer.special_tokens_map)
+        conversations = [
+            Conversation([message.for_template() for message in chat.messages], _prefixes(chat), chat.tools)
+            for _, chat in chats
+        ]
+        try:
+            return self._renderers[template].render(conversations)
+        except NotRendered as error:
+            line = chats[error.number][0]
+            raise CannotTrain("chat_template", f"line {line} of the data: {error}") from None
+
+
+def _tokens_before(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text: often the one that begins a sequence."""
+    for text in ("x", "1", "."):
+        whole: list[int] = tokenizer(text).input_ids
+        plain: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        for start in range(len(whole) - len(plain) + 1 if plain else 0):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start]
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
 
 
 def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:

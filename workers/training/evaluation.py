@@ -35,7 +35,9 @@ def loss_sum(
     replica.model.eval()
     try:
         with torch.no_grad():
-            groups = cut_window(samples.lengths[counted], TokenBudget(tokens=tokens), packed=form.packed)
+            groups = cut_window(
+                samples.lengths[counted], TokenBudget(tokens=tokens), packed=form.packed, apart=form.apart
+            )
             own = groups[group.rank :: group.size]
             missing = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
             for number, each in enumerate([*own, *[groups[-1]] * missing]):

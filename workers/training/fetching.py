@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.contract.assignment import Assignment
+from app.contract.model_files import TEMPLATES
 from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.enclosure import in_a_child
@@ -18,8 +19,9 @@ from workers.training.enclosure import in_a_child
 _FETCHED = "ACCRUE_MODEL_FETCHED"
 """Set once the files are fetched: from then on, nothing is downloaded."""
 
-_WANTED = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"]
-_OTHER = ["*/*", "consolidated*"]
+_WANTED = ["*.json", "*.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja",
+           f"{TEMPLATES}/*.jinja"]  # fmt: skip
+_OTHER = ["*/*.json", "*/*.safetensors", "consolidated*"]
 """Files with the same weights in the publisher's own format."""
 
 

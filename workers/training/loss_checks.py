@@ -5,9 +5,10 @@ loss; if it does not, training falls back to the slower way.
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf, isfinite
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
             return
     replica.balance = None
     replica.token_loss.stop_routing()
-    loader.form = dataclasses.replace(loader.form, routed=False)
+    loader.form = replace(loader.form, routed=False)
     reporter.event(
         "changed",
         "The model does not report the choices of its routers, so it is trained without their balance loss.",
@@ -210,28 +211,69 @@ def check_head(
 def check_packing(
     replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
 ) -> None:
-    """Falls back to padding if the model's attention does not keep packed samples apart."""
-    packed, padded = loader.form, BatchLayout(loader.form.pad_id, routed=loader.form.routed)
+    """Falls back to padding if the model does not keep packed samples apart.
+
+    A row that mixes samples changes their gradients far more than their loss, of which low precisions hide
+    the rest. So the check is made in the weights' own precision and, if there is any doubt, in fp64.
+    """
+    packed, padded = loader.form, replace(loader.form, packed=False)
     if fallbacks.padded and packed.packed:
         loader.form = padded
     if not loader.form.packed or fallbacks.padded is False:
         return
-    rows = [loader.samples.read(sample) for sample in _typical_samples(loader)]
-    with replica.autocast(), models.without_randomness(replica.model):
-        error = packing_error(
-            replica.token_loss,
-            collate(rows, packed).to(replica.device),
-            collate(rows, padded).to(replica.device),
-        )
-    fallbacks.padded = group.from_first(not error <= models.TOLERANCE[replica.precision])
+    rows = [loader.samples.read(sample)[0][:_CHECKED_TOKENS] for sample in _typical_samples(loader)]
+    found = _packing_errors(replica, rows, packed, padded)
+    if group.from_first(not found.within(_IN_FP64, _rounding_of_weights(replica))):
+        exact = _packing_errors_in_fp64(replica, rows, packed, padded)
+        fallbacks.padded = group.from_first(exact is None or not exact.within(_IN_FP64, _IN_FP64))
+    else:
+        fallbacks.padded = False
     if fallbacks.padded:
         loader.form = padded
+        error = max(group.from_first(found.mixing), group.from_first(found.difference))
         reporter.event(
             "changed",
-            f"The model's attention does not keep packed samples apart (loss differs by {error:.1e}): they "
-            "are padded instead.",
+            f"The model does not keep packed samples apart (packing changes a sample's loss by {error:.1e}): "
+            "they are padded instead.",
             "warning",
         )
+
+
+def _packing_errors(
+    replica: Replica, rows: Sequence[Tokens], packed: BatchLayout, padded: BatchLayout
+) -> "PackingErrors":
+    """`packing_errors` without autocast or, if the model's kernels need it, with it."""
+    with models.without_randomness(replica.model):
+        try:
+            return packing_errors(replica.token_loss, rows, packed, padded, replica.device)
+        except RuntimeError as error:
+            if replica.is_sharded or guards.is_out_of_memory(error):
+                raise
+        with replica.autocast():
+            return packing_errors(replica.token_loss, rows, packed, padded, replica.device)
+
+
+def _packing_errors_in_fp64(
+    replica: Replica, rows: Sequence[Tokens], packed: BatchLayout, padded: BatchLayout
+) -> "PackingErrors | None":
+    """`packing_errors` in fp64 on the host; None if the model cannot be copied or converted."""
+    if replica.is_sharded:
+        return None
+    try:
+        loss = TokenLoss(models.copy_in_fp64(replica.model))
+        with models.without_randomness(loss.model):
+            return packing_errors(loss, rows, packed, padded, torch.device("cpu"))
+    except (RuntimeError, TypeError, MemoryError):
+        return None
+
+
+def _rounding_of_weights(replica: Replica) -> float:
+    """How much rounding may change a loss if the model computes in the precision of its weights."""
+    narrow = any(
+        weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
+        for weight in replica.model.parameters()
+    )
+    return 1e-3 if narrow else 1e-6
 
 
 def _typical_samples(loader: Loader) -> list[int]:
@@ -251,11 +293,43 @@ def head_error(loss: TokenLoss, batch: MicroBatch) -> float:
     return _difference(found, expected, len(batch.targets))
 
 
-def packing_error(loss: TokenLoss, packed: MicroBatch, padded: MicroBatch) -> float:
-    """The relative difference between the loss of a packed row and that of the same samples when padded."""
+class PackingErrors(NamedTuple):
+    """What packing changes, relative to the loss."""
+
+    mixing: float
+    """The change of the last sample's loss if the samples before it in the row are replaced. No rounding: a
+    row of the same shape is computed in the same order."""
+    difference: float
+    """The difference between the loss of a packed row, and of the same samples when padded."""
+
+    def within(self, mixing: float, difference: float) -> bool:
+        return self.mixing <= mixing and self.difference <= difference
+
+
+def packing_errors(
+    loss: TokenLoss, rows: Sequence[Tokens], packed: BatchLayout, padded: BatchLayout, device: torch.device
+) -> PackingErrors:
+    """How much the loss of samples depends on their being packed.
+
+    Args:
+        rows: each sample's tokens; all of them count.
+    """
+
+    def summed(rows: Sequence[Tokens], form: BatchLayout, counted: Sequence[bool]) -> Tensor:
+        masks = [np.full(len(tokens), each) for tokens, each in zip(rows, counted, strict=True)]
+        found: Tensor = loss(collate(list(zip(rows, masks, strict=True)), form).to(device)).loss_sum
+        return found
+
+    every, last = [True] * len(rows), [*(False for _ in rows[1:]), True]
+    others = [np.where(tokens == tokens[0], tokens[-1], tokens[0]) for tokens in rows[:-1]]
     with torch.no_grad(), _own_logits(loss):
-        found, expected = loss(packed).loss_sum, loss(padded).loss_sum
-    return _difference(found, expected, len(padded.targets))
+        together, apart = summed(rows, packed, every), summed(rows, padded, every)
+        one, other = summed(rows, packed, last), summed([*others, rows[-1]], packed, last)
+    found = PackingErrors(
+        _difference(other, one, max(1, len(rows[-1]) - 1)),
+        _difference(together, apart, max(1, sum(map(len, rows)) - len(rows))),
+    )
+    return found if all(map(isfinite, found)) else PackingErrors(inf, inf)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,12 @@ def prepare_for_training(
     gradient_checkpointing: bool,
     freeze: tuple[str, ...],
     precision: RunPrecision,
+    saved: Collection[str] = (),
 ) -> Any:
     """Prepares a loaded model for training: adapters, gradient checkpointing, frozen parameters, precision.
+
+    Args:
+        saved: the names of the values of adapters that are trained further.
 
     Raises:
         CannotTrain: the adapters or the patterns in `freeze` match nothing.
@@ -48,7 +52,7 @@ def prepare_for_training(
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     _freeze_towers(model)
     if lora is not None:
-        model = with_adapters(model, lora, seed)
+        model = with_adapters(model, lora, seed, saved=saved)
     if gradient_checkpointing:
         recompute_activations(model)
     _freeze(model, freeze)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from app.contract.model_files import TEMPLATES
 from workers.training.exceptions import CannotTrain
 
 MAX_CONFIG_BYTES = 2**20
@@ -20,6 +21,8 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 
 _WEIGHTS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
 _INDEX = "model.safetensors.index.json"
+_TEMPLATE = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jinja$")
+_MOST_TEMPLATES = 20
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 """Sets of files from which a tokenizer can be read, always in the model's own folder; one set is enough."""
@@ -99,6 +102,10 @@ def stage(source: Path, target: Path) -> Path:
         _link(source, target, name, MAX_TOKENIZER_BYTES)
     for name in _weights(source):
         _link(source, target, name)
+    for name in sorted(path.name for path in (source / TEMPLATES).glob("*.jinja"))[:_MOST_TEMPLATES]:
+        if _TEMPLATE.fullmatch(name):
+            (target / TEMPLATES).mkdir(exist_ok=True)
+            _link(source, target, f"{TEMPLATES}/{name}", 16 * MAX_CONFIG_BYTES)
     return target
 
 

@@ -16,6 +16,25 @@ def language_model_of(model: Any) -> torch.nn.Module:
     return decoder if isinstance(decoder, torch.nn.Module) else whole
 
 
+def length_of_other_positions(model: torch.nn.Module) -> int | None:
+    """The length up to which a model with LongRoPE (Ding et al. 2024) scales positions for short texts.
+    transformers scales all rows of a micro-batch for long texts if one of them is longer. None: the model
+    scales all texts alike."""
+    lengths = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        config = getattr(module, "config", None)
+        parameters = getattr(config, "rope_parameters", None)
+        if not isinstance(parameters, dict):
+            continue
+        of_layers = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
+        for layer, kind in of_layers:
+            own = parameters if layer is None else parameters.get(layer)
+            if kind == "longrope" and isinstance(own, dict):
+                lengths.append(own.get("original_max_position_embeddings"))
+    return min((length for length in lengths if isinstance(length, int)), default=None)
+
+
 def is_mixture_of_experts(model: Any) -> bool:
     """Whether the model is a mixture of experts, in which rounding can decide near ties."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -32,6 +32,7 @@ from workers.training.loss_checks import (
     final_failures,
 )
 from workers.training.make_replica import make_replica, place_parameters
+from workers.training.model_parts import length_of_other_positions
 from workers.training.optimizer import make_optimizer
 from workers.training.parameters import Parameters
 from workers.training.state import LearnedBudget, RunState
@@ -111,6 +112,7 @@ def start(
             most_tokens=plan.most_tokens,
             by_length=spec.clip_mode != "each_micro_batch",
             packed=loader.form.packed,
+            apart=loader.form.apart,
         )
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
     ]
@@ -260,6 +262,7 @@ def _layout(
         packed=assignment.spec.data.packing,
         routed=balance is not None,
         buckets=Buckets(budget, assignment.spec.data.max_length) if assignment.spec.compile else None,
+        apart=length_of_other_positions(model),
     )
 
 

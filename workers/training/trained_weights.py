@@ -12,7 +12,7 @@ from torch import Tensor
 from app.contract.assignment import Assignment
 from app.contract.model_files import fingerprint_of_files
 from app.contract.model_reference import ModelLayer
-from workers.training.adapters import with_adapters
+from workers.training.adapters import check_mergeable, with_adapters
 from workers.training.exceptions import CannotTrain
 
 _ADAPTERS, _CHECKPOINT = "adapter_model.safetensors", "model.safetensors"
@@ -52,11 +52,19 @@ def with_layers(model: Any, assignment: Assignment) -> Any:
         if layer.lora is None:
             _copy(_weights(Path(path) / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
         else:
-            adapted = with_adapters(model, layer.lora, seed=0)
+            adapted = with_adapters(model, layer.lora, seed=0, saved=_adapter_names(Path(path), layer))
+            check_mergeable(adapted)
             _load(adapted, layer, Path(path))
             model = adapted.merge_and_unload()
             model.requires_grad_(True)  # which peft has set to false
     return model
+
+
+def names_of_continued(assignment: Assignment) -> frozenset[str]:
+    """The names of the values of the adapters that the job goes on training; empty if it trains new ones."""
+    spec = assignment.spec
+    layer = spec.model.continued_adapters(adapters=spec.method.lora is not None)
+    return frozenset() if layer is None else _adapter_names(Path(assignment.layer_paths[-1]), layer)
 
 
 def continue_adapters(model: Any, assignment: Assignment) -> None:
@@ -82,6 +90,12 @@ def _load(model: Any, layer: ModelLayer, path: Path) -> None:
     expected: dict[str, Tensor] = get_peft_model_state_dict(model)
     _check_alike(saved, expected, layer)
     set_peft_model_state_dict(model, saved)
+
+
+def _adapter_names(path: Path, layer: ModelLayer) -> frozenset[str]:
+    """The names of saved adapters' values."""
+    file = path / _CHECKPOINT
+    return frozenset(_weights(file if file.exists() else path / _ADAPTERS, layer))
 
 
 def _weights(path: Path, layer: ModelLayer) -> dict[str, Tensor]:

@@ -1,0 +1,240 @@
+"""Regression tests for the twenty-first attack."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from app.contract.data_formats import parse_line
+from app.contract.model_files import TEMPLATES, fingerprint_of_files
+from app.contract.model_reference import LoraSpec, ModelLayer
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
+from app.contract.spec import MethodSpec
+from tests.harness.any_family import lay_any, make_any, small_config
+from tests.harness.runs import create_run, small_data
+from tests.harness.specs import make_optimizer, make_schedule, make_spec
+from tests.harness.training import events_of_kind, run_to_end, weights
+from tests.training.test_seams import made, tokens_of
+from workers.training.adapters import with_adapters
+from workers.training.batches import cut_window
+from workers.training.data import Tokeniser
+from workers.training.exceptions import CannotTrain
+from workers.training.model_files import stage
+from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("tools", ["[]", " [ ] ", "null", "", [], None, " null"])
+@pytest.mark.parametrize("field", ["tools", "functions"])
+def test_an_empty_list_of_tools_is_none(field: str, tools: Any) -> None:
+    _, chat = parse_line(json.dumps({**CHAT, field: tools}))
+    assert chat.tools is None
+
+
+def test_empty_cells_beside_a_text_are_ignored() -> None:
+    form, _ = parse_line(json.dumps({"text": "a", "messages": None}))
+    assert form == "text"
+    turns = [CHAT["messages"][0], {**CHAT["messages"][1], "tool_calls": "[]"}]
+    assert parse_line(json.dumps({"messages": turns}))[0] == "messages"
+
+
+def test_every_special_token_before_a_text_is_trained_on() -> None:
+    from tokenizers import processors
+
+    tokenizer = made("first")
+    two = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("a", "b")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="a b $A", pair="a b $A $B", special_tokens=two
+    )
+    whole = tokenizer("q").input_ids
+    tokens, counts = tokens_of(tokenizer, {"prompt": "q", "completion": "a"})
+    assert whole[:2] == [number for _, number in two]
+    assert tokens[: len(whole)] == whole
+    assert not any(counts[: len(whole)])
+
+
+def test_chats_with_tools_use_the_template_for_tools() -> None:
+    tokenizer = made("first")
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = {"default": plain, "tool_use": "TOOLS" + plain}
+    lines = [CHAT, {**CHAT, "tools": TOOLS}, CHAT]
+    with Tokeniser(tokenizer) as tokeniser:
+        examples = [(number, parse_line(json.dumps(line))[1]) for number, line in enumerate(lines)]
+        texts = [tokenizer.decode(tokens) for _, tokens, _ in tokeniser.rows(examples)]
+    assert ["TOOLS" in text.replace(" ", "") for text in texts] == [False, True, False]
+    tokenizer.chat_template = {"tool_use": plain}
+    with Tokeniser(tokenizer) as tokeniser, pytest.raises(CannotTrain, match="none named default"):
+        list(tokeniser.rows(examples[:1]))
+
+
+def test_further_templates_of_a_model_are_kept(tmp_path: Path) -> None:
+    source, outside = tmp_path / "source", tmp_path / "outside"
+    ensure_tiny_gpt2(source)
+    (source / TEMPLATES).mkdir()
+    before = fingerprint_of_files(source)
+    (source / TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
+    assert fingerprint_of_files(source) != before
+    target = stage(source, tmp_path / "target")
+    assert (target / TEMPLATES / "tool_use.jinja").read_text() == "{{ tools }}"
+    outside.write_text("secret")
+    (source / TEMPLATES / "other.jinja").symlink_to(outside)
+    with pytest.raises(CannotTrain, match="leads out of its folder"):
+        stage(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_weights_that_are_not_plain_numbers_are_refused(tmp_path: Path, kind: torch.dtype) -> None:
+    model = tmp_path / "model"
+    ensure_tiny_gpt2(model)
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=1))
+    run.write_assignment(run.assignment().model_copy(update={"model_path": str(model)}))
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name, weight in weights.items() if weight.dim() == 2 and "attn" in name)
+    weights[name] = weights[name].to(kind)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CannotTrain, match=f"{name} is"):
+        run_to_end(run)
+
+
+LORA = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize(("module", "tied"), [("lm_head", True), ("embed_tokens", True), ("lm_head", False)])
+def test_adapters_of_shared_weights_are_not_merged(tmp_path: Path, module: str, tied: bool) -> None:
+    config = small_config("llama")
+    config.tie_word_embeddings = tied
+    adapters = LORA.model_copy(update={"target_modules": (module, "q_proj"), "merge": True})
+    model = make_any(config)
+    if tied:
+        with pytest.raises(CannotTrain, match=f"{module} shares its weights"):
+            with_adapters(model, adapters, 0)
+    else:
+        with_adapters(model, adapters, 0)
+    with_adapters(make_any(config), adapters.model_copy(update={"merge": False}), 0)
+
+
+def test_named_modules_of_towers_are_not_adapted() -> None:
+    model = make_any(small_config("gemma3"))
+    adapters = LORA.model_copy(update={"target_modules": ("q_proj",)})
+    names = [name for name, _ in with_adapters(model, adapters, 0).named_parameters() if "lora_" in name]
+    assert names
+    assert not any("vision" in name for name in names)
+    only = adapters.model_copy(update={"target_modules": ("fc1",)})
+    with pytest.raises(CannotTrain, match="not part of the language model"):
+        with_adapters(make_any(small_config("gemma3")), only, 0)
+
+
+@pytest.mark.parametrize(("earlier", "later"), [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0)])
+def test_adapters_of_experts_are_continued_whatever_the_dropout(
+    tmp_path: Path, earlier: float, later: float
+) -> None:
+    data = small_data()
+    methods = [
+        MethodSpec(name="lora", lora=LORA.model_copy(update={"dropout": each})) for each in (earlier, later)
+    ]
+    first = lay_any(tmp_path / "first", "mixtral", make_spec(data=data, max_steps=2, method=methods[0]))
+    run_to_end(first)
+    second = lay_any(tmp_path / "second", "mixtral", make_spec(data=data, max_steps=2, method=methods[1]))
+    for _ in range(2):  # the adapters of the job that continued the first are continued in turn
+        assignment = second.assignment()
+        layer = ModelLayer(
+            name="ft:x:accrue::1", job_id="ftjob-1", folder="model", lora=methods[0].lora,
+            fingerprint=fingerprint_of_files(first.model),
+        )  # fmt: skip
+        model = assignment.spec.model.model_copy(update={"layers": (layer,)})
+        spec = assignment.spec.model_copy(update={"model": model})
+        second.write_assignment(
+            assignment.model_copy(update={"spec": spec, "layer_paths": (str(first.model),)})
+        )
+        run_to_end(second)
+        assert set(load_file(second.model / "adapter_model.safetensors")) == set(
+            load_file(first.model / "adapter_model.safetensors")
+        )
+        first, methods[0] = second, methods[1]
+        second = lay_any(tmp_path / "third", "mixtral", make_spec(data=data, max_steps=2, method=methods[1]))
+
+
+def long_rope() -> Any:
+    from transformers import Phi3Config
+
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0]}
+    return Phi3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=260, max_position_embeddings=64,
+        original_max_position_embeddings=16, pad_token_id=257, bos_token_id=256, eos_token_id=256,
+        resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0, initializer_range=0.3,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_short_samples_have_the_positions_of_short_texts(tmp_path: Path, packing: bool) -> None:
+    """Whatever else is in their micro-batch."""
+    draw = np.random.default_rng(0)
+    texts = ["".join(draw.choice(list("abcdef gh"), int(draw.integers(3, 50)))) for _ in range(24)]
+    found = []
+    for count in (1, 2, 8, 24):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        make_any(long_rope()).save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+        spec = make_spec(
+            data=small_data(packing=packing), max_steps=2, effective_batch_size=12, certificate=True,
+            optimizer=make_optimizer("sgd", 0.05), schedule=make_schedule("constant"),
+        )  # fmt: skip
+        run = lay_any(folder / "run", "phi3", spec, rule=FixedCount(micro_batches=count))
+        run_to_end(run)
+        found.append(weights(run))
+    for other in found[:-1]:
+        for name, weight in found[-1].items():
+            torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    cut=st.one_of(
+        st.builds(TokenBudget, tokens=st.integers(1, 200)),
+        st.builds(FixedCount, micro_batches=st.integers(1, 12)),
+        st.builds(FixedSize, samples=st.integers(1, 12)),
+    ),
+    packed=st.booleans(),
+    by_length=st.booleans(),
+)
+def test_long_samples_are_cut_apart(
+    lengths: list[int], cut: MicroBatchRule, packed: bool, by_length: bool
+) -> None:
+    groups = cut_window(lengths, cut, by_length=by_length, packed=packed, apart=16)
+    assert sorted(each for group in groups for each in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len({lengths[each] > 16 for each in group}) == 1
+    if isinstance(cut, FixedCount) and cut.micro_batches > 1:
+        assert len(groups) <= cut.micro_batches
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_oss", "qwen3_next", "bloom", "hy_v4", "falcon_h1"])
+def test_models_that_mix_packed_samples_are_padded(tmp_path: Path, family: str) -> None:
+    """In bf16 too, in which their loss hardly shows it."""
+    spec = make_spec(data=small_data(packing=True), max_steps=2)
+    run = lay_any(tmp_path / "run", family, spec, precision="bf16")
+    run_to_end(run)
+    assert any("are padded instead" in event["message"] for event in events_of_kind(run, "changed"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+def test_models_that_keep_packed_samples_apart_stay_packed(tmp_path: Path, family: str) -> None:
+    spec = make_spec(data=small_data(packing=True), max_steps=2)
+    run = lay_any(tmp_path / "run", family, spec, precision="bf16")
+    run_to_end(run)
+    assert not any("padded" in event["message"] for event in events_of_kind(run, "changed"))
