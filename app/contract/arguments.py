@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from app.contract.base import Flag, Request, ShortText
 from app.contract.spec import OptimizerName, ScheduleName
@@ -74,6 +74,13 @@ class LoraConfig(Request):
         max_length=100,
         description="Suffixes of module names; null: every linear layer",
     )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _every_linear_layer(cls, given: Any) -> Any:
+        """peft's name for every linear layer is accepted, too."""
+        return None if given in ("all-linear", ["all-linear"]) else given
+
     merge: Flag = Field(False, description="Save the model with the adapters merged into it")
 
 

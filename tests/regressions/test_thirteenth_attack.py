@@ -52,7 +52,7 @@ from workers.run_directory import Reporter, RunDirectory
 from workers.training import certificate
 from workers.training.batches import Groups
 from workers.training.budget import Budget
-from workers.training.distributed import group, replicas
+from workers.training.distributed import group, independent
 from workers.training.exceptions import LostRank
 from workers.training.state import LearnedBudget
 
@@ -406,7 +406,7 @@ def test_replicas_that_take_turns_report_their_progress(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             first.step(line(step))
         first.event("checkpoint", "Checkpoint at step 3.", step=3, name="step-3")
-        replicas._Merged(runs, reporter, 1, 0).update()
+        independent._Merged(runs, reporter, 1, 0).update()
     (event,) = events_of(job)
     assert (event["type"], event["data"]["step"], event["data"]["progress"]) == ("checkpoint", 3, 3)
 
@@ -414,13 +414,13 @@ def test_replicas_that_take_turns_report_their_progress(tmp_path: Path) -> None:
 def test_a_replica_that_is_far_ahead_takes_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "_MOST_STEPS_AHEAD", 10)
+    monkeypatch.setattr(independent, "_MOST_STEPS_AHEAD", 10)
     runs = [RunDirectory(tmp_path / f"replica-{number}") for number in range(2)]
     for run in runs:
         run.path.mkdir()
     job = RunDirectory(tmp_path)
     with Reporter(job, 1) as reporter:
-        merged = replicas._Merged(runs, reporter, 1, 0)
+        merged = independent._Merged(runs, reporter, 1, 0)
         for number, run in enumerate(runs):
             with Reporter(run, 1) as own:
                 for step in range(1, 101):
@@ -441,7 +441,7 @@ def test_steps_are_reported_once_another_replica_has_ended(tmp_path: Path) -> No
     runs = _replicas_with_steps(tmp_path, 3, 1)
     job = RunDirectory(tmp_path)
     with Reporter(job, 1) as reporter:
-        merged = replicas._Merged(runs, reporter, 2, 0)
+        merged = independent._Merged(runs, reporter, 2, 0)
         merged.update()
         assert len(job.metrics.read_bytes().splitlines()) == 1
         runs[1].write_outcome(_OUTCOME)
@@ -454,7 +454,7 @@ def test_the_last_steps_of_a_replica_that_has_just_ended_count(tmp_path: Path) -
     runs = _replicas_with_steps(tmp_path, 3, 0)
     job = RunDirectory(tmp_path)
     with Reporter(job, 1) as reporter:
-        merged = replicas._Merged(runs, reporter, 2, 0)
+        merged = independent._Merged(runs, reporter, 2, 0)
         merged.update()
         assert not job.metrics.read_bytes()
         _replicas_with_steps(tmp_path, 0, 2)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from app.contract.arguments import LoraConfig
 from app.contract.data_formats import parse_line
 from app.contract.model_files import TEMPLATES, fingerprint_of_files
 from app.contract.model_reference import LoraSpec, ModelLayer
@@ -238,3 +239,28 @@ def test_models_that_keep_packed_samples_apart_stay_packed(tmp_path: Path, famil
     run = lay_any(tmp_path / "run", family, spec, precision="bf16")
     run_to_end(run)
     assert not any("padded" in event["message"] for event in events_of_kind(run, "changed"))
+
+
+@pytest.mark.parametrize("given", ["all-linear", ["all-linear"], None])
+def test_pefts_name_for_every_linear_layer_is_known(given: Any) -> None:
+    assert LoraConfig.model_validate({"target_modules": given}).target_modules is None
+
+
+def test_a_module_that_is_not_linear_is_named() -> None:
+    adapters = LORA.model_copy(update={"target_modules": ("mlp",)})
+    with pytest.raises(CannotTrain, match="names LlamaMLP, which is not a linear layer"):
+        with_adapters(make_any(small_config("llama")), adapters, 0)
+
+
+def test_the_weights_of_a_model_in_several_files_are_checked(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_any(small_config("llama")).save_pretrained(model, max_shard_size="20KB")
+    make_tokenizer().save_pretrained(model)
+    assert len(list(model.glob("*.safetensors"))) > 2
+    run_to_end(lay_any(tmp_path / "run", "llama", make_spec(data=small_data(), max_steps=2)))
+    last = sorted(model.glob("*.safetensors"))[-1]
+    kept = load_file(last)
+    name = next(name for name in kept if name.endswith("weight"))
+    save_file({**kept, name: kept[name].to(torch.float8_e4m3fn)}, last, {"format": "pt"})
+    with pytest.raises(CannotTrain, match="quantized"):
+        run_to_end(lay_any(tmp_path / "other", "llama", make_spec(data=small_data(), max_steps=2)))

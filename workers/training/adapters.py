@@ -99,7 +99,10 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
             torch.manual_seed(seed)
             adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise CannotTrain("lora", f"lora: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        if why.startswith("Target module"):  # followed by that module, over many lines
+            why = f"target_modules names {why.split()[2].rstrip('(')}, which is not a linear layer"
+        raise CannotTrain("lora", f"lora: {why}") from error
     if lora.merge:
         check_mergeable(adapted)
     for layer in _adapted_through_weights(adapted):

@@ -26,7 +26,7 @@ from workers.training.fetching import fetch, first_line
 from workers.training.limits import limited_memory
 from workers.training.loss import backbone_of
 from workers.training.model import AUTOCAST, prepare_for_training
-from workers.training.model_files import check_tokenizer, stage
+from workers.training.model_files import check_tokenizer, stage, weight_files
 from workers.training.trained_weights import check_layers, continue_adapters, names_of_continued, with_layers
 
 _COMPILED_SHAPES = 64
@@ -236,7 +236,7 @@ def _check_kinds(folder: Path, found: dict[str, Any]) -> None:
 
     unused = set(map(str, found.get("unexpected_keys") or ()))
     scales = sorted(name for name in unused if name.endswith(_SCALES))
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with safe_open(file, "pt") as weights:
             other = {name: str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118  # it is no dict
         named = [name for name, kind in other.items() if kind not in _FLOATS and name not in unused]
@@ -303,7 +303,7 @@ def _four_bits(plan: Plan) -> Any:
 
 
 def _check_positions(model: Any, spec: Spec) -> None:
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and 0 < positions < spec.data.max_length:
         raise CannotTrain(
             "max_length",

@@ -20,7 +20,7 @@ MAX_CONFIG_BYTES = 2**20
 MAX_TOKENIZER_BYTES = 256 * 2**20
 
 _WEIGHTS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
-_INDEX = "model.safetensors.index.json"
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _TEMPLATE = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jinja$")
 _MOST_TEMPLATES = 20
 
@@ -121,6 +121,13 @@ def check_tokenizer(folder: Path) -> None:
             "the model's folder has no tokenizer.json, nor vocab.json with merges.txt, nor tokenizer.model: "
             "put its tokenizer beside its weights",
         )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a staged folder from which transformers reads the weights."""
+    index = folder / _INDEX  # which was checked when it was staged
+    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {_WHOLE}
+    return sorted(folder / name for name in names if (folder / name).is_file())
 
 
 def _weights(source: Path) -> Iterator[str]:
