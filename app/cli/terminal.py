@@ -136,7 +136,8 @@ def show_plan(job: dict[str, Any]) -> None:
         "size": f"{most} micro-batch{'es' * (most > 1)} of at most {{samples}} samples",
     }[rule["rule"]].format(**rule)  # fmt: skip
     console.print(
-        f"plan ({_BY[plan['source']]}): effective batch {job['effective_batch_size']} in {cut}; {steps}; "
+        f"plan ({_BY[plan['source']]}), for samples of up to {_sample_length(job)} tokens: effective batch "
+        f"{job['effective_batch_size']} in {cut}; {steps}; "
         f"learning rate {job['learning_rate']:.3g}; {plan['precision']} on {plan['device']}",
         highlight=False,
     )
@@ -144,6 +145,10 @@ def show_plan(job: dict[str, Any]) -> None:
         console.print(f"expected to take {_expected(plan)}", highlight=False)
     for warning in plan["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def _sample_length(job: dict[str, Any]) -> str:
+    return f"{job['plan']['sample_length'] or job['dataset']['max_length']:,}"
 
 
 def _expected(plan: dict[str, Any]) -> str:

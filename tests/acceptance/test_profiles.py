@@ -55,9 +55,28 @@ def test_the_profiler_serves_profile_and_preview_requests(accrue: Accrue, tmp_pa
     assert accrue.ended(job)["status"] == "succeeded"
     again = accrue.post(f"{TRAINING}/with-accumulation", {**body, "gpu_ids": None})
     assert again["plan"]["source"] == "measured"  # by that job, on the worker's device, which jobs are for
+    plan_for_short_samples(accrue, requested)
     look_at(accrue, requested)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(30) == 0
+
+
+def plan_for_short_samples(accrue: Accrue, path: Path) -> None:
+    """A dry run measures the samples of a file, and plans for their lengths."""
+    upload = {"files": {"file": (path.name, path.read_bytes())}, "data": {"purpose": "fine-tune"}}
+    file_id = accrue.http.post("/v1/files", **upload).json()["id"]
+    body = {
+        "model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file_id, "max_length": 512},
+        "target_effective_batch_size": 64, "dry_run": True,
+    }  # fmt: skip
+
+    def plan() -> dict[str, Any]:
+        found: dict[str, Any] = accrue.post(f"{TRAINING}/with-accumulation", body)["plan"]
+        return found
+
+    until(lambda: plan()["sample_length"] == 64, 30)
+    assert plan()["accumulation_steps"] == 8
+    accrue.http.delete(f"/v1/files/{file_id}")
 
 
 def advised(answer: dict[str, Any]) -> dict[str, Any]:
