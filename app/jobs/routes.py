@@ -50,8 +50,8 @@ from app.web.pagination import page
 router = APIRouter(prefix="/training", tags=["training"])
 
 _DRY_RUN_WAITS, _LENGTHS_WAIT = 1.5, 3.0
-"""Seconds that a dry run waits for a simulation, and for the samples' lengths. A submission does not wait: the
-worker plans again."""
+"""Seconds that a dry run waits for a simulation, and for the samples' lengths. A submission does not wait:
+the worker plans again."""
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
     200: {"model": DryRunAnswer, "description": "With dry_run: the plan"}
