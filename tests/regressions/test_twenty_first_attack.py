@@ -241,6 +241,14 @@ def test_models_that_keep_packed_samples_apart_stay_packed(tmp_path: Path, famil
     assert not any("padded" in event["message"] for event in events_of_kind(run, "changed"))
 
 
+def test_adapters_that_peft_would_not_load_again_are_not_trained() -> None:
+    with pytest.warns(UserWarning, match="would not load their adapters again"):
+        adapted = with_adapters(make_any(small_config("laguna")), LORA, 0)
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert any(".experts." in name for name in trained)
+    assert not any("shared_experts" in name for name in trained)
+
+
 @pytest.mark.parametrize("given", ["all-linear", ["all-linear"], None])
 def test_pefts_name_for_every_linear_layer_is_known(given: Any) -> None:
     assert LoraConfig.model_validate({"target_modules": given}).target_modules is None

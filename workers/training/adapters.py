@@ -105,11 +105,33 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
         raise CannotTrain("lora", f"lora: {why}") from error
     if lora.merge:
         check_mergeable(adapted)
+    _freeze_what_is_not_loaded_again(adapted)
     for layer in _adapted_through_weights(adapted):
         # The sum of a weight and its adapter is as large as the weight, and would be kept until the backward
         # pass in every layer.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return adapted
+
+
+def _freeze_what_is_not_loaded_again(adapted: Any) -> None:
+    """Leaves adapters as they are, without effect, that peft would not load again: transformers renames the
+    layers of some families on loading, and a few of the new names are wrong."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what would be saved beside the adapters
+        found: Any = set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted))
+    lost = {name for name in found.missing_keys if ".lora_" in name}
+    for name, parameter in adapted.named_parameters():
+        if name in lost:
+            parameter.requires_grad_(False)
+    if lost:
+        layers = sorted({_plain(name.partition(".lora_")[0]) for name in lost})
+        some = ", ".join(layers[:_SHOWN]) + (", …" if len(layers) > _SHOWN else "")
+        warnings.warn(f"not adapted, since peft would not load their adapters again: {some}", stacklevel=2)
+
+
+_SHOWN = 4
 
 
 def _adapts_any(model: torch.nn.Module, weights: Collection[str], saved: Collection[str]) -> bool:
