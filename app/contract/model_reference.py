@@ -75,10 +75,11 @@ class ModelReference(Frozen):
 
 
 _TRAINED = r"ft:[A-Za-z0-9._/@-]+:accrue:[A-Za-z0-9_.-]*:[A-Za-z0-9]+"
-_CHECKPOINT = r"(:ckpt-step-[0-9]+)?"
+_CHECKPOINT = r"(:ckpt-step-(0|[1-9][0-9]*))?"
 _PLAIN = MODEL_NAME.pattern.removeprefix("^").removesuffix("$")
 
-_REVISION = r"(@[A-Za-z0-9][A-Za-z0-9._/-]*)?"
+_REVISION = r"(@[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*)?"
+"""Not a path: no part begins with a dot."""
 _LONGEST = 200
 
 
@@ -88,7 +89,8 @@ def _check_length(name: str) -> str:
     return name
 
 
-HubName = Annotated[str, StringConstraints(pattern=rf"^{_PLAIN}{_REVISION}$", max_length=_LONGEST)]
+HUB_NAME = rf"^{_PLAIN}{_REVISION}$"
+HubName = Annotated[str, StringConstraints(pattern=HUB_NAME, max_length=_LONGEST)]
 """A name or owner/name, perhaps with @revision."""
 
 

@@ -21,6 +21,7 @@ _FIELD = "dataset_config.dataset"
 _LISTING_SECONDS, _DOWNLOAD_SECONDS = 10.0, 1800.0
 _LISTING_BYTES = 8 * 2**20
 _MOST_FILES = 1000
+_LONGEST_NAME, _SHOWN = 1000, 100
 
 
 def _plain(name: str) -> str:
@@ -30,7 +31,7 @@ def _plain(name: str) -> str:
         ValueError: it has characters or parts that no file of a data set has.
     """
     name.encode()
-    if not name.isprintable() or ".." in name.split("/") or name.startswith("/"):
+    if len(name) > _LONGEST_NAME or not name.isprintable() or ".." in name.split("/") or name.startswith("/"):
         raise ValueError
     return name
 
@@ -153,10 +154,10 @@ def _training_files(name: str, files: list[str]) -> list[str]:
         )
     folders = sorted({str(PurePosixPath(each).parent) for each in chosen})
     if len(folders) > 1 or len(chosen) > _MOST_FILES:
+        some = ", ".join(folder[:_SHOWN] for folder in folders[:10])
         raise Unprocessable(
-            f"The data set {name} has {len(chosen)} training files, in the folders "
-            f"{', '.join(folders[:10])}: download those that you need, and upload them or put them into "
-            "ACCRUE_DATASETS_DIR.",
+            f"The data set {name} has {len(chosen)} training files, in the folders {some}: download "
+            "those that you need, and upload them or put them into ACCRUE_DATASETS_DIR.",
             field=_FIELD,
         )
     return chosen

@@ -1,29 +1,10 @@
 """Checks webhook addresses: the host is resolved once, and the connection uses that same address."""
 
-import ipaddress
 import socket
 from urllib.parse import urlsplit
 
+from app.contract.public_addresses import NotPublic, resolve_host
 from app.errors import InvalidRequest
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-"""IPv4 behind a gateway (RFC 6052)."""
-
-_RESERVED_NETWORKS = tuple(
-    ipaddress.ip_network(network)
-    for network in (
-        "168.63.129.16/32",  # Azure's own service, for its virtual machines
-        "192.0.0.0/24",  # protocol assignments; Oracle's metadata service
-        "192.88.99.0/24",  # 6to4 relays, given up (RFC 7526)
-        "3fff::/20",  # documentation (RFC 9637)
-    )
-)
-"""Addresses that look public and are not."""
-
-_ISATAP = (0x00005EFE, 0x02005EFE)
-"""The third 32 bits of an IPv6 address whose last 32 bits are an IPv4 address (RFC 5214)."""
 
 
 class NotAllowed(InvalidRequest):
@@ -43,14 +24,9 @@ def resolve(url: str, *, private: bool) -> str:
     """
     host, port = _host_and_port(url)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise NotAllowed(f"the host {host} cannot be found ({error.strerror})") from None
-    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-    refused = [address for address in addresses if not private and not is_public(address)]
-    if refused or not addresses:
-        raise NotAllowed(f"the host {host} is not on the public internet ({refused[0]})")
-    return str(addresses[0])
+        return resolve_host(host, port, private=private)
+    except NotPublic as error:
+        raise NotAllowed(str(error)) from None
 
 
 def check(url: str, *, private: bool) -> None:
@@ -82,22 +58,3 @@ def _host_and_port(url: str) -> tuple[str, int]:
     if not host:
         raise NotAllowed("it has no host name")
     return host, port
-
-
-def is_public(address: Address) -> bool:
-    """Whether it is a public internet address; an IPv4 address within an IPv6 one is checked as such."""
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        if address in _NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(inner)
-        if address.is_site_local:  # fec0::/10, deprecated, and still private
-            return False
-    if any(
-        address in network for network in _RESERVED_NETWORKS
-    ):  # an address of the other IP version is in none of them
-        return False
-    return address.is_global and not address.is_multicast and not address.is_reserved

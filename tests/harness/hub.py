@@ -44,6 +44,10 @@ class Hub(ThreadingHTTPServer):
         """Every file's entity tag; None: its digest."""
         self.commit: str | None = None
         """What the hub calls every commit; None: what it is."""
+        self.redirects: dict[str, str] = {}
+        """Where requests for some files are sent on to."""
+        self.described: bytes | None = None
+        """What it sends instead of the list of files."""
         self.missing_from: str | None = None
         """The commit in which it says that no file is."""
 
@@ -77,6 +81,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
         elif revision not in _REVISIONS:
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
+        elif (location := self.server.redirects.get("/".join(parts[4:]))) is not None:
+            content = hub.files["/".join(parts[4:])]
+            headers = {
+                "Location": location, "X-Repo-Commit": _REVISIONS[revision], "ETag": f'"{_digest(content)}"',
+                "X-Linked-Size": str(len(content)),
+            }  # fmt: skip
+            self._send(302, b"", headers, with_body)
+        elif path.startswith("/api/") and "tree" in parts and hub.described is not None:
+            self._send(200, hub.described, {}, with_body)
         elif path.startswith("/api/"):
             self._send(200, self._described(parts, _REVISIONS[revision]), {}, with_body)
         elif hub.missing_from is not None:

@@ -149,7 +149,7 @@ def test_weights_that_the_model_does_not_have_are_reported(tmp_path: Path) -> No
 EXPANDING = """
 import sys
 from tokenizers import normalizers
-from tests.training.test_seams import made, tokens_of
+from tests.harness.tokenizers import made, tokens_of
 tokenizer = made("first")
 many = [normalizers.Replace("a", "a" * 200) for _ in range(4)]
 tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(many)

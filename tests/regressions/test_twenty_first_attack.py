@@ -20,8 +20,8 @@ from app.contract.spec import MethodSpec
 from tests.harness.any_family import lay_any, make_any, small_config
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
+from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end, weights
-from tests.training.test_seams import made, tokens_of
 from workers.training.adapters import with_adapters
 from workers.training.batches import cut_window
 from workers.training.data import Tokeniser

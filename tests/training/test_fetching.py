@@ -3,17 +3,22 @@ hub's cache.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub.utils._http as hub_http
 import pytest
 
-from tests.harness.hub import Hub, running_hub
+from app.contract.model_reference import HUB_NAME
+from tests.harness.hub import COMMIT, Hub, running_hub
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import HIDDEN_VARIABLE, TOKEN_VARIABLE, RunDirectory
+from workers.training.hub_limits import LISTING_BYTES, DownloadLimits, NotFollowed, TooMuch, TooSlow
 from workers.training.isolation import named_view
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
@@ -128,3 +133,91 @@ def test_what_the_hub_says_does_not_become_a_path(tmp_path: Path, hub: Hub, what
     assert "not allowed" in failure.message
     assert not list(tmp_path.rglob("*stolen*"))
     assert not Path("/tmp/accrue-stolen").exists()
+
+
+def refusal(run: RunDirectory, hub: Hub, tmp_path: Path) -> str:
+    """Why a run could not fetch its model; a later attempt would not help."""
+    done = trained(run, hub.url, tmp_path / "hub")
+    assert done.returncode == 1, done.stderr
+    failure = run.failure()
+    assert failure is not None
+    assert (failure.code, failure.permanent) == ("model_not_loaded", True)
+    return failure.message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "169.254.169.254"])
+def test_redirects_to_this_machine_are_not_followed(tmp_path: Path, hub: Hub, host: str) -> None:
+    with running_hub(tmp_path / "source") as internal:
+        hub.redirects["chat_template.jinja"] = (
+            f"http://{host}:{internal.server_port}/me/tiny/resolve/main/config.json"
+        )
+        assert "not on the public internet" in refusal(laid(tmp_path / "data"), hub, tmp_path)
+        assert not internal.downloaded
+
+
+def test_redirects_within_the_hub_are_followed(tmp_path: Path, hub: Hub) -> None:
+    hub.files["moved"] = hub.files["config.json"]
+    hub.redirects["config.json"] = f"/me/tiny/resolve/{COMMIT}/moved"
+    run = laid(tmp_path / "data")
+    done = trained(run, hub.url, tmp_path / "hub")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("described", [b'{"a": 1}', b"[1]", b'[{"path": 1}]', b"[", b" " * (33 * 2**20)])
+def test_a_listing_that_is_none_fails_the_job_with_the_reason(
+    tmp_path: Path, hub: Hub, described: bytes
+) -> None:
+    hub.described = described
+    assert "could not be loaded" in refusal(laid(tmp_path / "data"), hub, tmp_path)
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a/../b", "x/..", "/x", ".git", "a//b"])
+def test_a_revision_is_not_a_path(tmp_path: Path, hub: Hub, revision: str) -> None:
+    assert not re.fullmatch(HUB_NAME, f"me/tiny@{revision}")
+    run = laid(tmp_path / "data")
+    assignment = run.assignment()
+    model = assignment.spec.model.model_copy(update={"revision": revision})
+    spec = assignment.spec.model_copy(update={"model": model})
+    run.write_assignment(assignment.model_copy(update={"spec": spec}))
+    assert "revision is not a name" in refusal(run, hub, tmp_path)
+    assert not hub.downloaded
+
+
+def test_downloads_are_limited() -> None:
+    now = [0.0]
+    limits = DownloadLimits("http://hub", 1000, lambda: now[0])
+    limits._count(2**31, described=False)
+    with pytest.raises(TooMuch, match=r"2\.0 GiB"):
+        limits._count(20_000, described=False)
+    slow = DownloadLimits("http://hub", 1000, lambda: now[0])
+    slow._count(1000, described=False)
+    now[0] = 119.0
+    slow._count(1000, described=False)
+    now[0] = 121.0
+    with pytest.raises(TooSlow):
+        slow._count(1000, described=False)
+    described = DownloadLimits("http://hub", 1000, lambda: now[0])
+    described._count(LISTING_BYTES, described=True)
+    with pytest.raises(TooMuch, match="describes"):
+        described._count(1, described=True)
+
+
+@pytest.mark.parametrize("private", ["http://10.0.0.1/a", "https://127.0.0.1/a", "ftp://example.com/a"])
+def test_a_request_goes_only_to_the_hub_or_the_public_internet(private: str) -> None:
+    http: Any = getattr(hub_http, "httpx2", None) or hub_http.httpx  # type: ignore[attr-defined]
+    limits = DownloadLimits("http://hub:8000", 1000)
+    own = http.Request("GET", "http://hub:8000/a")
+    limits.check_request(own)
+    assert str(own.url) == "http://hub:8000/a"
+    with pytest.raises(NotFollowed):
+        limits.check_request(http.Request("GET", private))
+
+
+def test_a_request_connects_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    http: Any = getattr(hub_http, "httpx2", None) or hub_http.httpx  # type: ignore[attr-defined]
+    monkeypatch.setattr("workers.training.hub_limits.resolve_host", lambda host, port: "93.184.215.14")
+    request = http.Request("GET", "https://files.example/a?b=c")
+    DownloadLimits("https://hub", 1000).check_request(request)
+    assert str(request.url) == "https://93.184.215.14/a?b=c"
+    assert request.headers["Host"] == "files.example"
+    assert request.extensions["sni_hostname"] == "files.example"

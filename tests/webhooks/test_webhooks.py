@@ -17,6 +17,7 @@ from sqlalchemy import select, update
 from standardwebhooks import Webhook, WebhookVerificationError
 from starlette.testclient import TestClient
 
+from app.contract.public_addresses import is_public
 from app.errors import BadSetting
 from app.jobs import lifecycle, queue
 from app.main import create_app
@@ -24,7 +25,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Delivery, Job
 from app.webhooks import deliverer as module
-from app.webhooks.addresses import NotAllowed, check, is_public, resolve
+from app.webhooks.addresses import NotAllowed, check, resolve
 from app.webhooks.deliverer import Deliverer
 from app.webhooks.signature import signer
 from tests.harness.claims import claim

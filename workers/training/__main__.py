@@ -157,9 +157,10 @@ def _fetch(run: RunDirectory) -> int:
         with run.at_work():  # nothing is reported during a download
             fetch(assignment.spec.model, assignment.model_path)
     except Exception as error:
-        if not isinstance(error, (OSError, ValueError, ImportError)) and not may_pass(error):
-            raise
-        first = first_line(error, assignment, run.base)
+        known = isinstance(error, (OSError, ValueError, ImportError)) or may_pass(error)
+        if not known:
+            log.exception("the download failed")
+        first = first_line(error, assignment, run.base) if known else "the hub's answers cannot be read"
         message = f"the model {assignment.spec.model.name} could not be loaded: {first}"
         failure = Failure(code="model_not_loaded", message=message, permanent=not may_pass(error))
         run.write_failure(failure)

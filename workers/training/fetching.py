@@ -15,6 +15,7 @@ from app.contract.model_files import TEMPLATES
 from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.enclosure import in_a_child
+from workers.training.hub_limits import DownloadLimits
 
 _FETCHED = "ACCRUE_MODEL_FETCHED"
 """Set once the files are fetched: from then on, nothing is downloaded."""
@@ -57,11 +58,14 @@ def fetch(model: ModelReference, path: str) -> Path:
     if model.source != "hub":
         return Path(path)
     os.environ["HF_HUB_DISABLE_XET"] = "1"  # which would send the token to an address that an answer names
-    from huggingface_hub import snapshot_download
+    if model.revision is not None and not _REVISION.fullmatch(model.revision):
+        raise ValueError("the model's revision is not a name")
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # is documented
 
     disable_progress_bars()
     _check_names()
+    DownloadLimits(constants.ENDPOINT, model.architecture.parameters).apply()
     try:
         return Path(
             snapshot_download(
@@ -118,6 +122,7 @@ def _check_commit(commit: str | None) -> None:
         raise ValueError("the hub's answer names a commit in a way that is not allowed")
 
 
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
