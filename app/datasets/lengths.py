@@ -6,20 +6,24 @@ A request for lengths is a request for a preview that shows no samples (`preview
 
 import hashlib
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 
 from app.contract.preview import Lengths, PreviewSpec
 from app.contract.spec import Spec
 from app.devices import live_workers
 from app.storage.database import Database, database_now, insert_for
-from app.storage.session import Session
-from app.storage.tables import PreviewRequest, StoredLengths
+from app.storage.session import OF_EVERYONE, Session
+from app.storage.tables import File, PreviewRequest, StoredLengths
 from app.storage.waits import Gone, never, until_found
 
 _PREFIX = "tokens-"
 """Of the ids of requests for lengths. They are answered after those of previews (`preview-…`), which somebody
 waits for."""
 _MOST_KEPT = 10_000
+_MOST_OPEN = 4
+"""The maximum number of open requests of one owner: each takes the profiler a second or more."""
+_FORGOTTEN_AFTER_SECONDS = 600.0
+"""Requests, and errors, are forgotten after this time, so that they are made again."""
 
 
 def order_of(spec: Spec) -> PreviewSpec | None:
@@ -38,19 +42,36 @@ def find(session: Session, order: PreviewSpec) -> Lengths | None:
 
 
 def request(session: Session, order: PreviewSpec) -> bool:
-    """Requests a measurement without waiting for it. Returns whether it is still to be made: it is not if no
-    worker is there to make it, or if one has failed to."""
+    """Requests a measurement without waiting for it. Returns whether this is a new request: not if no worker
+    is there, if it was made before, or if too many others of the file's owner are still open."""
     if not live_workers.any_alive(session):
+        return False
+    now = session.execute(select(database_now())).scalar_one()
+    is_old = PreviewRequest.created_at < now - _FORGOTTEN_AFTER_SECONDS
+    session.execute(delete(PreviewRequest).where(PreviewRequest.id.startswith(_PREFIX), is_old))
+    owner = select(File.owner).where(File.id == order.data.file_id).scalar_subquery()
+    still_open = (
+        select(func.count())
+        .select_from(PreviewRequest)
+        .join(File, File.id == PreviewRequest.file_id)
+        .where(
+            PreviewRequest.id.startswith(_PREFIX),
+            PreviewRequest.error.is_(None),
+            File.owner.is_not_distinct_from(owner),
+        )
+    )
+    if session.execute(still_open, execution_options=OF_EVERYONE).scalar_one() >= _MOST_OPEN:
         return False
     statement = insert_for(session, PreviewRequest).values(
         id=_request_id(order),
-        created_at=session.scalar(select(database_now())),
+        created_at=now,
         file_id=order.data.file_id,
         order=order.model_dump(mode="json"),
     )
-    session.execute(statement.on_conflict_do_nothing(index_elements=["id"]))
-    error = select(PreviewRequest.error).where(PreviewRequest.id == _request_id(order))
-    return session.scalar(error) is None
+    made = session.execute(
+        statement.on_conflict_do_nothing(index_elements=["id"]).returning(PreviewRequest.id)
+    )
+    return made.one_or_none() is not None
 
 
 def keep(session: Session, request: PreviewRequest, found: Lengths) -> None:

@@ -55,7 +55,8 @@ class AdmittedRequest:
     profile_key: ProfileKey
     """The memory profile that the plan needs; until it has been made, the plan is by formula."""
     measuring: PreviewSpec | None = None
-    """The lengths that are being measured; until they have been, the plan is for samples of `max_length`."""
+    """The lengths whose measurement this request has caused; until they are known, the plan is for samples of
+    `max_length`."""
 
 
 def is_slow(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:

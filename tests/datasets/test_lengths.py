@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from app.contract.preview import Lengths, PreviewSpec
 from app.contract.spec import Spec
@@ -48,10 +48,10 @@ def order(spec: Spec) -> PreviewSpec:
 def test_lengths_are_measured_once_and_kept(
     database: Database, settings: Settings, spec: Spec, order: PreviewSpec
 ) -> None:
-    for _ in range(2):
+    for is_new in (True, False):
         with database.writing() as session:
             assert lengths.find(session, order) is None
-            assert lengths.request(session, order)
+            assert lengths.request(session, order) is is_new
     assert profiler.answer_one(database, settings)
     assert not profiler.answer_one(database, settings)
     asyncio.run(lengths.wait_for(database, order, 5.0))
@@ -91,6 +91,19 @@ def test_a_measurement_that_failed_is_not_repeated(
     with database.writing() as session:
         assert not lengths.request(session, bad)
     asyncio.run(lengths.wait_for(database, bad, 5.0))
+
+
+def test_one_owner_has_few_open_requests(database: Database, order: PreviewSpec) -> None:
+    def with_length(number: int) -> PreviewSpec:
+        return order.model_copy(update={"data": order.data.model_copy(update={"max_length": number})})
+
+    with database.writing() as session:
+        assert [lengths.request(session, with_length(number)) for number in range(100, 106)] == [
+            *[True] * 4, False, False,
+        ]  # fmt: skip
+        session.execute(update(PreviewRequest).values(created_at=1.0))
+        assert lengths.request(session, with_length(200)), "older ones are forgotten"
+        assert len(session.scalars(select(PreviewRequest)).all()) == 1
 
 
 def test_without_a_worker_nothing_is_requested(database: Database, order: PreviewSpec) -> None:

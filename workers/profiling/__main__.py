@@ -14,7 +14,7 @@ from app.contract.memory_profile import Profile, Recipe
 from app.logs import configure
 from app.memory_profiles import profiles
 from app.planning.catalogue import TINY_GPT2
-from app.settings import get_settings
+from app.settings import Settings, get_settings
 from app.storage.database import ChangeDetector, Database
 from workers.profiling import previews
 from workers.profiling.profile import make_profile
@@ -60,12 +60,19 @@ def main() -> None:
     changes = ChangeDetector(database)
     while not stopped:
         try:
-            if not changes.any() or not (previews.answer_one(database, settings) or answer_one(database)):
+            if not changes.any() or not _answer_next(database, settings):
                 time.sleep(_POLL_SECONDS)
         except OperationalError as error:
             log.warning("the database did not answer", error=str(error.orig))
             time.sleep(_RETRY_SECONDS)
     database.close()
+
+
+def _answer_next(database: Database, settings: Settings) -> bool:
+    """Answers the next request of each kind, so that many of one kind do not delay the other. Returns False
+    if there is none."""
+    previewed, profiled = previews.answer_one(database, settings), answer_one(database)
+    return previewed or profiled
 
 
 def answer_one(database: Database) -> bool:

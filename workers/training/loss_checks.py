@@ -222,8 +222,8 @@ def check_packing(
     if not loader.form.packed or fallbacks.padded is False:
         return
     rows = [loader.samples.read(sample)[0][:_CHECKED_TOKENS] for sample in _typical_samples(loader)]
-    found = _packing_errors(replica, rows, packed, padded)
-    if group.from_first(not found.within(_IN_FP64, _rounding_of_weights(replica))):
+    found, rounding = _packing_errors(replica, rows, packed, padded)
+    if group.from_first(not found.within(_IN_FP64, rounding)):
         exact = _packing_errors_in_fp64(replica, rows, packed, padded)
         fallbacks.padded = group.from_first(exact is None or not exact.within(_IN_FP64, _IN_FP64))
     else:
@@ -241,16 +241,23 @@ def check_packing(
 
 def _packing_errors(
     replica: Replica, rows: Sequence[Tokens], packed: BatchLayout, padded: BatchLayout
-) -> "PackingErrors":
-    """`packing_errors` without autocast or, if the model's kernels need it, with it."""
+) -> tuple["PackingErrors", float]:
+    """`packing_errors`, and how much rounding may change a loss. Without autocast, unless the model's kernels
+    need it, or ranks exchange parts of the model."""
+
+    def errors() -> PackingErrors:
+        return packing_errors(replica.token_loss, rows, packed, padded, replica.device)
+
     with models.without_randomness(replica.model):
-        try:
-            return packing_errors(replica.token_loss, rows, packed, padded, replica.device)
-        except RuntimeError as error:
-            if replica.is_sharded or guards.is_out_of_memory(error):
-                raise
+        if not replica.is_sharded:
+            try:
+                return errors(), _rounding_of_weights(replica)
+            except RuntimeError as error:
+                if guards.is_out_of_memory(error):
+                    raise
         with replica.autocast():
-            return packing_errors(replica.token_loss, rows, packed, padded, replica.device)
+            narrow = replica.precision in models.AUTOCAST
+            return errors(), _ROUNDING_IN_16_BITS if narrow else _rounding_of_weights(replica)
 
 
 def _packing_errors_in_fp64(
@@ -273,7 +280,10 @@ def _rounding_of_weights(replica: Replica) -> float:
         weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
         for weight in replica.model.parameters()
     )
-    return 1e-3 if narrow else 1e-6
+    return _ROUNDING_IN_16_BITS if narrow else 1e-6
+
+
+_ROUNDING_IN_16_BITS = 1e-3
 
 
 def _typical_samples(loader: Loader) -> list[int]:
