@@ -23,6 +23,7 @@ from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end, weights
 from workers.training.adapters import with_adapters
+from workers.training.base_model import load_tokenizer
 from workers.training.batches import cut_window
 from workers.training.data import Tokeniser
 from workers.training.exceptions import CannotTrain
@@ -89,6 +90,20 @@ def test_further_templates_of_a_model_are_kept(tmp_path: Path) -> None:
     (source / TEMPLATES / "other.jinja").symlink_to(outside)
     with pytest.raises(CannotTrain, match="leads out of its folder"):
         stage(source, tmp_path / "other")
+
+
+def test_a_result_has_all_of_the_model_s_templates(tmp_path: Path) -> None:
+    model, tokenizer = tmp_path / "model", make_tokenizer()
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = {"default": plain, "tool_use": f"TOOLS{plain}"}
+    make_any(small_config("llama")).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    assert (model / TEMPLATES).is_dir()
+    run = lay_any(tmp_path / "run", "llama", make_spec(data=small_data(), max_steps=2))
+    outcome = run_to_end(run)
+    assert sorted(outcome.files) == sorted(path.name for path in run.model.iterdir())
+    assert all((run.model / name).is_file() for name in outcome.files)
+    assert load_tokenizer(stage(run.model, tmp_path / "staged")).chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8, torch.bool])

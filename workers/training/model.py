@@ -238,7 +238,8 @@ def save(
         shutil.rmtree(leftover)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    # Several chat templates would be saved in a folder, and a result consists of plain files.
+    tokenizer.save_pretrained(partial, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
     if (adapters := partial / "adapter_config.json").exists():  # where peft has put a path of this machine
         own = {"base_model_name_or_path": base, "revision": revision}
         adapters.write_text(json.dumps({**json.loads(adapters.read_text()), **own}, indent=2))
