@@ -49,8 +49,8 @@ from app.web.pagination import page
 
 router = APIRouter(prefix="/training", tags=["training"])
 
-_DRY_RUN_WAITS, _LENGTHS_WAIT = 1.5, 3.0
-"""Seconds that a dry run waits for a simulation, and for the samples' lengths. A submission does not wait:
+_DRY_RUN_WAITS = 1.5
+"""Seconds that a dry run waits for the samples' lengths, and for a simulation. A submission does not wait:
 the worker plans again."""
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
@@ -252,7 +252,7 @@ async def _dry_run(request: Request, handler: "_Handler") -> AdmittedRequest:
     if checked.measuring is not None and waits.has_place(key_id):
         with waits.place(key_id):
             await lengths.wait_for(
-                handler.inputs.database, checked.measuring, _LENGTHS_WAIT, request.is_disconnected
+                handler.inputs.database, checked.measuring, _DRY_RUN_WAITS, request.is_disconnected
             )
         checked = await slowly(handler.check)
     if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
