@@ -177,8 +177,8 @@ def _uploaded(client: Client, data: str, columns: dict[str, str] | None) -> Iter
     if Path(data).suffix.lower() not in SUFFIXES:
         _text(Path(data))  # raises if it is no text
         raise InvalidRequest(
-            f"{data} has no suffix that accrue knows, so accrue submit trains on it as one text, split into "
-            "samples of max_length tokens: every token counts toward the loss, so there is no preview"
+            f"accrue preview reads only files that end in {', '.join(SUFFIXES)}. accrue submit would train "
+            f"on {data} as one plain text: rename it to .txt to preview it"
         )
     stored = None if columns else client.find_uploaded(Path(data))
     if stored is not None:

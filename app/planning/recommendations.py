@@ -219,10 +219,10 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
-            why="a sweep on this kind of device measured no gain from larger micro-batches, although up to "
-            f"{situation.micro_batch} full-length samples are predicted to fit: more accumulation steps "
-            "with micro-batches of this size cost no throughput. If you leave the split to the planner, a "
-            "micro-batch holds more samples than this if they are shorter than max_length",
+            why="a sweep on this kind of device measured no gain from larger micro-batches (up to "
+            f"{situation.micro_batch} full-length samples would fit), so use this size and more accumulation "
+            "steps. If you let the planner split the batch, it puts more samples than this into a "
+            "micro-batch when they are short",
             evidence="measured",
             confidence="high",
         )

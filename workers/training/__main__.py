@@ -194,7 +194,7 @@ def _report_end(run: RunDirectory, stop: StopSignal, work: Work, rank: int = 0) 
         try:
             work(reporter, run, stop)
         except Interrupted:
-            reporter.event("interrupted", "A stop was requested: a checkpoint was written.")
+            reporter.event("interrupted", "Training was interrupted: a checkpoint was written.")
             return INTERRUPTED
         except CannotTrain as error:
             run.write_failure(Failure(code=error.code, message=str(error), permanent=True), rank)

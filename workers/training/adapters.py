@@ -70,11 +70,14 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
     dropout = lora.dropout
     if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
         targets = targets._replace(weights=[])
-        warnings.warn("the experts are not adapted, since the job that is continued did not", stacklevel=2)
+        warnings.warn(
+            "the experts get no adapters, because the job that is continued gave them none", stacklevel=2
+        )
     elif targets.weights and dropout and saved:
         dropout = 0.0
         warnings.warn(
-            "LoRA's dropout is 0: the job that is continued adapted the experts, which cannot have dropout",
+            "LoRA's dropout was set to 0, because the job that is continued has adapters on its experts, "
+            "which cannot have dropout",
             stacklevel=2,
         )
     elif targets.weights and dropout:
