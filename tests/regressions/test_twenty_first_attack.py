@@ -138,6 +138,22 @@ def test_adapters_of_shared_weights_are_not_merged(tmp_path: Path, module: str, 
     with_adapters(make_any(config), adapters.model_copy(update={"merge": False}), 0)
 
 
+def test_adapters_of_a_block_that_is_used_twice_are_merged() -> None:
+    model = make_any(small_config("llama"))
+    first, second = model.model.layers[:2]
+    second.self_attn = first.self_attn
+    with_adapters(model, LORA.model_copy(update={"merge": True}), 0).merge_and_unload()
+
+
+def test_adapters_of_a_layer_that_is_used_twice_are_not_merged() -> None:
+    """peft adapts it in one of its places."""
+    model = make_any(small_config("llama"))
+    first, second = model.model.layers[:2]
+    second.self_attn.q_proj = first.self_attn.q_proj
+    with pytest.raises(CannotTrain, match="shares its weights"):
+        with_adapters(model, LORA.model_copy(update={"merge": True}), 0)
+
+
 def test_named_modules_of_towers_are_not_adapted() -> None:
     model = make_any(small_config("gemma3"))
     adapters = LORA.model_copy(update={"target_modules": ("q_proj",)})

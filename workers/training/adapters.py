@@ -124,10 +124,14 @@ def _freeze_what_is_not_loaded_again(adapted: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what would be saved beside the adapters
         found: Any = set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted))
-    lost = {name for name in found.missing_keys if ".lora_" in name}
-    for name, parameter in adapted.named_parameters():
-        if name in lost:
-            parameter.requires_grad_(False)
+    named = {
+        name: weight for name, weight in adapted.named_parameters(remove_duplicate=False) if ".lora_" in name
+    }
+    missing = named.keys() & set(found.missing_keys)
+    loaded = {id(weight) for name, weight in named.items() if name not in missing}
+    lost = {name for name in missing if id(named[name]) not in loaded}  # a layer may have several names
+    for name in lost:
+        named[name].requires_grad_(False)
     if lost:
         layers = sorted({_plain(name.partition(".lora_")[0]) for name in lost})
         some = ", ".join(layers[:_SHOWN]) + (", …" if len(layers) > _SHOWN else "")
@@ -161,7 +165,7 @@ def check_mergeable(adapted: torch.nn.Module) -> None:
         if not hasattr(module, "lora_A"):
             continue
         for weight in module.get_base_layer().parameters():
-            others = [each for each in users[id(weight)] if not each.startswith(f"{name}.")]
+            others = [each for each in users[id(weight)] if not _is_within(adapted, each, module)]
             if others:
                 layer, other = (_plain(each) for each in (name, others[0].rpartition(".")[0]))
                 raise CannotTrain(
@@ -169,6 +173,12 @@ def check_mergeable(adapted: torch.nn.Module) -> None:
                     f"lora: {layer} shares its weights with {other}, which merged adapters would change "
                     "too: set merge to false and train on adapters alone, or leave it out of target_modules",
                 )
+
+
+def _is_within(model: torch.nn.Module, parameter: str, module: torch.nn.Module) -> bool:
+    """Whether a parameter, by name, belongs to a module, which may have several names."""
+    parts = parameter.split(".")
+    return any(model.get_submodule(".".join(parts[:length])) is module for length in range(1, len(parts)))
 
 
 def _plain(name: str) -> str:
