@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from app.jobs.schemas import TrainingConfig, TrainingRequest
 from tests.harness.commands import commands
 from tests.harness.runs import until, write_texts
 from tests.harness.service import Accrue, running
@@ -120,3 +121,13 @@ def test_every_command_is_documented() -> None:
 def test_every_guide_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in GUIDES if f"]({name})" not in text] == []
+
+
+def test_documented_defaults_are_those_of_requests() -> None:
+    rows = re.findall(r"^\| `([a-z_.]+)` \| `([^`]+)`", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    for field, value in rows:
+        owner, _, name = field.rpartition(".")
+        model = TrainingConfig if owner == "training_config" else TrainingRequest
+        default = model.model_fields[name].default
+        assert value == (str(default).lower() if isinstance(default, bool) else str(default)), field
