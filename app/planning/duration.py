@@ -1,5 +1,5 @@
-"""How long a run takes, before any job has trained the same model: from the work that it is, and the speed
-at which other jobs did theirs.
+"""How long a run takes, before any job has trained the same model: from the amount of
+work, and the speed at which other jobs did theirs.
 
 A window's time is modelled as
 

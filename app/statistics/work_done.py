@@ -1,4 +1,4 @@
-"""What finished jobs computed, and in which time: the evidence for the duration of others."""
+"""How much work finished jobs did and how long it took, from which the duration of others is predicted."""
 
 from dataclasses import dataclass
 from math import inf

@@ -1,5 +1,5 @@
-"""The duration of a job before it runs, as a range: from the same model's earlier job, or from the work that
-it is."""
+"""The duration of a job before it runs, as a range: from the same model's earlier job, or from the
+amount of work."""
 
 from dataclasses import dataclass
 from math import ceil
