@@ -117,7 +117,7 @@ def check_statistics(shared: Accrue, job: Any, config: Any) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        {"text": "a longer text to learn"},
+        pytest.param({"text": "a longer text to learn"}, marks=pytest.mark.slow),
         {"prompt": "two and two is ", "completion": "four"},
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
     ],

@@ -29,7 +29,10 @@ def undisturbed(shared: Accrue) -> dict[str, Any]:
     return end
 
 
-@pytest.mark.parametrize("step", sorted(DRAWN.sample(range(1, STEPS - 15), 2)))
+FIRST, SECOND = sorted(DRAWN.sample(range(1, STEPS - 15), 2))
+
+
+@pytest.mark.parametrize("step", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
 def test_a_killed_trainer_s_job_resumes_and_ends_bit_for_bit_the_same(
     shared: Accrue, undisturbed: dict[str, Any], step: int
 ) -> None:
