@@ -32,8 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="one of many faults: make test-faults"))
         if item.get_closest_marker("sqlite") and config.getoption("--postgresql"):
             item.add_marker(pytest.mark.skip(reason="about SQLite"))
+        elif config.getoption("--postgresql") and not _DATABASES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.skip(reason="without a database"))
         if item.get_closest_marker("postgresql") and not config.getoption("--postgresql"):
             item.add_marker(pytest.mark.skip(reason="about PostgreSQL: pytest --postgresql"))
+
+
+_DATABASES = {"server", "database_url"}
+"""Fixtures on which every test with a database depends."""
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,8 @@ from workers.training.exceptions import CannotTrain
 from workers.training.model_files import stage
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
 
+pytestmark = pytest.mark.sqlite
+
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
