@@ -16,12 +16,12 @@ from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, PreviewRequest, StoredLengths
 from app.storage.waits import Gone, never, until_found
 
-_PREFIX = "tokens-"
+PREFIX = "tokens-"
 """Of the ids of requests for lengths. They are answered after those of previews (`preview-…`), which somebody
 waits for."""
 _MOST_KEPT = 10_000
 _MOST_OPEN = 4
-"""The maximum number of open requests of one owner: each takes the profiler a second or more."""
+"""The maximum number of requests of one owner, open or failed: each takes the profiler a second or more."""
 _FORGOTTEN_AFTER_SECONDS = 600.0
 """Requests, and errors, are forgotten after this time, so that they are made again."""
 
@@ -43,20 +43,19 @@ def find(session: Session, order: PreviewSpec) -> Lengths | None:
 
 def request(session: Session, order: PreviewSpec) -> bool:
     """Requests a measurement without waiting for it. Returns whether this is a new request: not if no worker
-    is there, if it was made before, or if too many others of the file's owner are still open."""
+    is there, if it was made before, or if too many others of the file's owner are open or have failed."""
     if not live_workers.any_alive(session):
         return False
     now = session.execute(select(database_now())).scalar_one()
     is_old = PreviewRequest.created_at < now - _FORGOTTEN_AFTER_SECONDS
-    session.execute(delete(PreviewRequest).where(PreviewRequest.id.startswith(_PREFIX), is_old))
+    session.execute(delete(PreviewRequest).where(PreviewRequest.id.startswith(PREFIX), is_old))
     owner = select(File.owner).where(File.id == order.data.file_id).scalar_subquery()
     still_open = (
         select(func.count())
         .select_from(PreviewRequest)
         .join(File, File.id == PreviewRequest.file_id)
         .where(
-            PreviewRequest.id.startswith(_PREFIX),
-            PreviewRequest.error.is_(None),
+            PreviewRequest.id.startswith(PREFIX),
             File.owner.is_not_distinct_from(owner),
         )
     )
@@ -104,7 +103,7 @@ async def wait_for(database: Database, order: PreviewSpec, seconds: float, gone:
 
 
 def _request_id(order: PreviewSpec) -> str:
-    return _PREFIX + _key(order)
+    return PREFIX + _key(order)
 
 
 def _key(order: PreviewSpec) -> str:

@@ -48,7 +48,8 @@ async def ask(database: Database, order: PreviewSpec, seconds: float, gone: Gone
 
 
 def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest | None:
-    """The next request to work on: owners take turns, and each owner's oldest request comes first.
+    """The next request to work on: previews, which somebody waits for, before lengths. Owners take turns, and
+    each owner's oldest request comes first.
 
     Args:
         served: the monotonic time at which each owner was last served; updated in place.
@@ -62,7 +63,10 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
     waiting = session.execute(oldest, execution_options=OF_EVERYONE).all()
     if not waiting:
         return None
-    request_id, owner = min(waiting, key=lambda each: (served.get(each[1], 0.0), each[0]))
+    request_id, owner = min(
+        waiting,
+        key=lambda each: (each[0].startswith(lengths.PREFIX), served.get(each[1], 0.0), each[0]),
+    )
     served[owner] = time.monotonic()
     return session.scalars(
         update(PreviewRequest)

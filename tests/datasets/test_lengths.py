@@ -106,6 +106,29 @@ def test_one_owner_has_few_open_requests(database: Database, order: PreviewSpec)
         assert len(session.scalars(select(PreviewRequest)).all()) == 1
 
 
+def test_previews_are_made_before_lengths_of_any_owner(database: Database, order: PreviewSpec) -> None:
+    with database.writing() as session:
+        assert lengths.request(session, order)
+        session.flush()
+        preview = order.model_copy(update={"shown": 1}).model_dump(mode="json")
+        session.add(PreviewRequest(id="preview-1", created_at=1.0, file_id="file-1", order=preview))
+        other = File(
+            id="file-2", created_at=0.0, filename="f", purpose="fine-tune", bytes=1, sha256="0",
+            format="text", examples=1, inline=True, owner="other",
+        )  # fmt: skip
+        session.add(other)
+        session.flush()
+        session.add(PreviewRequest(id="preview-2", created_at=2.0, file_id="file-2", order=preview))
+    served: dict[str | None, float] = {"other": 9e9}
+    claimed = []
+    for _ in range(3):
+        with database.writing() as session:
+            request = previews.claim(session, served)
+            assert request is not None
+            claimed.append(request.id)
+    assert claimed[:2] == ["preview-1", "preview-2"]
+
+
 def test_without_a_worker_nothing_is_requested(database: Database, order: PreviewSpec) -> None:
     with database.writing() as session:
         session.delete(session.get_one(Worker, "worker-1"))
