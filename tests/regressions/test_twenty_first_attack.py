@@ -1,4 +1,4 @@
-"""Regression tests for the twenty-first attack."""
+"""Regression tests for the twenty-first attack, and for the twenty-second, on its fixes."""
 
 import json
 from pathlib import Path
@@ -24,10 +24,10 @@ from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end, weights
 from workers.training.adapters import with_adapters
 from workers.training.base_model import load_tokenizer
-from workers.training.batches import cut_window
+from workers.training.batches import Buckets, cut_window
 from workers.training.data import Tokeniser
 from workers.training.exceptions import CannotTrain
-from workers.training.model_files import stage
+from workers.training.model_files import stage, weight_files
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
 
 pytestmark = pytest.mark.sqlite
@@ -254,7 +254,7 @@ def test_long_samples_are_cut_apart(
     for group in groups:
         assert len({lengths[each] > 16 for each in group}) == 1
     if isinstance(cut, FixedCount) and cut.micro_batches > 1:
-        assert len(groups) <= cut.micro_batches
+        assert len(groups) == min(cut.micro_batches, len(lengths))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_oss", "qwen3_next", "bloom", "hy_v4", "falcon_h1"])
@@ -305,3 +305,88 @@ def test_the_weights_of_a_model_in_several_files_are_checked(tmp_path: Path) -> 
     save_file({**kept, name: kept[name].to(torch.float8_e4m3fn)}, last, {"format": "pt"})
     with pytest.raises(CannotTrain, match="quantized"):
         run_to_end(lay_any(tmp_path / "other", "llama", make_spec(data=small_data(), max_steps=2)))
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_packing_is_checked_with_few_samples(tmp_path: Path, samples: int) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n' * samples)
+    spec = make_spec(data=small_data(packing=True), max_steps=2, certificate=False)
+    run = lay_any(tmp_path / "run", "opt", spec)
+    run_to_end(run)
+    assert any("are padded instead" in event["message"] for event in events_of_kind(run, "changed"))
+
+
+def test_packing_is_checked_with_long_samples(tmp_path: Path) -> None:
+    """Beyond some length, deepseek_v4 compresses what is before, of other samples too."""
+    lines = [json.dumps({"text": "abcdefg hi" * (19 + number % 4)}) for number in range(6)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    data = small_data(packing=True).model_copy(update={"max_length": 256})
+    run = lay_any(tmp_path / "run", "deepseek_v4", make_spec(data=data, max_steps=2, certificate=False))
+    run_to_end(run)
+    assert any("are padded instead" in event["message"] for event in events_of_kind(run, "changed"))
+
+
+def kinds_of(tmp_path: Path, family: str, change: Any) -> None:
+    """Trains a model after a change of its weights."""
+    model = tmp_path / "model"
+    make_any(small_config(family)).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    kept = load_file(model / "model.safetensors")
+    change(kept)
+    save_file(kept, model / "model.safetensors", {"format": "pt"})
+    run_to_end(lay_any(tmp_path / "run", family, make_spec(data=small_data(), max_steps=2)))
+
+
+def of_experts(kept: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in kept if name.endswith("experts.gate_up_proj")]:
+        kept[name] = kept[name].to(torch.float8_e4m3fn)
+
+
+def with_scales(kept: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in kept if name.endswith("experts.gate_up_proj")]:
+        kept[f"{name}_scale"] = torch.ones(1)
+
+
+def of_unused_layers(kept: dict[str, torch.Tensor]) -> None:
+    kept["mtp.layers.0.up_proj.weight"] = torch.zeros(8, 8).to(torch.float8_e4m3fn)
+    kept["mtp.layers.0.up_proj.weight_scale_inv"] = torch.ones(1)
+
+
+@pytest.mark.parametrize("change", [of_experts, with_scales])
+def test_quantized_experts_are_refused(tmp_path: Path, change: Any) -> None:
+    with pytest.raises(CannotTrain, match="experts"):
+        kinds_of(tmp_path, "gpt_oss", change)
+
+
+def test_quantized_layers_that_are_not_used_do_not_matter(tmp_path: Path) -> None:
+    kinds_of(tmp_path, "llama", of_unused_layers)
+
+
+def test_an_index_beside_the_whole_weights_is_not_used(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text('{"weight_map": {"a": "other.safetensors"}}')
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_compiled_shapes_keep_short_samples_short() -> None:
+    lengths = np.arange(1, 65)
+    rounded = Buckets(1024, 64, apart=18).length(lengths)
+    assert (rounded >= lengths).all()
+    assert (rounded[lengths <= 18] <= 18).all()
+    assert Buckets(1024, 64).length(np.array([17])) > 18
+
+
+@pytest.mark.parametrize("letters", ["ACGT", "\u0430\u0431\u0432"])
+def test_tokens_before_a_text_are_found_with_any_vocabulary(letters: str) -> None:
+    from tokenizers import Tokenizer, models, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    special = ["[CLS]", "[SEP]", "<eos>"]
+    inner.train_from_iterator([letters * 3], trainers.BpeTrainer(special_tokens=special, vocab_size=20))
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", cls_token="[CLS]")
+    tokens, _ = tokens_of(tokenizer, {"prompt": letters, "completion": letters})
+    assert tokens[:1] == [0]

@@ -213,7 +213,7 @@ def _read(assignment: Assignment, folder: Path, attention: str) -> tuple[Any, li
     )
     model, found = loaded
     _check_weights(assignment, found)
-    _check_kinds(folder, found)
+    _check_kinds(folder, model, found)
     return model, _unused(found)
 
 
@@ -225,7 +225,7 @@ def _unused(found: dict[str, Any]) -> list[str]:
     return [f"{len(names)} weights in the files are not part of the model, and are left out: {some}"]
 
 
-def _check_kinds(folder: Path, found: dict[str, Any]) -> None:
+def _check_kinds(folder: Path, model: Any, found: dict[str, Any]) -> None:
     """Checks that the weights are plain floating-point numbers. Numbers in 8 bits, whose scales are kept
     beside them, would be read without their scales.
 
@@ -234,27 +234,31 @@ def _check_kinds(folder: Path, found: dict[str, Any]) -> None:
     """
     from safetensors import safe_open
 
-    unused = set(map(str, found.get("unexpected_keys") or ()))
-    scales = sorted(name for name in unused if name.endswith(_SCALES))
+    kinds: dict[str, str] = {}
     for file in weight_files(folder):
         with safe_open(file, "pt") as weights:
-            other = {name: str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118  # it is no dict
-        named = [name for name, kind in other.items() if kind not in _FLOATS and name not in unused]
-        if scales and not named:
-            named = scales
-        of_weights = [name for name in named if name in scales or name.endswith("weight")]
-        if of_weights:
-            kind = other.get(of_weights[0], "a scale")
-            raise CannotTrain(
-                "model_not_loaded",
-                f"the model's weights are quantized ({of_weights[0]} is {kind}), although config.json does "
-                "not say how: choose the unquantized model",
-            )
+            kinds |= {name: str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118  # it is no dict
+    unused = set(map(str, found.get("unexpected_keys") or ()))
+    used = {name: kind for name, kind in kinds.items() if name not in unused}
+    of_buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    wrong = [
+        name for name, kind in used.items()
+        if kind not in _FLOATS and (kind.startswith("F") or name.rpartition(".")[2] not in of_buffers)
+    ]  # fmt: skip
+    scaled = [name for name in used for suffix in _SCALES if f"{name}{suffix}" in unused]
+    if wrong or scaled:
+        name = (wrong or scaled)[0]
+        why = f"is {kinds[name]}" if wrong else "has a scale beside it"
+        raise CannotTrain(
+            "model_not_loaded",
+            f"the model's weights are quantized ({name} {why}), although config.json does not say how: "
+            "choose the unquantized model",
+        )
 
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_SCALES = ("weight_scale", "weight_scale_inv", ".qweight", ".qzeros", ".absmax")
-"""How the names of scales, and of weights that need them, end."""
+_SCALES = ("_scale", "_scale_inv", ".scale", ".absmax")
+"""What the names of scales append to those of the weights that need them."""
 
 
 def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:

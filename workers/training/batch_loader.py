@@ -11,7 +11,6 @@ import torch
 
 from workers.training.batches import (
     BatchLayout,
-    Buckets,
     Cursor,
     Groups,
     MicroBatch,
@@ -78,7 +77,7 @@ class Loader:
         """Limits a compiled model's shapes to the learned token budget."""
         buckets = self.form.buckets
         if buckets is not None and budget is not None:
-            self.form = replace(self.form, buckets=Buckets(min(buckets.tokens, budget), buckets.longest))
+            self.form = replace(self.form, buckets=replace(buckets, tokens=min(buckets.tokens, budget)))
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)

@@ -168,7 +168,8 @@ def _cut_apart(
     rules = [cut, cut]
     if isinstance(cut, FixedCount):
         share = lengths[is_long].sum() / lengths.sum()
-        own = min(max(1, round(cut.micro_batches * share)), max(1, cut.micro_batches - 1))
+        most, least = int(is_long.sum()), cut.micro_batches - int((~is_long).sum())
+        own = min(max(1, round(cut.micro_batches * share), least), max(1, cut.micro_batches - 1), most)
         counts = (own, max(1, cut.micro_batches - own))
         rules = [FixedCount(micro_batches=count) for count in counts]
     return [
@@ -324,11 +325,15 @@ class Buckets:
 
     tokens: int
     longest: int
+    apart: int | None = None
+    """See `BatchLayout.apart`: shorter samples are not rounded up beyond it."""
 
     def length(self, lengths: Lengths) -> Lengths:
         """Each length, rounded up."""
         steps = 2 ** (np.log2(np.maximum(lengths, 64)).astype(np.int64) - 3)
         rounded: Lengths = np.minimum(-(-lengths // steps) * steps, self.longest)
+        if self.apart is not None:
+            rounded = np.where(lengths <= self.apart, np.minimum(rounded, self.apart), rounded)
         return rounded
 
     def shape(self, lengths: Lengths) -> tuple[int, int]:

@@ -430,9 +430,15 @@ class Tokeniser:
             raise CannotTrain("chat_template", f"line {line} of the data: {error}") from None
 
 
+_MOST_TRIED = 100
+"""How many texts are tried to find the special tokens before one: a vocabulary may lack most characters."""
+
+
 def _tokens_before(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer puts before a text: often the one that begins a sequence."""
-    for text in ("x", "1", "."):
+    special = set(tokenizer.all_special_ids)
+    known = (tokenizer.decode([token]) for token in range(len(tokenizer)) if token not in special)
+    for text in itertools.chain(("x", "1", "."), itertools.islice(known, _MOST_TRIED)):
         whole: list[int] = tokenizer(text).input_ids
         plain: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         for start in range(len(whole) - len(plain) + 1 if plain else 0):

@@ -221,7 +221,7 @@ def check_packing(
         loader.form = padded
     if not loader.form.packed or fallbacks.padded is False:
         return
-    rows = [loader.samples.read(sample)[0][:_CHECKED_TOKENS] for sample in _typical_samples(loader)]
+    rows = _rows_to_pack(loader)
     found, rounding = _packing_errors(replica, rows, packed, padded)
     if group.from_first(not found.within(_IN_FP64, rounding)):
         exact = _packing_errors_in_fp64(replica, rows, packed, padded)
@@ -263,11 +263,16 @@ def _packing_errors(
 def _packing_errors_in_fp64(
     replica: Replica, rows: Sequence[Tokens], packed: BatchLayout, padded: BatchLayout
 ) -> "PackingErrors | None":
-    """`packing_errors` in fp64 on the host; None if the model cannot be copied or converted."""
+    """`packing_errors` in fp64 on the host; None if the model cannot be copied or converted, or is too
+    large."""
     if replica.is_sharded:
+        return None
+    operations = 2.0 * sum(each.numel() for each in replica.model.parameters()) * sum(map(len, rows))
+    if operations > _MOST_OPERATIONS_IN_FP64:
         return None
     try:
         loss = TokenLoss(models.copy_in_fp64(replica.model))
+        loss.head = loss.head if replica.token_loss.head is not None else None
         with models.without_randomness(loss.model):
             return packing_errors(loss, rows, packed, padded, torch.device("cpu"))
     except (RuntimeError, TypeError, MemoryError):
@@ -284,6 +289,23 @@ def _rounding_of_weights(replica: Replica) -> float:
 
 
 _ROUNDING_IN_16_BITS = 1e-3
+_MOST_OPERATIONS_IN_FP64 = 5e12
+"""Of a forward pass on the host, which takes about a minute."""
+
+
+def _rows_to_pack(loader: Loader) -> list[Tokens]:
+    """The tokens of the two longest samples that may share a micro-batch: some models mix samples only beyond
+    a number of tokens. One, if there is no other."""
+    lengths = np.minimum(loader.samples.lengths, _PACKED_TOKENS)
+    ordered = np.argsort(-lengths, kind="stable")
+    if loader.form.apart is not None:
+        is_long = lengths[ordered] > loader.form.apart
+        ordered = ordered[is_long] if is_long.sum() > 1 else ordered[~is_long]
+    return [loader.samples.read(sample)[0][:_PACKED_TOKENS] for sample in ordered[:2].tolist()]
+
+
+_PACKED_TOKENS = 997
+"""The most tokens of a sample with which packing is checked; not a multiple of the blocks that models use."""
 
 
 def _typical_samples(loader: Loader) -> list[int]:
@@ -332,7 +354,7 @@ def packing_errors(
 
     every, last = [True] * len(rows), [*(False for _ in rows[1:]), True]
     others = [np.where(tokens == tokens[0], tokens[-1], tokens[0]) for tokens in rows[:-1]]
-    with torch.no_grad(), _own_logits(loss):
+    with torch.no_grad():
         together, apart = summed(rows, packed, every), summed(rows, padded, every)
         one, other = summed(rows, packed, last), summed([*others, rows[-1]], packed, last)
     found = PackingErrors(

@@ -124,9 +124,11 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a staged folder from which transformers reads the weights."""
-    index = folder / _INDEX  # which was checked when it was staged
-    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {_WHOLE}
+    """The files of a staged folder from which transformers reads the weights: one, or those of the index."""
+    whole, index = folder / _WHOLE, folder / _INDEX  # which was checked when it was staged
+    if whole.is_file() or not index.exists():
+        return [whole] if whole.is_file() else []
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
     return sorted(folder / name for name in names if (folder / name).is_file())
 
 

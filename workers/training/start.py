@@ -256,13 +256,13 @@ def _layout(
     most = _embeddings(model)
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     pad_id = next((each for each in known if each is not None and (most is None or each < most)), 0)
-    budget = rank.micro_batch_size * assignment.spec.data.max_length
+    budget, apart = rank.micro_batch_size * assignment.spec.data.max_length, length_of_other_positions(model)
     return BatchLayout(
         pad_id=pad_id,
         packed=assignment.spec.data.packing,
         routed=balance is not None,
-        buckets=Buckets(budget, assignment.spec.data.max_length) if assignment.spec.compile else None,
-        apart=length_of_other_positions(model),
+        buckets=Buckets(budget, assignment.spec.data.max_length, apart) if assignment.spec.compile else None,
+        apart=apart,
     )
 
 
