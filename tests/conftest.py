@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("sqlite") and config.getoption("--postgresql"):
             item.add_marker(pytest.mark.skip(reason="about SQLite"))
         elif config.getoption("--postgresql") and not _DATABASES & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.skip(reason="without a database"))
+            item.add_marker(pytest.mark.skip(reason="needs no database: make test runs it"))
         if item.get_closest_marker("postgresql") and not config.getoption("--postgresql"):
             item.add_marker(pytest.mark.skip(reason="about PostgreSQL: pytest --postgresql"))
 

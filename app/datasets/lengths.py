@@ -17,8 +17,7 @@ from app.storage.tables import File, PreviewRequest, StoredLengths
 from app.storage.waits import Gone, never, until_found
 
 PREFIX = "tokens-"
-"""Of the ids of requests for lengths. They are answered after those of previews (`preview-…`), which somebody
-waits for."""
+"""The ids of requests for lengths begin with this."""
 _MOST_KEPT = 10_000
 _MOST_OPEN = 4
 """The maximum number of requests of one owner, open or failed: each takes the profiler a second or more."""

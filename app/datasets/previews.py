@@ -7,7 +7,7 @@ training text, so the database keeps it only until the requester has read it.
 import time
 
 from anyio import CancelScope, to_thread
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, not_, or_, select, update
 
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.contract.text import storable, storable_values
@@ -19,6 +19,9 @@ from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import File, PreviewRequest
 from app.storage.waits import Gone, never, until_found
+
+_CLAIM_SECONDS = 45.0
+"""Seconds after which a claimed request without an answer is free again: more than a preview may take."""
 
 _EXPIRY_SECONDS = 600.0
 """Requests older than this many seconds are deleted: the service that made them has stopped."""
@@ -48,8 +51,8 @@ async def ask(database: Database, order: PreviewSpec, seconds: float, gone: Gone
 
 
 def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest | None:
-    """The next request to work on: previews, which somebody waits for, before lengths. Owners take turns, and
-    each owner's oldest request comes first.
+    """The next request to work on. Previews come before lengths, because clients wait for them. Owners take
+    turns, and each owner's oldest request comes first.
 
     Args:
         served: the monotonic time at which each owner was last served; updated in place.
@@ -57,7 +60,7 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
     oldest = (
         select(func.min(PreviewRequest.id), File.owner)
         .join(File, File.id == PreviewRequest.file_id)
-        .where(PreviewRequest.claimed_at.is_(None))
+        .where(_free())
         .group_by(File.owner)
     )
     waiting = session.execute(oldest, execution_options=OF_EVERYONE).all()
@@ -70,7 +73,7 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
     served[owner] = time.monotonic()
     return session.scalars(
         update(PreviewRequest)
-        .where(PreviewRequest.id == request_id, PreviewRequest.claimed_at.is_(None))
+        .where(PreviewRequest.id == request_id, _free())
         .values(claimed_at=database_now())
         .returning(PreviewRequest)
     ).one_or_none()
@@ -78,8 +81,14 @@ def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest |
 
 def has_unclaimed(session: Session) -> bool:
     """Whether any requested preview is still unclaimed."""
-    free = PreviewRequest.claimed_at.is_(None)
-    return session.scalar(select(PreviewRequest.id).where(free).limit(1)) is not None
+    return session.scalar(select(PreviewRequest.id).where(_free()).limit(1)) is not None
+
+
+def _free() -> ColumnElement[bool]:
+    """The condition that nobody works on a request, as after its profiler was killed."""
+    claimed = PreviewRequest.claimed_at >= database_now() - _CLAIM_SECONDS
+    is_open = and_(PreviewRequest.answer.is_(None), PreviewRequest.error.is_(None))
+    return and_(is_open, or_(PreviewRequest.claimed_at.is_(None), not_(claimed)))
 
 
 def store(session: Session, request_id: str, made: DatasetPreview | None, error: str | None = None) -> None:

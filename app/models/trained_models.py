@@ -55,10 +55,20 @@ def find(session: Session, settings: Settings, name: str) -> Job:
     Raises:
         NotFound: no model has that name, or the model was deleted.
     """
-    job = session.get(Job, f"ftjob-{name.rpartition(':')[2]}") if name.startswith("ft:") else None
-    if job is None or name_of(job) != name or not has_model(job, settings):
-        raise NotFound(f"No model has the name {name}: GET /v1/models lists all models.", field="model")
+    job = _of_name(session, name)
+    if job is None or not has_model(job, settings):
+        raise _unknown(name)
     return job
+
+
+def _of_name(session: Session, name: str) -> Job | None:
+    """The job whose model has that name, or had it before it was deleted."""
+    job = session.get(Job, f"ftjob-{name.rpartition(':')[2]}") if name.startswith("ft:") else None
+    return job if job is not None and job.status == "succeeded" and name_of(job) == name else None
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"No model has the name {name}: GET /v1/models lists all models.", field="model")
 
 
 def has_model(job: Job, settings: Settings) -> bool:
@@ -69,7 +79,7 @@ def has_model(job: Job, settings: Settings) -> bool:
 
 
 def remove(database: Database, settings: Settings, name: str) -> None:
-    """Deletes a trained model's files; its job stays.
+    """Deletes a trained model's files; its job stays. Also deletes what an interrupted deletion has left.
 
     Raises:
         NotFound: no trained model has that name.
@@ -78,7 +88,10 @@ def remove(database: Database, settings: Settings, name: str) -> None:
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
     with database.writing() as session:
-        job = transitions.get(session, find(session, settings, name).id, lock=True)
+        found = _of_name(session, name)
+        if found is None or not found.result["files"] or not _folder(found, settings).is_dir():
+            raise _unknown(name)
+        job = transitions.get(session, found.id, lock=True)
         sources.check_unneeded(session, job.id)
         transitions.change(session, job, result={**job.result, sources.MODEL_DELETED: True})
     remove_models(settings, job.id)

@@ -12,6 +12,7 @@ from app.contract.reports import LogLine
 from app.contract.states import ENDED
 from app.errors import Conflict, NotFound
 from app.jobs import reads, transitions
+from app.jobs.sources import is_model_deleted
 from app.results import run_files
 from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile
@@ -132,6 +133,8 @@ def model(
         raise Conflict(f"Job {training_id} is {job.status}: it {what}.")
     if not job.result["files"]:
         raise Conflict(f"Job {training_id} only measured (tune: only), and has no model.")
+    if is_model_deleted(job.result):
+        raise NotFound(f"The model of job {training_id} has been deleted.")
     named, name = job.result["files"], training_id
     if replica is not None:
         replicas = job.result.get("replicas") or []

@@ -53,9 +53,12 @@ def predict(
         speed: what an earlier job with the same model measured.
         lengths: those of the file's samples, if they were measured.
     """
-    counted = speed.tokens_per_sample if speed is not None else inputs.tokens_per_sample(spec)
+    of_file = speed is not None and speed.is_of_same_file
+    counted = speed.tokens_per_sample if speed is not None and of_file else inputs.tokens_per_sample(spec)
     if counted is None and lengths is not None and spec.data.overlength != "split":
         counted = lengths.kept
+    if counted is None and speed is not None:
+        counted = speed.tokens_per_sample
     length = counted or _length_by_bytes(spec, data_bytes)
     samples = samples_of(spec, plan.steps_total) or _samples_by_bytes(spec, data_bytes)
     steps = plan.steps_total or spec.steps_for(ceil(samples / (spec.epochs or 1)))
@@ -64,8 +67,9 @@ def predict(
     overhead = known.overhead_seconds if known.overhead_seconds is not None else _START_SECONDS
     of_length = 0.0 if counted else _SPREAD_BY_BYTES
     if speed is not None and len(plan.ranks) == 1:
-        spread = _SAME_FILE if speed.is_of_same_file else _OTHER_FILE
-        windows = Duration.around(samples / speed.samples_per_second, spread)
+        spread = _SAME_FILE if of_file else _OTHER_FILE
+        tokens_per_second = speed.samples_per_second * speed.tokens_per_sample
+        windows = Duration.around(tokens / tokens_per_second, spread)
         return Predicted(windows.plus(overhead), round(tokens))
     lora = spec.method.lora
     work = work_of(

@@ -129,6 +129,34 @@ def test_previews_are_made_before_lengths_of_any_owner(database: Database, order
     assert claimed[:2] == ["preview-1", "preview-2"]
 
 
+def test_a_request_whose_profiler_was_killed_is_taken_up_again(
+    database: Database, order: PreviewSpec
+) -> None:
+    with database.writing() as session:
+        assert lengths.request(session, order)
+        assert previews.claim(session, {}) is not None
+        assert previews.claim(session, {}) is None
+        session.execute(update(PreviewRequest).values(claimed_at=database_now() - 60))
+        assert previews.has_unclaimed(session)
+        assert previews.claim(session, {}) is not None
+
+
+def test_a_regular_file_is_not_sampled_regularly(
+    database: Database, settings: Settings, order: PreviewSpec
+) -> None:
+    lines = [json.dumps({"text": "a" * (700 if number % 2 else 3)}) for number in range(1400)]
+    (settings.files_dir / "file-1").write_text("".join(f"{line}\n" for line in lines))
+    data = order.data.model_copy(update={"examples": len(lines), "max_length": 1000})
+    order = order.model_copy(update={"data": data})
+    with database.writing() as session:
+        assert lengths.request(session, order)
+    assert profiler.answer_one(database, settings)
+    with database.reading() as session:
+        found = lengths.find(session, order)
+    assert found is not None
+    assert found.mean == pytest.approx(352, rel=0.15)
+
+
 def test_without_a_worker_nothing_is_requested(database: Database, order: PreviewSpec) -> None:
     with database.writing() as session:
         session.delete(session.get_one(Worker, "worker-1"))

@@ -6,7 +6,7 @@ import pytest
 
 from app.contract.model_reference import ModelReference
 from app.contract.spec import Spec
-from app.errors import Conflict, Unprocessable
+from app.errors import Conflict, NotFound, Unprocessable
 from app.jobs import answers, lifecycle, sources, transitions
 from app.models import trained_models
 from app.settings import Settings
@@ -44,6 +44,11 @@ def test_a_job_does_not_start_from_a_model_whose_files_are_being_deleted(
         job = transitions.get(session, source)
         assert not trained_models.has_model(job, settings)
         assert not answers.has_model(job)
+    monkeypatch.undo()
+    trained_models.remove(database, settings, name_of(database, source))  # it was interrupted
+    assert not folder.is_dir()
+    with pytest.raises(NotFound):
+        trained_models.remove(database, settings, name_of(database, source))
 
 
 @pytest.mark.postgresql

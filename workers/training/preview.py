@@ -1,5 +1,6 @@
 """A data set as the trainer will see it: the first samples token by token, and the lengths."""
 
+import hashlib
 from collections.abc import Iterator
 from heapq import nlargest
 from itertools import chain, compress, count, islice
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
+from app.contract.spec import DataSpec
 from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
 
@@ -40,8 +42,8 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
     whole: list[int] = []
     kept: list[int] = []
     targets: list[int] = []
-    longest = 0
-    for place, (number, tokens, counts) in _rows(order, source, tokeniser):
+    longest, measured = 0, _measured(data)
+    for place, (number, tokens, counts) in _rows(order, source, tokeniser, measured):
         longest = max(longest, len(tokens))
         try:
             rows = fit_length(data, number, tokens, counts, Prepared())
@@ -49,7 +51,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
             rows = []  # too long, and refused: counted below
         if place < order.shown:
             samples += [_sample(number, *row, tokenizer) for row in rows]
-        if place % _every(data.examples) == 0:
+        if place in measured:
             whole.append(len(tokens))
             kept.append(sum(len(own) for own, _ in rows))
             targets.append(sum(sum(own[1:]) for _, own in rows))
@@ -66,12 +68,12 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
 
 
 def _rows(
-    order: PreviewSpec, source: Path, tokeniser: Tokeniser
+    order: PreviewSpec, source: Path, tokeniser: Tokeniser, measured: set[int]
 ) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
     """For each example that is read: its index, its line number, its tokens, and which of these count."""
-    every, places = _every(order.data.examples), range(order.data.examples)
-    longest = _longest(source) if every > 1 else set()
-    taken = [place < order.shown or place % every == 0 or place in longest for place in places]
+    places = range(order.data.examples)
+    longest = _longest(source) if len(measured) < len(places) else set()
+    taken = [place < order.shown or place in measured or place in longest for place in places]
     examples = read_examples(order.data, source, taken)
     chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
     rows = chain.from_iterable(map(tokeniser.rows, chunks))
@@ -85,8 +87,15 @@ def _longest(source: Path) -> set[int]:
         return {place for _, place in nlargest(LONGEST, zip(sizes, count(), strict=False))}
 
 
-def _every(examples: int) -> int:
-    return max(1, ceil(examples / MAX_EXAMPLES))
+def _measured(data: DataSpec) -> set[int]:
+    """The examples that are measured: one of every few, drawn by the file's digest, since a file may be
+    regular."""
+    every = max(1, ceil(data.examples / MAX_EXAMPLES))
+    seed = int.from_bytes(hashlib.sha256(data.sha256.encode()).digest()[:8])
+    drawn = np.random.Generator(np.random.PCG64(seed)).integers(every, size=ceil(data.examples / every))
+    return {
+        place for number, own in enumerate(drawn.tolist()) if (place := number * every + own) < data.examples
+    }
 
 
 def _sample(line: int, tokens: list[int], counts: list[bool], tokenizer: Any) -> PreviewedSample:
