@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from urllib.request import getproxies, proxy_bypass
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -48,6 +49,31 @@ def resolve_host(host: str, port: int | None, *, private: bool = False) -> str:
         which = refused[0] if refused else "no address"
         raise NotPublic(f"the host {host} is not on the public internet ({which})")
     return str(addresses[0])
+
+
+def address_of_redirect(scheme: str, host: str, port: int | None, *, from_scheme: str) -> str | None:
+    """The address to connect to where a redirect leads away from the hub. The connection must use that
+    address, since the name could stand for another one a moment later.
+
+    Args:
+        from_scheme: the scheme of the hub's own address; only from plain http may a redirect lead to plain
+            http.
+
+    Returns:
+        None if a proxy resolves the name and makes the connection.
+
+    Raises:
+        NotPublic: it does not lead to the public internet, or not by https.
+    """
+    if scheme != "https" and not (scheme == from_scheme == "http"):
+        raise NotPublic("an address that is not https")
+    proxies = getproxies()
+    if (proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host):
+        return None
+    try:
+        return resolve_host(host, port)
+    except NotPublic:
+        raise NotPublic("an address that is not on the public internet") from None
 
 
 def is_public(address: Address) -> bool:

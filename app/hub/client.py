@@ -11,9 +11,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from app.webhooks.addresses import NotAllowed, resolve
+from app.contract.public_addresses import NotPublic, address_of_redirect
 
 _REDIRECTS = 5
 _READ_SECONDS = 10.0
@@ -126,25 +125,18 @@ async def _stream(
 
 
 def _address_of_redirect(url: str, hub: tuple[str, str, int | None]) -> str | None:
-    """The address that a redirect to the public internet leads to. The connection uses that address, since
-    the name could stand for another one a moment later. None: it leads to the hub itself, or a proxy resolves
-    the name.
+    """The address that a redirect leads to; None if it leads to the hub itself, or a proxy connects.
 
     Raises:
-        NotAnswered: it leads elsewhere, such as to this machine.
+        NotAnswered: it leads neither to the hub nor to the public internet.
     """
-    origin = _origin(url)
+    scheme, host, port = origin = _origin(url)
     if origin == hub:
         return None
-    if origin[0] != "https" and not (origin[0] == "http" and hub[0] == "http"):
-        raise NotAnswered("redirects to an address that is not https")
-    proxies, host = getproxies(), origin[1]
-    if (proxies.get(origin[0]) or proxies.get("all")) and not proxy_bypass(host):
-        return None  # the proxy makes the connections
     try:
-        return resolve(url, private=False)
-    except NotAllowed:
-        raise NotAnswered("redirects to an address that is not on the public internet") from None
+        return address_of_redirect(scheme, host, port, from_scheme=hub[0])
+    except NotPublic as error:
+        raise NotAnswered(f"redirects to {error}") from None
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.plan import Plan
-from app.contract.preview import PreviewSpec
+from app.contract.preview import Lengths, PreviewSpec
 from app.contract.spec import Spec, Strategy
 from app.datasets import content, dataset_folder, files, lengths
 from app.datasets.content import DataFiles
@@ -118,9 +118,7 @@ def check(
         measured_margin=inputs.margin(devices.planned[0].kind),
     )
     _check_that_workers_can(spec, inputs)
-    order = None if data is None else lengths.order_of(spec)
-    measured = None if order is None else inputs.lengths(order)
-    measuring = order if order and measured is None and inputs.request_lengths(order) else None
+    measured, measuring = (None, None) if data is None else _lengths(spec, inputs)
     sample_length = sample_length_of(spec, measured)
     profile_key = _profile_key(spec, base, devices.planned[0], sample_length)
     if requested.num_gpus == "auto":
@@ -154,6 +152,16 @@ def check(
     )
     tokens = None if predicted is None else predicted.tokens
     return AdmittedRequest(submission, own_data, speed, tokens, profile_key, measuring)
+
+
+def _lengths(spec: Spec, inputs: PlanningInputs) -> tuple[Lengths | None, PreviewSpec | None]:
+    """The measured lengths of a stored file's samples; or, if they are not known yet, the measurement that
+    this has caused."""
+    order = lengths.order_of(spec)
+    if order is None:
+        return None, None
+    measured = inputs.lengths(order)
+    return measured, order if measured is None and inputs.request_lengths(order) else None
 
 
 def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:

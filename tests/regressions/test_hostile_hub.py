@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.contract import public_addresses
 from app.datasets import content, hub_datasets
 from app.datasets.containers import Reading
 from app.errors import TooManyRequests, Unprocessable
@@ -178,7 +179,7 @@ def test_a_redirect_is_followed_to_the_address_that_was_checked(
 ) -> None:
     other = HostileHub()
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    monkeypatch.setattr(client, "resolve", lambda url, private: "127.0.0.1")
+    monkeypatch.setattr(public_addresses, "resolve_host", lambda host, port: "127.0.0.1")
     hub.file = (302, {"Location": f"http://files.invalid:{other.server_port}/file"}, b"")
     other.file = (200, {}, LINE * 2)
     found = find(online)

@@ -215,7 +215,7 @@ def test_a_request_goes_only_to_the_hub_or_the_public_internet(private: str) -> 
 
 def test_a_request_connects_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     http: Any = getattr(hub_http, "httpx2", None) or hub_http.httpx  # type: ignore[attr-defined]
-    monkeypatch.setattr("workers.training.hub_limits.resolve_host", lambda host, port: "93.184.215.14")
+    monkeypatch.setattr("app.contract.public_addresses.resolve_host", lambda host, port: "93.184.215.14")
     request = http.Request("GET", "https://files.example/a?b=c")
     DownloadLimits("https://hub", 1000).check_request(request)
     assert str(request.url) == "https://93.184.215.14/a?b=c"

@@ -66,28 +66,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
-    targets = _within_the_text(model, lora.target_modules) if lora.target_modules else default_targets(model)
-    dropout = lora.dropout
-    if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
-        targets = targets._replace(weights=[])
-        warnings.warn(
-            "the experts get no adapters, because the job that is continued gave them none", stacklevel=2
-        )
-    elif targets.weights and dropout and saved:
-        dropout = 0.0
-        warnings.warn(
-            "LoRA's dropout was set to 0, because the job that is continued has adapters on its experts, "
-            "which cannot have dropout",
-            stacklevel=2,
-        )
-    elif targets.weights and dropout:
-        # The adapter of a weight is added to the weight: there is no input that dropout could apply to.
-        targets = targets._replace(weights=[])
-        warnings.warn(
-            "the experts are not adapted, since LoRA's dropout cannot be applied to them: set dropout to 0 "
-            "to adapt them too",
-            stacklevel=2,
-        )
+    targets, dropout = _targets(model, lora, saved)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -114,6 +93,33 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
         # pass in every layer.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return adapted
+
+
+def _targets(model: torch.nn.Module, lora: LoraSpec, saved: Collection[str]) -> tuple[Targets, float]:
+    """What is adapted, and with which dropout. The adapter of a weight is added to the weight: there is no
+    input that dropout could apply to."""
+    targets = _within_the_text(model, lora.target_modules) if lora.target_modules else default_targets(model)
+    dropout = lora.dropout
+    if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
+        targets = targets._replace(weights=[])
+        warnings.warn(
+            "the experts get no adapters, because the job that is continued gave them none", stacklevel=2
+        )
+    elif targets.weights and dropout and saved:
+        dropout = 0.0
+        warnings.warn(
+            "LoRA's dropout was set to 0, because the job that is continued has adapters on its experts, "
+            "which cannot have dropout",
+            stacklevel=2,
+        )
+    elif targets.weights and dropout:
+        targets = targets._replace(weights=[])
+        warnings.warn(
+            "the experts are not adapted, since LoRA's dropout cannot be applied to them: set dropout to 0 "
+            "to adapt them too",
+            stacklevel=2,
+        )
+    return targets, dropout
 
 
 def _freeze_what_is_not_loaded_again(adapted: Any) -> None:

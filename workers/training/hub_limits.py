@@ -8,9 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.request import getproxies, proxy_bypass
 
-from app.contract.public_addresses import NotPublic, resolve_host
+from app.contract.public_addresses import NotPublic, address_of_redirect
 
 LISTING_BYTES = 32 * 2**20
 """The limit of all answers that describe files, together."""
@@ -81,15 +80,12 @@ class DownloadLimits:
         url, home = request.url, http.URL(self._endpoint)
         if _origin(url) == _origin(home):
             return
-        if url.scheme != "https" and not (url.scheme == home.scheme == "http"):
-            raise NotFollowed("the hub redirects to an address that is not https")
-        proxies = getproxies()
-        if (proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.host):
-            return  # the proxy resolves names and makes the connections
         try:
-            address = resolve_host(url.host, url.port)
-        except NotPublic:
-            raise NotFollowed("the hub redirects to an address that is not on the public internet") from None
+            address = address_of_redirect(url.scheme, url.host, url.port, from_scheme=home.scheme)
+        except NotPublic as error:
+            raise NotFollowed(f"the hub redirects to {error}") from None
+        if address is None:
+            return
         request.headers["Host"] = url.netloc.decode()
         request.extensions = {**request.extensions, "sni_hostname": url.host}
         request.url = url.copy_with(host=address)
