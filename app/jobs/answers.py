@@ -5,8 +5,7 @@ from typing import Any
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED
-from app.jobs.lifecycle import Submission
-from app.jobs.schemas import (
+from app.jobs.answer_schemas import (
     AccumulationStatus,
     DatasetAnswer,
     DryRunAnswer,
@@ -17,6 +16,7 @@ from app.jobs.schemas import (
     ReplicaAnswer,
     ResultAnswer,
 )
+from app.jobs.lifecycle import Submission
 from app.jobs.sources import is_model_deleted
 from app.jobs.waiting import WaitingReasons
 from app.statistics.performance import Speed

@@ -31,7 +31,7 @@ from app.results.series import validation_losses
 from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
-from app.submissions import admission, openai_requests
+from app.submissions import admission, openai_requests, quota
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, submit
 from app.submissions.idempotency import IdempotentRequest
@@ -123,7 +123,7 @@ def pause(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
 
 @router.post("/{fine_tuning_job_id}/resume", summary="Resume a paused fine-tuning job")
 def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobId) -> FineTuningJob:
-    return answer(admission.resume(session, fine_tuning_job_id, settings))
+    return answer(quota.resume(session, fine_tuning_job_id, settings))
 
 
 @router.get("/{fine_tuning_job_id}/events", summary="List a job's events, newest first")

@@ -10,7 +10,8 @@ from pydantic import Field, StringConstraints
 from app.contract.base import Answer, Request
 from app.contract.model_reference import StartingModel
 from app.datasets.dataset_config import DatasetOptions, FileId
-from app.jobs.schemas import JobOptions, Metadata, TrainingConfig
+from app.jobs.request_schemas import JobOptions, Metadata
+from app.jobs.training_config import TrainingConfig
 
 Auto = Literal["auto"]
 OpenAIStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]

@@ -15,10 +15,11 @@ from app.contract.states import ENDED
 from app.datasets import lengths
 from app.errors import AccrueError
 from app.jobs import lifecycle, reads, transitions
+from app.jobs.answer_schemas import DryRunAnswer, EventAnswer, JobAnswer
 from app.jobs.answers import dry_run_answer, job_answer
 from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
 from app.jobs.filters import Filters, with_metadata
-from app.jobs.schemas import DryRunAnswer, EventAnswer, JobAnswer, TrainingRequest
+from app.jobs.request_schemas import TrainingRequest
 from app.jobs.waiting import WaitingReasons
 from app.maintenance.retention import delete_job
 from app.memory_profiles import profiles
@@ -28,7 +29,7 @@ from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
 from app.storage.waits import WaitLimiter
-from app.submissions import admission
+from app.submissions import admission, quota
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
@@ -138,12 +139,12 @@ def stop(session: Writing, training_id: JobId) -> JobAnswer:
 @router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
 def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
     """A job that timed out continues from its last checkpoint, and its `timeout_seconds` starts over."""
-    return _answer(session, admission.resume(session, training_id, settings))
+    return _answer(session, quota.resume(session, training_id, settings))
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
 def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
-    return _answer(session, admission.resume(session, training_id, settings))
+    return _answer(session, quota.resume(session, training_id, settings))
 
 
 @router.post(
@@ -161,7 +162,7 @@ def retry(
         replayed = once.replay(session)
         if replayed is not None:
             return replayed
-        admission.check_quota(session, settings)
+        quota.check_quota(session, settings)
         answer = _answer(session, lifecycle.retry(session, training_id))
         once.remember(session, answer, 202)
     return answer

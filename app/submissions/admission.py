@@ -10,16 +10,14 @@ from pydantic import ValidationError
 from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.plan import Plan
 from app.contract.preview import Lengths, PreviewSpec
-from app.contract.spec import Spec, Strategy
+from app.contract.spec import Spec
 from app.datasets import content, dataset_folder, files, lengths
 from app.datasets.content import DataFiles
 from app.datasets.dataset_config import DatasetConfig
-from app.devices import gpus
-from app.devices.gpus import select_devices
-from app.errors import QuotaExceeded, Unprocessable
-from app.jobs import configurations, lifecycle, queue, transitions
+from app.errors import Unprocessable
+from app.jobs import configurations
 from app.jobs.lifecycle import Submission
-from app.jobs.schemas import TrainingRequest
+from app.jobs.request_schemas import TrainingRequest
 from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models, starting_models
 from app.models.base_models import PlannableModel
@@ -27,15 +25,14 @@ from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
 from app.planning.plan import devices_worth_using, make_plan, sample_length_of
 from app.planning.planner import divided
-from app.planning.recipes import recipe_of, unsupported
+from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.statistics.performance import Speed
-from app.storage.database import Database, lock_until_commit
-from app.storage.session import Session
-from app.storage.tables import Job
+from app.storage.database import Database
 from app.submissions.durations import predict, with_duration
-from app.submissions.freeze import Data, freeze
+from app.submissions.freeze import Data, Distribution, freeze
 from app.submissions.methods import training_from
+from app.submissions.requested_devices import check_that_workers_can, devices_of
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 
@@ -87,54 +84,42 @@ def check(
     if requested.dry_run:
         inputs = inputs.fresh()
     config, stored_devices = _config(inputs.database, requested)
-    data = _uploaded(inputs.database, requested.dataset_config.file_id, "file_id")
+    uploaded = _uploaded(inputs.database, requested.dataset_config.file_id, "file_id")
     validation = _uploaded(inputs.database, requested.dataset_config.validation_file_id, "validation_file_id")
-    devices = _devices(inputs, requested, stored_devices, settings)
+    devices = devices_of(inputs, requested, stored_devices, settings)
     if planned:
         _check_steps_not_given(config, requested.accumulation_steps_by_device)
     own_data, own_data_spec = _own_data(requested, settings)
-    sharing = requested.sharing()
-    if sharing.cpu_offload:
-        config = config.model_copy(update={"use_cpu_offload": True})
-    if requested.accumulation_steps_by_device is not None:
-        config = config.model_copy(update={"accumulation_steps": None})
-    if requested.parallel_independent:
-        config = config.model_copy(update={"sync_gradients": False})
+    data = uploaded or own_data_spec
+    config = _adjusted(config, requested)
     spec = freeze(
         model,
-        data or own_data_spec,
+        data,
         validation,
         requested.dataset_config,
         config,
         training,
-        devices.requested,
+        _distribution(requested, devices.requested),
         profile=requested.profile,
         tune=requested.tune,
-        by_device=requested.accumulation_steps_by_device,
-        strategy=_strategy(requested, devices.requested),
-        zero_stage=sharing.stage,
-        average=requested.average,
-        gradient_compression=sharing.gradient_compression,
         measured_margin=inputs.margin(devices.planned[0].kind),
     )
-    _check_that_workers_can(spec, inputs)
-    measured, measuring = (None, None) if data is None else _lengths(spec, inputs)
+    check_that_workers_can(spec, inputs)
+    measured, measuring = (None, None) if uploaded is None else _lengths(spec, inputs)
     sample_length = sample_length_of(spec, measured)
     profile_key = _profile_key(spec, base, devices.planned[0], sample_length)
     if requested.num_gpus == "auto":
         known = inputs.known(profile_key.architecture, common_name(devices.planned))
-        used = devices_worth_using(spec, devices.planned, known, sample_length)
-        devices = _Devices(devices.requested, devices.planned[:used], used)
+        devices = devices.first(devices_worth_using(spec, devices.planned, known, sample_length))
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
-    size = (data or own_data_spec).bytes
-    predicted = predict(spec, plan, devices.planned[0], size, speed, measured, inputs)
+    predicted = predict(spec, plan, devices.planned[0], data.bytes, speed, measured, inputs)
     plan = plan if predicted is None else with_duration(plan, predicted.duration)
     if plan.strategy == "fsdp" and len(plan.ranks) > 1:  # each rank has a part of the model
         recipe = divided(profile_key.recipe, len(plan.ranks), plan.zero_stage)
         profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
-    if sharing.warning is not None:
-        plan = plan.model_copy(update={"warnings": (*plan.warnings, sharing.warning)})
+    if (warning := requested.sharing().warning) is not None:
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -154,6 +139,41 @@ def check(
     return AdmittedRequest(submission, own_data, speed, tokens, profile_key, measuring)
 
 
+def _adjusted(config: AccumulationConfig, requested: TrainingRequest) -> AccumulationConfig:
+    """The configuration with what the fields about several devices change in it."""
+    changes: dict[str, Any] = {}
+    if requested.sharing().cpu_offload:
+        changes["use_cpu_offload"] = True
+    if requested.accumulation_steps_by_device is not None:
+        changes["accumulation_steps"] = None
+    if requested.parallel_independent:
+        changes["sync_gradients"] = False
+    return config.model_copy(update=changes)
+
+
+def _distribution(requested: TrainingRequest, devices: int) -> Distribution:
+    """How the devices share the work.
+
+    Raises:
+        Unprocessable: independent replicas are requested on one device.
+    """
+    sharing, strategy = requested.sharing(), None
+    if not requested.parallel_independent:
+        strategy = sharing.carried_out_as
+    elif devices < 2:
+        raise Unprocessable(
+            "parallel_independent needs several devices: set num_gpus.", field="parallel_independent"
+        )
+    return Distribution(
+        devices=devices,
+        steps_by_device=requested.accumulation_steps_by_device,
+        strategy="independent" if requested.parallel_independent else strategy,
+        zero_stage=sharing.stage,
+        average=requested.average,
+        gradient_compression=sharing.gradient_compression,
+    )
+
+
 def _lengths(spec: Spec, inputs: PlanningInputs) -> tuple[Lengths | None, PreviewSpec | None]:
     """The measured lengths of a stored file's samples; or, if they are not known yet, the measurement that
     this has caused."""
@@ -162,22 +182,6 @@ def _lengths(spec: Spec, inputs: PlanningInputs) -> tuple[Lengths | None, Previe
         return None, None
     measured = inputs.lengths(order)
     return measured, order if measured is None and inputs.request_lengths(order) else None
-
-
-def _strategy(requested: TrainingRequest, devices: int) -> Strategy | None:
-    """How several devices share the work; None: as the plan decides.
-
-    Raises:
-        Unprocessable: independent replicas are requested on one device.
-    """
-    if requested.parallel_independent:
-        if devices < 2:
-            raise Unprocessable(
-                "parallel_independent needs several devices: set num_gpus.", field="parallel_independent"
-            )
-        return "independent"
-    sharing = requested.sharing()
-    return sharing.carried_out_as
 
 
 def _own_data(
@@ -215,57 +219,6 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
     except NotAllowed as error:
         raise Unprocessable(f"webhook_url: {error.message}.", field="webhook_url") from None
     return url
-
-
-_QUOTA_LOCK_DISTANCE = 200
-"""If fewer than this many jobs are left in the quota, submissions on PostgreSQL check it one at a time. If
-more are left, no lock is needed: fewer requests than this run at the same time, so together they cannot
-exceed the quota."""
-
-
-def resume(session: Session, job_id: str, settings: Settings) -> Job:
-    """Resumes a job as `lifecycle.resume` does; a timed-out job counts against its owner's quota again."""
-    job, most = transitions.get(session, job_id), settings.max_queued_jobs
-    if lifecycle.timed_out(job):
-        lock_until_commit(session, f"quota of {job.owner}")
-        if queue.count_waiting(session, job.owner, most) >= most:
-            raise _too_many(most)
-    return lifecycle.resume(session, job_id)
-
-
-def check_quota(session: Session, settings: Settings) -> None:
-    """Checks that the key may have another waiting job.
-
-    Raises:
-        QuotaExceeded: the key has reached its limit of waiting jobs.
-    """
-    most = settings.max_queued_jobs
-    waiting = _count_waiting(session, most)
-    if waiting > most - _QUOTA_LOCK_DISTANCE and lock_until_commit(
-        session, f"quota of {session.viewer.creator}"
-    ):
-        waiting = queue.count_waiting(session, session.viewer.creator, most)
-    if waiting >= most:
-        raise _too_many(most)
-
-
-def _too_many(most: int) -> QuotaExceeded:
-    return QuotaExceeded(
-        f"{most} jobs of this key are waiting already, which is the limit (ACCRUE_MAX_QUEUED_JOBS): try "
-        "again "
-        "once some have started, or cancel some."
-    )
-
-
-def _count_waiting(session: Session, most: int) -> int:
-    """The number of the key's waiting jobs, or an upper bound of it that is below `most`."""
-    maker, transaction = session.viewer.creator, session.shared_transaction
-    if transaction is None:
-        return queue.count_waiting(session, maker, most)
-    known: dict[str | None, int] = transaction.known.setdefault("waiting", {})
-    at_most = known[maker] + 1 if maker in known else most
-    known[maker] = at_most if at_most < most else queue.count_waiting(session, maker, most)
-    return known[maker]
 
 
 def _profile_key(spec: Spec, base: PlannableModel, device: Device, sample_length: int) -> ProfileKey:
@@ -352,77 +305,3 @@ def _uploaded(database: Database, file_id: str | None, field: str) -> Data | Non
         return Data(
             *files.read_row(connection, database.viewer.owner, file_id, field=f"dataset_config.{field}")
         )
-
-
-@dataclass(frozen=True)
-class _Devices:
-    """The devices of a job."""
-
-    requested: int
-    """The requested number of devices, from which the effective batch is computed."""
-    planned: list[Device]
-    """Those that the plan is for; fewer than requested if no worker has as many."""
-    needed: int
-    """How many free devices a worker needs to start the job."""
-
-
-def _devices(inputs: PlanningInputs, requested: TrainingRequest, stored: int, settings: Settings) -> _Devices:
-    """The devices that the job is planned for: those named, else the first of the worker with the most.
-
-    Declared devices are used for planning as long as there is no worker.
-
-    Args:
-        stored: the number of devices of the stored configuration, or 1.
-
-    Raises:
-        Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
-    """
-    by_worker = inputs.devices_by_worker()
-    there = gpus.for_planning(settings.declared_devices, inputs.gpus())
-    if requested.gpu_ids is not None:
-        machines = inputs.machines_with_gpus()
-        if by_worker and not machines:
-            raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
-        if machines > 1:
-            raise Unprocessable(
-                f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids "
-                "out.",
-                field="gpu_ids",
-            )
-        named = select_devices(requested.gpu_ids, inputs.gpus() if by_worker else there)
-        together = [{device.id for device in own} for own in by_worker]
-        if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
-            raise Unprocessable(
-                "gpu_ids: no worker has all of these GPUs, and a job trains on those of one worker.",
-                field="gpu_ids",
-            )
-        return _Devices(len(named), named, len(named))
-    available = by_worker[0] if by_worker else there
-    if requested.num_gpus == "auto":
-        return _Devices(1, list(available), len(available))
-    if requested.accumulation_steps_by_device is not None:
-        count = len(requested.accumulation_steps_by_device)
-    elif requested.num_gpus is not None:
-        count = requested.num_gpus
-    else:
-        count = stored if requested.use_multi_gpu is None else 1
-        count = len(available) if requested.use_multi_gpu else count
-    enough = next((own for own in by_worker if len(own) >= count), available)
-    planned = enough[:count]
-    return _Devices(count, planned, len(planned) if by_worker else count)
-
-
-def _check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
-    """Checks that a worker's devices can train the spec; without any worker, nothing is checked.
-
-    Raises:
-        Unprocessable: no worker has a device that the method or the optimizer needs.
-    """
-    of_workers = [device for own in inputs.devices_by_worker() for device in own]
-    kinds = {device.kind for device in of_workers}
-    why = [] if "cuda" in kinds else unsupported(
-        "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
-    )  # fmt: skip
-    if of_workers and why:
-        field = "method" if spec.method.name == "qlora" else "optimizer"
-        raise Unprocessable(f"{why[0]}.", field=f"training_config.{field}")

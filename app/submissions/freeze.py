@@ -5,10 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.contract.accumulation import AccumulationConfig, Precision
-from app.contract.arguments import (
-    OPTIMIZER_ARGUMENTS,
-    SCHEDULE_ARGUMENTS,
-)
 from app.contract.data_formats import DataFormat
 from app.contract.model_reference import ModelReference
 from app.contract.reports import MAX_REPLICAS
@@ -16,11 +12,9 @@ from app.contract.spec import (
     MAX_EVALUATIONS,
     DataSpec,
     GradientCompression,
-    OptimizerSpec,
     Overlength,
     RampSpec,
     RequestedSplit,
-    ScheduleSpec,
     Spec,
     Strategy,
     Tune,
@@ -29,8 +23,7 @@ from app.contract.spec import (
 )
 from app.datasets.dataset_config import DatasetConfig
 from app.errors import Unprocessable
-from app.jobs.schemas import TrainingConfig
-from app.planning import learning_rate
+from app.jobs.training_config import TrainingConfig
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits
 from app.planning.recommendations import recommended_batch
 from app.planning.sharding import why_not_divided
@@ -43,6 +36,7 @@ from app.planning.split import (
     without_accumulation,
 )
 from app.submissions.methods import method_from
+from app.submissions.optimizer import optimizer_spec, schedule_spec
 
 DEFAULT_SAVE_EVERY = 50
 DEFAULT_RAMP = 8
@@ -137,6 +131,43 @@ def _check_evaluations(spec: Spec) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Distribution:
+    """How the requested devices share the work."""
+
+    devices: int
+    steps_by_device: Sequence[int] | None = None
+    """The accumulation steps of each device, if they are given so."""
+    strategy: Strategy | None = None
+    """None: as the plan decides."""
+    zero_stage: ZeroStage | None = None
+    average: bool = False
+    gradient_compression: GradientCompression | None = None
+
+    @property
+    def independent(self) -> bool:
+        """Whether each device trains a model of its own."""
+        return self.strategy == "independent"
+
+    def check(self, samples: int) -> None:
+        """Checks that independent replicas are not too many.
+
+        Args:
+            samples: those to train on, of all replicas together.
+
+        Raises:
+            Unprocessable: they are.
+        """
+        field = "parallel_independent"
+        if self.independent and self.devices > MAX_REPLICAS:
+            raise Unprocessable(f"{field}: at most {MAX_REPLICAS} replicas are possible.", field=field)
+        if self.independent and samples < self.devices:
+            raise Unprocessable(
+                f"{field} on {self.devices} devices needs at least {self.devices} samples to train on.",
+                field=field,
+            )
+
+
 def freeze(
     model: ModelReference,
     data: Data,
@@ -144,47 +175,31 @@ def freeze(
     dataset: DatasetConfig,
     config: AccumulationConfig,
     training: TrainingConfig,
-    devices: int,
+    distribution: Distribution,
     *,
     profile: bool = False,
     tune: Tune | None = None,
-    strategy: Strategy | None = None,
-    zero_stage: ZeroStage | None = None,
-    average: bool = False,
-    gradient_compression: GradientCompression | None = None,
-    by_device: Sequence[int] | None = None,
     measured_margin: float | None = None,
 ) -> Spec:
     """The spec of a job.
 
     Args:
-        by_device: the accumulation steps of each device, if they are given so.
         measured_margin: the share of memory to keep free, from the errors of predictions so far.
 
     Raises:
         Unprocessable: values contradict each other, or the model or the data do not allow them.
     """
     own = _data(data, validation, dataset, model)
-    _check_options(training, own)
-    if config.use_cpu_offload and training.optimizer == "adamw_8bit":
-        raise Unprocessable(
-            "use_cpu_offload: adamw_8bit runs only on a GPU: choose adamw, whose states then take no GPU "
-            "memory at all.",
-            field="use_cpu_offload",
-        )
-    if strategy == "independent" and devices > MAX_REPLICAS:
-        raise Unprocessable(
-            f"parallel_independent: at most {MAX_REPLICAS} replicas are possible.",
-            field="parallel_independent",
-        )
-    if strategy == "independent" and data.examples - own.held_out() < devices:
-        raise Unprocessable(
-            f"parallel_independent on {devices} devices needs at least {devices} samples to train on.",
-            field="parallel_independent",
-        )
-    samples = data.examples - own.held_out() if own.overlength != "split" else None
-    together = 1 if strategy == "independent" else devices
-    batch = resolve_batch(config, together, recommended_batch(samples), by_device)
+    _check_options(config, training, own)
+    samples = data.examples - own.held_out()
+    distribution.check(samples)
+    by_device = distribution.steps_by_device
+    batch = resolve_batch(
+        config,
+        1 if distribution.independent else distribution.devices,
+        recommended_batch(None if own.overlength == "split" else samples),
+        by_device,
+    )
     if tune is not None:
         _check_tunable(batch, training)
     spec = Spec(
@@ -196,8 +211,8 @@ def freeze(
         ramp=_ramp(config, batch.effective_batch_size),
         epochs=None if training.max_steps else (training.epochs or DEFAULT_EPOCHS),
         max_steps=training.max_steps,
-        optimizer=_optimizer(training, config, batch.effective_batch_size),
-        schedule=_schedule(training),
+        optimizer=optimizer_spec(training, config, batch.effective_batch_size),
+        schedule=schedule_spec(training),
         label_smoothing=training.label_smoothing,
         aux_scope=training.aux_scope,
         gradient_clipping=config.gradient_clipping,
@@ -220,7 +235,7 @@ def freeze(
         split=RequestedSplit(
             accumulation_steps=batch.steps if by_device is None else max(by_device),
             micro_batch_size=batch.micro_batch,
-            devices=devices,
+            devices=distribution.devices,
             steps_by_device=None if by_device is None else tuple(by_device),
         ),
         memory=memory_limits(config.max_memory_usage, config.memory_safety_margin, measured_margin),
@@ -233,18 +248,24 @@ def freeze(
         completions=training.completions if own.validation is not None and not training.compile else 0,
         profile=profile,
         tune=tune,
-        strategy=strategy,
-        average=average,
-        zero_stage=zero_stage,
-        gradient_compression=gradient_compression,
+        strategy=distribution.strategy,
+        average=distribution.average,
+        zero_stage=distribution.zero_stage,
+        gradient_compression=distribution.gradient_compression,
     )
     _check_evaluations(spec)
-    if strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
+    if distribution.strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
         raise Unprocessable(f"{why}.", field="distributed")
     return spec
 
 
-def _check_options(training: TrainingConfig, data: DataSpec) -> None:
+def _check_options(config: AccumulationConfig, training: TrainingConfig, data: DataSpec) -> None:
+    if config.use_cpu_offload and training.optimizer == "adamw_8bit":
+        raise Unprocessable(
+            "use_cpu_offload: adamw_8bit runs only on a GPU: choose adamw, whose states then take no GPU "
+            "memory at all.",
+            field="use_cpu_offload",
+        )
     for field in ("early_stopping", "eval_every"):
         if getattr(training, field) is not None and data.validation is None:
             raise Unprocessable(
@@ -320,40 +341,7 @@ def _ramp(config: AccumulationConfig, effective_batch: int) -> RampSpec:
     )
 
 
-def _schedule(training: TrainingConfig) -> ScheduleSpec:
-    given = training.lr_scheduler_args.model_dump(exclude_none=True)
-    own = {**SCHEDULE_ARGUMENTS[training.lr_scheduler], **given}
-    if training.warmup_shape == "constant" and "warmup_start" not in given:
-        own["warmup_start"] = 0.1  # with 0, a constant warmup would only be a delay
-    unused = {"warmup_start": 0.0, "final": 0.0, "pct_start": 0.0, "div_factor": 1.0, "final_div_factor": 1.0}
-    return ScheduleSpec(
-        name=training.lr_scheduler,
-        warmup_steps=training.warmup_steps,
-        warmup_ratio=training.warmup_ratio or 0.0,
-        warmup_shape=training.warmup_shape,
-        **{**unused, **own},
-    )
-
-
 def _precision(config: AccumulationConfig) -> Literal["auto"] | Precision:
     if isinstance(config.mixed_precision, bool):
         return "auto" if config.mixed_precision else "no"
     return config.mixed_precision
-
-
-def _optimizer(training: TrainingConfig, config: AccumulationConfig, effective_batch: int) -> OptimizerSpec:
-    scale = 1.0
-    if config.gradient_scaling and config.base_batch_size:
-        scale = learning_rate.scale(config.lr_scaling, effective_batch / config.base_batch_size)
-    own = OPTIMIZER_ARGUMENTS[training.optimizer] | training.optimizer_args.model_dump(exclude_none=True)
-    unused = dict.fromkeys(("betas", "eps", "momentum", "nesterov", "trust_coefficient"))
-    if own.get("nesterov") and not own.get("momentum"):
-        raise Unprocessable(
-            "nesterov needs a momentum: set optimizer_args.momentum.", field="training_config.optimizer_args"
-        )
-    return OptimizerSpec(
-        name=training.optimizer,
-        learning_rate=training.learning_rate * scale,
-        weight_decay=training.weight_decay,
-        **{**unused, **own},
-    )

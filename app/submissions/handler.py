@@ -24,8 +24,9 @@ from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.session import Session
 from app.storage.tables import Job
-from app.submissions.admission import AdmittedRequest, check_quota
+from app.submissions.admission import AdmittedRequest
 from app.submissions.idempotency import IdempotentRequest
+from app.submissions.quota import check_quota
 
 RunSlowly = Callable[[Callable[[], Response]], Awaitable[Response]]
 

@@ -4,7 +4,7 @@ from app.contract.arguments import LoraMethod, QloraMethod
 from app.contract.model_reference import ModelReference
 from app.contract.spec import MethodSpec
 from app.errors import Unprocessable
-from app.jobs.schemas import TrainingConfig
+from app.jobs.training_config import TrainingConfig
 from app.planning.defaults import method_spec
 
 _FIELD = "training_config.method"

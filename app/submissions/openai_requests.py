@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from app.errors import AccrueError, Unprocessable
 from app.jobs.openai_schemas import FineTuningRequest, Hyperparameters
-from app.jobs.schemas import TrainingRequest
+from app.jobs.request_schemas import TrainingRequest
 from app.planning.inputs import PlanningInputs
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE
 from app.planning.recommendations import recommended_rate

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from app.jobs.schemas import TrainingConfig, TrainingRequest
+from app.jobs.request_schemas import TrainingRequest
+from app.jobs.training_config import TrainingConfig
 from tests.harness.commands import commands
 from tests.harness.runs import until, write_texts
 from tests.harness.service import Accrue, running

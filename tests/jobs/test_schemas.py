@@ -4,7 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from app.contract.accumulation import AccumulationConfig
-from app.jobs.schemas import DatasetConfig, TrainingConfig, TrainingRequest
+from app.datasets.dataset_config import DatasetConfig
+from app.jobs.request_schemas import TrainingRequest
+from app.jobs.training_config import TrainingConfig
 
 
 @pytest.mark.parametrize("name", ["accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"])

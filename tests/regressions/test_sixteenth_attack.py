@@ -13,7 +13,7 @@ from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.reports import Failure
 from app.contract.spec import MAX_EVALUATIONS
 from app.jobs import lifecycle, queue, transitions
-from app.jobs.schemas import TrainingConfig
+from app.jobs.training_config import TrainingConfig
 from app.planning.recommendations import recommended_rate
 from app.results.checkpoints import list_checkpoints
 from app.results.series import validation_losses

@@ -24,7 +24,7 @@ from app.contract.plan import FixedCount, TokenBudget
 from app.contract.reports import Outcome, RankShares
 from app.errors import Conflict, TooManyRequests
 from app.jobs import lifecycle, placement
-from app.jobs.schemas import TrainingRequest
+from app.jobs.request_schemas import TrainingRequest
 from app.main import create_app
 from app.memory_profiles import profiles
 from app.planning import planner

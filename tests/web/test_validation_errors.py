@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.jobs.schemas import TrainingRequest
+from app.jobs.request_schemas import TrainingRequest
 from app.web.validation_errors import field_problems
 
 REQUEST: dict[str, Any] = {"model_name": "gpt2", "dataset_config": {"texts": ["a"]}}

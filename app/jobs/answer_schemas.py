@@ -1,0 +1,194 @@
+"""What a client receives about a job."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from app.contract.base import Answer
+from app.contract.data_formats import DataFormat
+from app.contract.plan import Plan
+from app.contract.reports import NoiseScale, Tuning
+from app.contract.spec import (
+    Overlength,
+    Tune,
+)
+from app.contract.states import JobStatus, RequestedAction
+from app.statistics.schemas import RankFigures
+
+
+class ErrorAnswer(Answer):
+    code: str
+    message: str
+
+
+class DatasetAnswer(Answer):
+    file_id: str
+    format: DataFormat
+    examples: int
+    max_length: int
+    overlength: Overlength
+
+
+class AccumulationStatus(Answer):
+    enabled: bool
+    steps: int
+    effective_batch_size: int
+    sync_gradients: bool
+    clip_before_accumulation: bool
+    accumulate_on_cpu: bool
+    accumulation_step: int
+
+
+class Progress(Answer):
+    step: int = 0
+    steps_total: int | None = None
+    micro_step: int = 0
+    accumulation_step: int = 0
+    """Micro-batches of the current window or, between two windows, of the previous one."""
+    within_window: bool = False
+    """Whether the current window has taken a second or longer."""
+    skipped: int = 0
+    epoch: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    loss: float | None = None
+    loss_ema: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    memory_peak_bytes: int | None = None
+    eta_seconds: float | None = None
+    prepared_samples: int | None = None
+    """Samples tokenised so far; null once training has begun."""
+    samples_to_prepare: int | None = None
+    ranks: list[RankFigures] | None = None
+    """What each of several devices has done; null with one device."""
+
+
+class ReplicaAnswer(Answer):
+    """The result of an independent replica."""
+
+    replica: int
+    steps: int
+    final_loss: float | None
+    eval_loss: float | None
+    trained_tokens: int
+    model: str
+    """Where its model can be downloaded."""
+
+
+class ResultAnswer(Answer):
+    model_path: str | None = Field(
+        description="Relative to the service's data folder; null: deleted, or the job only measured"
+    )
+    files: list[str]
+    first_loss: float | None
+    final_loss: float | None
+    eval_loss: float | None = None
+    best_step: int | None = None
+    trained_tokens: int
+    equivalence_error: float | None = None
+    noise_scale: NoiseScale | None = None
+    tuning: Tuning | None = None
+    effective_batch_size: int
+    replicas: list[ReplicaAnswer] | None = None
+    """The results of independent replicas; null: the devices trained one model."""
+
+
+Reason = Literal["no_worker", "no_free_gpu", "not_before", "starting"]
+
+
+class Waiting(Answer):
+    reason: Reason
+    queue_position: int
+    predicted_start: int | None
+
+
+class Links(Answer):
+    self: str
+    metrics: str
+    log: str
+    events: str
+    stats: str
+    model: str | None
+    profile: str | None
+
+
+class JobAnswer(Answer):
+    """The current state of a job."""
+
+    id: str
+    training_id: str
+    object: Literal["accumulation.training"] = "accumulation.training"
+    status: JobStatus
+    requested: RequestedAction | None = Field(
+        description="A requested action that the worker has not finished yet"
+    )
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    model_name: str
+    user_id: int | str | None
+    metadata: dict[str, str]
+    priority: int
+    attempt: int
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    dataset: DatasetAnswer
+    device: str | None
+    accumulation_status: AccumulationStatus
+    plan: Plan
+    progress: Progress
+    result: ResultAnswer | None
+    error: ErrorAnswer | None
+    waiting: Waiting | None
+    tune: Tune | None = Field(
+        None, description="first: measure micro-batches after two steps, then go on; only: train no model"
+    )
+    links: Links
+    learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+
+
+class DryRunAnswer(Answer):
+    """What a job would do: nothing was queued or stored."""
+
+    object: Literal["accumulation.dry_run"] = "accumulation.dry_run"
+    model_name: str
+    config: dict[str, Any]
+    training_config: dict[str, Any]
+    dataset: DatasetAnswer
+    plan: Plan
+    learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
+    effective_batch_size: int
+    accumulation_steps: int
+    actual_batch_size_per_gpu: int
+    predicted_tokens: int | None = Field(
+        None,
+        description="Tokens in all samples of the run: counted by an earlier job, or estimated from bytes",
+    )
+    predicted_duration_seconds: float | None = Field(
+        None, description="From the claim to the end; null: nothing is known of such a device"
+    )
+    predicted_duration_range: tuple[float, float] | None = Field(
+        None, description="Range, in seconds, that contains the actual duration about nine times out of ten"
+    )
+    gpu_hours: float | None = Field(
+        None, description="On GPUs: the duration times the number of devices, in hours"
+    )
+    gpu_cost: float | None = Field(None, description="Cost of gpu_hours, if ACCRUE_GPU_HOUR_COST is set")
+    measured_by: str | None = Field(
+        None, description="The finished job on which the estimates of duration and tokens are based"
+    )
+
+
+class EventAnswer(Answer):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warning", "error"]
+    type: str
+    message: str
+    data: dict[str, Any]

@@ -1,0 +1,111 @@
+"""How a model is trained: schedule, optimizer, method, evaluation."""
+
+from typing import Any
+
+from pydantic import AliasChoices, Field, model_validator
+
+from app.contract.arguments import (
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULE_ARGUMENTS,
+    Method,
+    OptimizerArguments,
+    OptimizerChoice,
+    ScheduleArguments,
+    reject_unknown_arguments,
+)
+from app.contract.base import Flag, Request, ShortText
+from app.contract.spec import (
+    Attention,
+    AuxScope,
+    EarlyStopping,
+    ScheduleName,
+    Tracker,
+    WarmupShape,
+)
+from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
+
+
+class TrainingConfig(Request):
+    epochs: int | None = Field(None, ge=1, le=10_000, description="Default 3, where max_steps is not given")
+    max_steps: int | None = Field(
+        None, ge=1, le=100_000_000, validation_alias=AliasChoices("max_steps", "steps")
+    )
+    learning_rate: float = Field(DEFAULT_LEARNING_RATE, ge=1e-12, le=100)
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    optimizer: OptimizerChoice = "adamw"
+    optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)
+    lr_scheduler: ScheduleName = "linear"
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    warmup_shape: WarmupShape = "linear"
+    lr_scheduler_args: ScheduleArguments = Field(default_factory=ScheduleArguments)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    aux_scope: AuxScope = Field(
+        "window",
+        description="Scope of a mixture-of-experts model's balance loss: window (costs a forward pass "
+        "without gradient), sequence (a different loss, at no cost) or none",
+    )
+    freeze: list[ShortText] = Field(
+        default_factory=list,
+        fail_fast=True,
+        max_length=100,
+        description="Patterns of parameter names, as in transformer.h.0.*",
+    )
+    method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
+    gradient_checkpointing: Flag = False
+    compile: Flag = Field(False, description="torch.compile, with micro-batches of a few shapes")
+    attention: Attention = "sdpa"
+    seed: int = Field(42, ge=0, lt=2**31)
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
+    early_stopping: EarlyStopping | None = None
+    save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: 50")
+    completions: int = Field(
+        3,
+        ge=0,
+        le=20,
+        description="Number of held-out prompts to complete before and after training; needs validation data",
+    )
+    report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
+    timeout_seconds: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _rate_of_the_method(self) -> "TrainingConfig":
+        """Adapters have a default rate of their own."""
+        if "learning_rate" not in self.model_fields_set and self.method != "full":
+            vars(self)["learning_rate"] = LORA_LEARNING_RATE  # it still counts as not given
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adam_has_no_weight_decay(cls, given: Any) -> Any:
+        if (
+            isinstance(given, dict)
+            and str(given.get("optimizer")).lower() == "adam"
+            and given.get("weight_decay")
+        ):
+            raise ValueError(
+                "optimizer adam is treated as adamw, which is identical only without weight_decay: use "
+                "adamw, or leave weight_decay out"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingConfig":
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("give epochs or max_steps, not both")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        if self.lr_scheduler == "one_cycle" and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError("one_cycle has its own warmup: set lr_scheduler_args.pct_start instead")
+        if self.early_stopping is not None and self.eval_every is None:
+            raise ValueError("early_stopping needs eval_every")
+        reject_unknown_arguments(
+            "optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer
+        )
+        reject_unknown_arguments(
+            "lr_scheduler_args",
+            self.lr_scheduler_args,
+            set(SCHEDULE_ARGUMENTS[self.lr_scheduler]),
+            self.lr_scheduler,
+        )
+        return self

@@ -1,0 +1,58 @@
+"""The limit of a key's waiting jobs."""
+
+from app.errors import QuotaExceeded
+from app.jobs import lifecycle, queue, transitions
+from app.settings import Settings
+from app.storage.database import lock_until_commit
+from app.storage.session import Session
+from app.storage.tables import Job
+
+_QUOTA_LOCK_DISTANCE = 200
+"""If fewer than this many jobs are left in the quota, submissions on PostgreSQL check it one at a time. If
+more are left, no lock is needed: fewer requests than this run at the same time, so together they cannot
+exceed the quota."""
+
+
+def resume(session: Session, job_id: str, settings: Settings) -> Job:
+    """Resumes a job as `lifecycle.resume` does; a timed-out job counts against its owner's quota again."""
+    job, most = transitions.get(session, job_id), settings.max_queued_jobs
+    if lifecycle.timed_out(job):
+        lock_until_commit(session, f"quota of {job.owner}")
+        if queue.count_waiting(session, job.owner, most) >= most:
+            raise _too_many(most)
+    return lifecycle.resume(session, job_id)
+
+
+def check_quota(session: Session, settings: Settings) -> None:
+    """Checks that the key may have another waiting job.
+
+    Raises:
+        QuotaExceeded: the key has reached its limit of waiting jobs.
+    """
+    most = settings.max_queued_jobs
+    waiting = _count_waiting(session, most)
+    if waiting > most - _QUOTA_LOCK_DISTANCE and lock_until_commit(
+        session, f"quota of {session.viewer.creator}"
+    ):
+        waiting = queue.count_waiting(session, session.viewer.creator, most)
+    if waiting >= most:
+        raise _too_many(most)
+
+
+def _too_many(most: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"{most} jobs of this key are waiting already, which is the limit (ACCRUE_MAX_QUEUED_JOBS): try "
+        "again "
+        "once some have started, or cancel some."
+    )
+
+
+def _count_waiting(session: Session, most: int) -> int:
+    """The number of the key's waiting jobs, or an upper bound of it that is below `most`."""
+    maker, transaction = session.viewer.creator, session.shared_transaction
+    if transaction is None:
+        return queue.count_waiting(session, maker, most)
+    known: dict[str | None, int] = transaction.known.setdefault("waiting", {})
+    at_most = known[maker] + 1 if maker in known else most
+    known[maker] = at_most if at_most < most else queue.count_waiting(session, maker, most)
+    return known[maker]

@@ -1,0 +1,93 @@
+"""The devices that a request asks for, and those that its plan is for."""
+
+from dataclasses import dataclass
+
+from app.contract.spec import Spec
+from app.devices import gpus
+from app.devices.gpus import select_devices
+from app.errors import Unprocessable
+from app.jobs.request_schemas import TrainingRequest
+from app.planning.devices import Device
+from app.planning.inputs import PlanningInputs
+from app.planning.recipes import unsupported
+from app.settings import Settings
+
+
+@dataclass(frozen=True)
+class RequestedDevices:
+    """The devices of a job."""
+
+    requested: int
+    """The requested number of devices, from which the effective batch is computed."""
+    planned: list[Device]
+    """Those that the plan is for; fewer than requested if no worker has as many."""
+    needed: int
+    """How many free devices a worker needs to start the job."""
+
+    def first(self, count: int) -> "RequestedDevices":
+        """The first of the planned devices alone."""
+        return RequestedDevices(self.requested, self.planned[:count], count)
+
+
+def devices_of(
+    inputs: PlanningInputs, requested: TrainingRequest, stored: int, settings: Settings
+) -> RequestedDevices:
+    """The devices that the job is planned for: those named, else the first of the worker with the most.
+
+    Declared devices are used for planning as long as there is no worker.
+
+    Args:
+        stored: the number of devices of the stored configuration, or 1.
+
+    Raises:
+        Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
+    """
+    by_worker = inputs.devices_by_worker()
+    there = gpus.for_planning(settings.declared_devices, inputs.gpus())
+    if requested.gpu_ids is not None:
+        machines = inputs.machines_with_gpus()
+        if by_worker and not machines:
+            raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
+        if machines > 1:
+            raise Unprocessable(
+                f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids "
+                "out.",
+                field="gpu_ids",
+            )
+        named = select_devices(requested.gpu_ids, inputs.gpus() if by_worker else there)
+        together = [{device.id for device in own} for own in by_worker]
+        if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
+            raise Unprocessable(
+                "gpu_ids: no worker has all of these GPUs, and a job trains on those of one worker.",
+                field="gpu_ids",
+            )
+        return RequestedDevices(len(named), named, len(named))
+    available = by_worker[0] if by_worker else there
+    if requested.num_gpus == "auto":
+        return RequestedDevices(1, list(available), len(available))
+    if requested.accumulation_steps_by_device is not None:
+        count = len(requested.accumulation_steps_by_device)
+    elif requested.num_gpus is not None:
+        count = requested.num_gpus
+    else:
+        count = stored if requested.use_multi_gpu is None else 1
+        count = len(available) if requested.use_multi_gpu else count
+    enough = next((own for own in by_worker if len(own) >= count), available)
+    planned = enough[:count]
+    return RequestedDevices(count, planned, len(planned) if by_worker else count)
+
+
+def check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
+    """Checks that a worker's devices can train the spec; without any worker, nothing is checked.
+
+    Raises:
+        Unprocessable: no worker has a device that the method or the optimizer needs.
+    """
+    of_workers = [device for own in inputs.devices_by_worker() for device in own]
+    kinds = {device.kind for device in of_workers}
+    why = [] if "cuda" in kinds else unsupported(
+        "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
+    )  # fmt: skip
+    if of_workers and why:
+        field = "method" if spec.method.name == "qlora" else "optimizer"
+        raise Unprocessable(f"{why[0]}.", field=f"training_config.{field}")
