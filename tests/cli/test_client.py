@@ -1,5 +1,6 @@
 """The command's HTTP client, and its messages if no service answers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ def test_interrupting_watch_reports_that_the_job_continues(
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(terminal.time, "sleep", interrupted)
+    # only for this module: threads of other tests sleep, too
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(sleep=interrupted))
     assert terminal.follow(Service(), "ftjob-1") == 130
     assert "accrue cancel ftjob-1" in capsys.readouterr().out

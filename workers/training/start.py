@@ -11,6 +11,7 @@ import torch
 from app.contract.assignment import Assignment
 from app.contract.plan import Plan, RankPlan
 from app.contract.reports import RankMemory
+from app.contract.spec import Spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import base_model, checkpoint, guards
 from workers.training import model as models
@@ -35,7 +36,8 @@ from workers.training.make_replica import make_replica, place_parameters
 from workers.training.model_parts import length_of_other_positions
 from workers.training.optimizer import make_optimizer
 from workers.training.parameters import Parameters
-from workers.training.state import LearnedBudget, RunState
+from workers.training.replica import Replica
+from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
 from workers.training.training import Stop, Training
 
@@ -56,54 +58,18 @@ def start(
         CannotTrain: the job cannot be trained as it stands.
     """
     spec, plan = assignment.spec, assignment.plan
-    rank = plan.ranks[group.rank]
-    device = models.device_of(plan, rank)
-    base = run.base
-    with leader_first(group):
-        if group.leads:
-            base = base_model.stage_base_model(assignment, run)
-    model, tokenizer, notes = base_model.load(assignment, base)
-    for note in notes:
-        reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
-    try:
-        with leader_first(group):
-            prepared, samples, validation = _data(run, assignment, tokenizer, stop, reporter)
-    except (CannotTrain, Interrupted, OSError, MemoryError):
-        raise
-    except (
-        BaseException
-    ) as error:  # tokenizers' panics are BaseExceptions; their message may be training text
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise CannotTrain(
-            "data_not_tokenised", f"the model's tokenizer could not read the data ({type(error).__name__})"
-        ) from None
+    base, model, tokenizer = _load(run, assignment, reporter, group)
+    prepared, samples, validation = _tokenised(run, assignment, tokenizer, stop, reporter, group)
     if group.leads and run.digest_of_base() is None:
         run.write_digest_of_base(guards.digest_of_weights(model))
     for each in (samples, validation):
         if each is not None:
             _check_token_ids(each, model, spec.model.name)
-    balance = balance_of(model, spec.aux_scope)
-    token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
-    parameters = place_parameters(assignment, token_loss, device, group)
-    host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
-    optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)
-    state = _resume(run, parameters, optimizer, reporter, group)
-    state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
-    apply_learned(run, plan, state, reporter, group)
-    if state.fallbacks.checkpointing:
-        models.recompute_activations(model)
-    replica = make_replica(assignment, device, token_loss, parameters, optimizer, balance, state, group)
-    form = _layout(assignment, rank, tokenizer, model, replica.balance)
-    loader = Loader(samples, validation, form, device, spec.seed)
+    replica, state = _replica(run, assignment, model, reporter, group)
+    layout = _layout(assignment, plan.ranks[group.rank], tokenizer, model, replica.balance)
+    loader = Loader(samples, validation, layout, replica.device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
-    with final_failures(group):
-        check_routing(replica, loader, reporter)
-        check_head(replica, loader, state.fallbacks, reporter, group)
-        if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
-            check_that_it_runs(replica, loader)
-        check_causality(replica, loader, group)
-        check_packing(replica, loader, state.fallbacks, reporter, group)
+    _check_exactness(replica, loader, spec, state.fallbacks, reporter, group)
     budgets = [
         Budget(
             each,
@@ -132,6 +98,75 @@ def start(
         group=group,
     )
     return training, prepared
+
+
+def _load(
+    run: RunDirectory, assignment: Assignment, reporter: Reporter, group: Group
+) -> tuple[Path, Any, Any]:
+    """The base model's folder, the model and its tokenizer. Rank 0 makes the folder."""
+    base = run.base
+    with leader_first(group):
+        if group.leads:
+            base = base_model.stage_base_model(assignment, run)
+    model, tokenizer, notes = base_model.load(assignment, base)
+    for note in notes:
+        reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
+    return base, model, tokenizer
+
+
+def _tokenised(
+    run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop, reporter: Reporter, group: Group
+) -> tuple[Prepared, Samples, Samples | None]:
+    """The samples to train on and to evaluate on. Rank 0 writes them; the others then find them ready.
+
+    Raises:
+        CannotTrain: the tokenizer fails; the reason does not quote its message, which may be training text.
+    """
+    try:
+        with leader_first(group):
+            return _data(run, assignment, tokenizer, stop, reporter)
+    except (CannotTrain, Interrupted, OSError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers' panics are BaseExceptions
+        raise CannotTrain(
+            "data_not_tokenised", f"the model's tokenizer could not read the data ({type(error).__name__})"
+        ) from None
+
+
+def _replica(
+    run: RunDirectory, assignment: Assignment, model: Any, reporter: Reporter, group: Group
+) -> tuple[Replica, RunState]:
+    """This rank's model and optimizer, with the weights and the state of the newest checkpoint."""
+    spec, plan = assignment.spec, assignment.plan
+    device = models.device_of(plan, plan.ranks[group.rank])
+    balance = balance_of(model, spec.aux_scope)
+    token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
+    parameters = place_parameters(assignment, token_loss, device, group)
+    host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
+    optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)
+    state = _resume(run, parameters, optimizer, reporter, group)
+    state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
+    apply_learned(run, plan, state, reporter, group)
+    if state.fallbacks.checkpointing:
+        models.recompute_activations(model)
+    return make_replica(assignment, device, token_loss, parameters, optimizer, balance, state, group), state
+
+
+def _check_exactness(
+    replica: Replica, loader: Loader, spec: Spec, fallbacks: Fallbacks, reporter: Reporter, group: Group
+) -> None:
+    """Checks what exact accumulation needs of this model, and falls back where there is another way.
+
+    Raises:
+        CannotTrain: the model cannot be trained exactly in micro-batches.
+    """
+    with final_failures(group):
+        check_routing(replica, loader, reporter)
+        check_head(replica, loader, fallbacks, reporter, group)
+        if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
+            check_that_it_runs(replica, loader)
+        check_causality(replica, loader, group)
+        check_packing(replica, loader, fallbacks, reporter, group)
 
 
 def whole_model(training: Training) -> Any:
