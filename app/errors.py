@@ -109,7 +109,7 @@ class ReplacedDatabase(Unavailable):
 
     def __init__(self, change: str) -> None:
         super().__init__(
-            f"The database file {change} while the service was running: nothing is written any more. Stop "
+            f"The database file {change} while the service was running: nothing is being stored. Stop "
             "the service and the workers, restore the database file, and start them again."
         )
 

@@ -24,7 +24,7 @@ SampleBy = Annotated[
     str | None,
     typer.Option(help="What becomes one sample of a text file: document (default), paragraph or line"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the service's response as JSON")]
 
 
 def _complete_job(incomplete: str) -> list[tuple[str, str]]:

@@ -126,7 +126,7 @@ def show_plan(job: dict[str, Any]) -> None:
     """The plan of a job or of a dry run."""
     plan = job["plan"]
     total = plan["steps_total"]
-    unknown = "number of steps known once the data is tokenised"
+    unknown = "number of steps unknown until the data is tokenised"
     steps = unknown if total is None else f"{total:,} step{'s' * (total != 1)}"
     most, rule = plan["micro_batches"], plan["ranks"][0]["micro_batch_rule"]
     cut = {

@@ -28,9 +28,9 @@ class PreviewedSample(Answer):
     )
     token_ids: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31)], ...], Field(fail_fast=True)]
     counts: Annotated[tuple[bool, ...], Field(fail_fast=True)] = Field(
-        description="Which tokens count for the loss"
+        description="Which tokens count toward the loss"
     )
-    target_tokens: int = Field(description="Tokens that count for the loss; the first is never predicted")
+    target_tokens: int = Field(description="Tokens that count toward the loss; the first is never predicted")
 
 
 class LengthBin(Answer):
@@ -55,7 +55,7 @@ class Lengths(Answer):
         None, ge=0, allow_inf_nan=False, description="Mean tokens of an example after truncation"
     )
     target_share: float = Field(
-        ge=0, le=1, description="Share of the tokens within max_length that count for the loss"
+        ge=0, le=1, description="Share of the tokens within max_length that count toward the loss"
     )
     histogram: Annotated[tuple[LengthBin, ...], Field(fail_fast=True, max_length=100)]
 

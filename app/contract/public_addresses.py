@@ -28,6 +28,10 @@ class NotPublic(ValueError):
     """A host has no address, or one that is not on the public internet; the message says which."""
 
 
+class NoAddress(NotPublic):
+    """A host has no address that this machine can find."""
+
+
 def resolve_host(host: str, port: int | None, *, private: bool = False) -> str:
     """Resolves a host to one of its current addresses.
 
@@ -40,20 +44,24 @@ def resolve_host(host: str, port: int | None, *, private: bool = False) -> str:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise NotPublic(
+        raise NoAddress(
             f"the host {host} cannot be found ({getattr(error, 'strerror', None) or 'invalid'})"
         ) from None
     addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    if not addresses:
+        raise NoAddress(f"the host {host} has no address")
     refused = [address for address in addresses if not private and not is_public(address)]
-    if refused or not addresses:
-        which = refused[0] if refused else "no address"
-        raise NotPublic(f"the host {host} is not on the public internet ({which})")
+    if refused:
+        raise NotPublic(f"the host {host} is not on the public internet ({refused[0]})")
     return str(addresses[0])
 
 
 def address_of_redirect(scheme: str, host: str, port: int | None, *, from_scheme: str) -> str | None:
     """The address to connect to where a redirect leads away from the hub. The connection must use that
     address, since the name could stand for another one a moment later.
+
+    A host that this machine finds must be public even if a proxy is set: clients of HTTP read NO_PROXY in
+    different ways, so the request may go there directly.
 
     Args:
         from_scheme: the scheme of the hub's own address; only from plain http may a redirect lead to plain
@@ -68,12 +76,14 @@ def address_of_redirect(scheme: str, host: str, port: int | None, *, from_scheme
     if scheme != "https" and not (scheme == from_scheme == "http"):
         raise NotPublic("an address that is not https")
     proxies = getproxies()
-    if (proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host):
-        return None
+    by_proxy = bool(proxies.get(scheme) or proxies.get("all")) and not proxy_bypass(host)
     try:
-        return resolve_host(host, port)
-    except NotPublic:
+        address = resolve_host(host, port)
+    except NotPublic as error:
+        if by_proxy and isinstance(error, NoAddress):
+            return None
         raise NotPublic("an address that is not on the public internet") from None
+    return None if by_proxy else address
 
 
 def is_public(address: Address) -> bool:
@@ -84,8 +94,10 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(inner)
+        if inner is not None and not is_public(inner):
+            return False
+        if address.ipv4_mapped or address.sixtofour or address.teredo or address in _NAT64:
+            return True
         if address.is_site_local:  # fec0::/10, deprecated, and still private
             return False
     if any(

@@ -106,7 +106,7 @@ def _decoded(value: Any, name: str) -> Any:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise BadShape(f"{name} is a text that is not valid JSON: expected a list") from None
+            raise BadShape(f"{name} is a string that is not valid JSON: expected a list") from None
     if not isinstance(value, list):
         raise BadShape(f"{name} is not a list")
     return value
@@ -226,7 +226,7 @@ def _of_instruction(row: dict[str, Any], output: str) -> list[Any]:
     given = row.pop(name) if name is not None else None
     for field, value in (("instruction", instruction), (name, given)):
         if value is not None and not isinstance(value, str):
-            raise BadShape(f"{field} is not a text")
+            raise BadShape(f"{field} is not a string")
     turns: list[Any] = []
     history = row.pop("history", None) or []
     history = _decoded(history, "history") if isinstance(history, str) else history

@@ -204,7 +204,7 @@ class Spec(Frozen):
     gradient_compression: GradientCompression | None = None
     """None: ranks send gradients in their own precision, so that their sum is exact."""
     average: bool = False
-    """Whether the weights of independent replicas are averaged in the end."""
+    """Whether the weights of independent replicas are averaged at the end."""
     shard: Shard | None = None
     """The part of the training data that is used; None: all."""
     memory: MemoryLimits

@@ -175,7 +175,7 @@ def _items(file: io.TextIOWrapper, longest: int) -> Iterator[Any]:
             raise ValueError("expected a comma or the end of the array")
         try:
             if start == len(text) or (not is_first and start == at):
-                raise ValueError("the array has no end")
+                raise ValueError("the array is not closed: the file may be truncated")
             item, at = decoder.raw_decode(text, start)
         except ValueError:
             more = "" if at_end else file.read(max(HEAD_BYTES, len(text) - at))

@@ -58,7 +58,7 @@ class DistributedConfig(Request):
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="What devices divide under fsdp: optimizer states (1), also gradients (2), also weights "
+        description="What is sharded under fsdp: optimizer states (1), also gradients (2), also weights "
         "(3, the default); 0: nothing, which is ddp",
     )
     cpu_offload: Flag = Field(
@@ -84,9 +84,9 @@ class DistributedConfig(Request):
         if self.gradient_compression is not None and self.carried_out_as == "fsdp":
             raise ValueError("gradient_compression needs strategy ddp: fsdp exchanges gradients itself")
         if self.zero_stage and self.strategy in ("ddp", "dataparallel"):
-            raise ValueError(f"zero_stage {self.zero_stage} needs strategy fsdp: ddp divides nothing")
+            raise ValueError(f"zero_stage {self.zero_stage} needs strategy fsdp: ddp shards nothing")
         if self.zero_stage == 0 and self.strategy == "fsdp":
-            raise ValueError("zero_stage 0 needs strategy ddp: fsdp divides at least the optimizer's states")
+            raise ValueError("zero_stage 0 needs strategy ddp: fsdp shards at least the optimizer's states")
 
     @property
     def carried_out_as(self) -> Literal["ddp", "fsdp"] | None:
@@ -170,7 +170,7 @@ class JobOptions(AccumulationConfig):
     )
     average: Flag = Field(
         False,
-        description="parallel_independent: average the models' weights in the end; false: the job's model is "
+        description="parallel_independent: average the models' weights at the end; false: the job's model is "
         "the one with the lowest loss",
     )
     user_id: UserId | None = Field(None, description="A label to filter by")

@@ -24,14 +24,28 @@ def hold(session: Session, spec: Spec) -> None:
     Raises:
         Unprocessable: one of them has been deleted.
     """
+    check_available(session, spec, lock=True)
+
+
+def check_available(session: Session, spec: Spec, *, lock: bool = False) -> None:
+    """Checks that the jobs that a spec starts from, and their models, have not been deleted.
+
+    Raises:
+        Unprocessable: one of them has been.
+    """
     model = spec.model.model_dump(mode="json")
     models = _sources_by_model(model)
     for job_id in sorted(_sources(model)):
-        own = select(Job.result).where(Job.id == job_id).with_for_update(read=True, key_share=True)
+        own = select(Job.result).where(Job.id == job_id)
+        if lock:
+            own = own.with_for_update(read=True, key_share=True)
         row = session.execute(own, execution_options=OF_EVERYONE).one_or_none()
         if row is None or (job_id in models and is_model_deleted(row.result)):
-            what = f"Job {job_id}, which trained {spec.model.name}," if row is None else spec.model.name
-            raise Unprocessable(f"{what} has been deleted: choose another model.", field="model_name")
+            what = "job" if row is None else "model of the job"
+            raise Unprocessable(
+                f"{spec.model.name} needs the {what} {job_id}, which has been deleted: choose another model.",
+                field="model_name",
+            )
 
 
 def is_model_deleted(result: dict[str, Any] | None) -> bool:

@@ -267,7 +267,7 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise Unprocessable(f"The config.json of {name} is not a JSON object.", field="model_name")
     why = size_error(config, most_fields=_MOST_CONFIG_FIELDS) or (
-        "has a text with a NUL character" if path_to_unstorable(config) else None
+        "has a string with a NUL character" if path_to_unstorable(config) else None
     )
     if why is not None:
         raise Unprocessable(f"The config.json of {name} {why}.", field="model_name")

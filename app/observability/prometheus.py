@@ -32,6 +32,9 @@ _GPU_METRICS: dict[str, Callable[[DetectedGpu], float | None]] = {
 }
 
 
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
 class Exposition:
     """One service's figures."""
 
@@ -48,7 +51,7 @@ class Exposition:
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Records a response. `route` is a path template, which keeps the number of label values small."""
-        self._answers.labels(method, route, str(status)).observe(seconds)
+        self._answers.labels(method if method in _METHODS else "other", route, str(status)).observe(seconds)
 
     def text(self) -> bytes:
         """The metrics in Prometheus's text format."""

@@ -171,7 +171,7 @@ def devices_of(
     warnings = []
     if there[0].kind == "cpu":
         warnings.append(
-            "no GPU was found or declared, so this is for the CPU and this machine's memory: set "
+            "no GPU was found or declared, so this plan is for the CPU and this machine's memory: set "
             'gpus: ["24GB"], or set ACCRUE_GPUS=24GB'
         )
     elif len(wanted) > len(there):

@@ -38,7 +38,7 @@ def advice_for(session: Session, job: Job) -> list[str]:
             load=_load(job),
         )
     )
-    return advice or ["Nothing stands out in this job's figures."]
+    return advice or ["Nothing stands out in this job's measurements."]
 
 
 def _load(job: Job) -> float | None:

@@ -59,7 +59,7 @@ def recommendations(
     ] = None,
     clip_mode: Annotated[ClipMode | None, Query(description="null: the job's or after_accumulation")] = None,
     kind: Annotated[
-        ModelKind, Query(description="Kind of model: decides about clipping and the optimizer")
+        ModelKind, Query(description="Kind of model: determines the recommended clipping and optimizer")
     ] = "transformer",
 ) -> Recommendations:
     """Recommends values for a model, for a model size, or for a job from its own measurements."""

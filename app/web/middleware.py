@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import partial
 from http import HTTPStatus
 
@@ -260,8 +260,13 @@ def _parts(message: Message) -> Iterator[Message]:
 
 
 def _template(scope: Scope) -> str:
-    """The route's path template, such as `/training/{training_id}`; there are only a few of them."""
-    return getattr(scope.get("route"), "path", "none")
+    """The route's path template, such as `/training/{training_id}`; there are only a few of them. A path that
+    does not take the request's method counts as no route."""
+    route = scope.get("route")
+    takes: Collection[str] | None = getattr(route, "methods", None)
+    if takes is not None and scope["method"] not in takes:
+        return "none"
+    return getattr(route, "path", "none")
 
 
 def _add_headers(headers: MutableHeaders, identifier: str) -> None:

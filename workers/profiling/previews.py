@@ -83,8 +83,11 @@ def _make_in_child(order: PreviewSpec, settings: Settings) -> tuple[DatasetPrevi
     A tokenizer's files may make the process run forever, fill the memory or end, in native code that no
     exception and no signal handler can interrupt.
     """
-    with _temporary_folder() as folder:
+    try:
         model = base_models.path_of(order.model, settings)
+    except ValueError as error:
+        return None, str(error)
+    with _temporary_folder() as folder:
         hidden = settings.data_dir.resolve() if settings.trainer_isolation else None
         data = settings.files_dir.resolve() / order.data.file_id
         child = _children().Process(

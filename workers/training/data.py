@@ -71,7 +71,7 @@ class Prepared:
         counted = (
             (self.truncated, f"cut to max_length {max_length}"),
             (self.split, "split into parts"),
-            (self.without_targets, "without a token that counts for the loss"),
+            (self.without_targets, "without a token that counts toward the loss"),
         )
         notes = [f"{count} {what}" for count, what in counted if count]
         if self.unused_keys:
@@ -168,7 +168,7 @@ def prepare(
     if prepared.targets == 0:
         raise CannotTrain(
             "nothing_to_learn",
-            f"none of the {prepared.samples} samples has a token that counts for the loss within "
+            f"none of the {prepared.samples} samples has a token that counts toward the loss within "
             f"max_length {spec.max_length}: raise max_length, or shorten the prompts",
         )
     for file in folder.iterdir():

@@ -196,8 +196,8 @@ def evaluate(training: Training) -> None:
         own = state.evaluations
         training.reporter.event(
             "stopped_early",
-            f"Stopped at step {state.step}: {own.without_gain} evaluations without enough gain; the lowest "
-            f"validation loss is {own.best_loss:.4f} at step {own.best_step}.",
+            f"Stopped at step {state.step}: {own.without_gain} evaluations without enough improvement; the "
+            f"lowest validation loss is {own.best_loss:.4f} at step {own.best_step}.",
         )
 
 

@@ -97,7 +97,7 @@ class DownloadLimits:
             TooMuch: it is compressed, so that a few bytes may stand for many.
         """
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise TooMuch("the hub sends compressed answers, which were not asked for")
+            raise TooMuch("the hub sent a compressed response that was not requested")
         described = response.request.url.path.startswith("/api/")
         stream, count = response.stream, self._count
 

@@ -5,10 +5,11 @@ loss; if it does not, training falls back to the slower way.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -209,12 +210,20 @@ def check_head(
 
 
 def check_packing(
-    replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
+    replica: Replica,
+    loader: Loader,
+    most_tokens: int,
+    fallbacks: Fallbacks,
+    reporter: Reporter,
+    group: Group,
 ) -> None:
-    """Falls back to padding if the model does not keep packed samples apart.
+    """Falls back to padding if the model does not keep packed samples apart, or fails on long rows.
 
     A row that mixes samples changes their gradients far more than their loss, of which low precisions hide
     the rest. So the check is made in the weights' own precision and, if there is any doubt, in fp64.
+
+    Args:
+        most_tokens: tokens of the largest micro-batch that is planned for any rank.
     """
     packed, padded = loader.form, replace(loader.form, packed=False)
     if fallbacks.padded and packed.packed:
@@ -237,6 +246,41 @@ def check_packing(
             "they are padded instead.",
             "warning",
         )
+    elif group.from_first(_fails_on_long_rows(replica, rows, packed, most_tokens)):
+        fallbacks.padded, loader.form = True, padded
+        reporter.event(
+            "changed",
+            "The model fails on packed rows that are longer than its positions: samples are padded instead.",
+            "warning",
+        )
+
+
+def _fails_on_long_rows(
+    replica: Replica, rows: Sequence[Tokens], packed: BatchLayout, most_tokens: int
+) -> bool:
+    """Whether the model cannot compute a row that is longer than its positions, although each sample of it is
+    shorter. GPT-Neo, for example, cuts its mask out of one that has the size of its positions."""
+    positions = _positions_of(replica.model)
+    if positions is None or most_tokens <= positions or not rows:
+        return False
+    row = list(itertools.islice(itertools.cycle(rows), positions // sum(map(len, rows)) * len(rows)))
+    row += rows  # the first number of samples that is longer than the positions
+    batch = collate([(tokens, np.ones(len(tokens), np.bool_)) for tokens in row], packed)
+    try:
+        with models.without_randomness(replica.model), torch.no_grad():
+            replica.forward(batch.to(replica.device))
+    except (RuntimeError, IndexError, ValueError) as error:
+        known = isinstance(error, RuntimeError) and guards.is_out_of_memory(error)
+        return not known  # the trainer recovers from running out of memory
+    return False
+
+
+def _positions_of(model: Any) -> int | None:
+    """The number of positions that the model's configuration names."""
+    config = getattr(model, "config", None)
+    text = None if config is None else config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _packing_errors(

@@ -138,7 +138,7 @@ def copy_in_fp64(model: Any) -> Any:
     """
     tensors = [*model.parameters(), *model.buffers()]
     if any(not each.is_floating_point() for each in model.parameters()):
-        raise TypeError("the weights are quantised")
+        raise TypeError("the weights are quantized")
     if 8.5 * sum(each.numel() for each in tensors) > available_on_host():
         raise MemoryError
     replaced: dict[int, Any] = {}

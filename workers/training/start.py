@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from app.contract.assignment import Assignment
-from app.contract.plan import Plan, RankPlan
+from app.contract.plan import Plan, RankPlan, TokenBudget
 from app.contract.reports import RankMemory
-from app.contract.spec import Spec
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import base_model, checkpoint, guards
 from workers.training import model as models
@@ -69,7 +68,7 @@ def start(
     layout = _layout(assignment, plan.ranks[group.rank], tokenizer, model, replica.balance)
     loader = Loader(samples, validation, layout, replica.device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
-    _check_exactness(replica, loader, spec, state.fallbacks, reporter, group)
+    _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
     budgets = [
         Budget(
             each,
@@ -153,20 +152,36 @@ def _replica(
 
 
 def _check_exactness(
-    replica: Replica, loader: Loader, spec: Spec, fallbacks: Fallbacks, reporter: Reporter, group: Group
+    replica: Replica,
+    loader: Loader,
+    assignment: Assignment,
+    fallbacks: Fallbacks,
+    reporter: Reporter,
+    group: Group,
 ) -> None:
     """Checks what exact accumulation needs of this model, and falls back where there is another way.
 
     Raises:
         CannotTrain: the model cannot be trained exactly in micro-batches.
     """
+    spec = assignment.spec
     with final_failures(group):
         check_routing(replica, loader, reporter)
         check_head(replica, loader, fallbacks, reporter, group)
         if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
             check_that_it_runs(replica, loader)
         check_causality(replica, loader, group)
-        check_packing(replica, loader, fallbacks, reporter, group)
+        check_packing(replica, loader, _most_tokens(assignment), fallbacks, reporter, group)
+
+
+def _most_tokens(assignment: Assignment) -> int:
+    """Tokens of the largest micro-batch that is planned for any rank."""
+    plan, most = assignment.plan, assignment.plan.most_tokens or 0
+    for rank in plan.ranks:
+        rule = rank.micro_batch_rule
+        full = rank.micro_batch_size * assignment.spec.data.max_length
+        most = max(most, rule.tokens if isinstance(rule, TokenBudget) else full)
+    return most
 
 
 def whole_model(training: Training) -> Any:

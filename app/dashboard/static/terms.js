@@ -28,12 +28,12 @@ const TERMS = {
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
   loss: "Each window's loss in nats per token, averaged over its tokens, not over its micro-batches; the thick line is its moving average. It should fall quickly, then slowly.",
-  learning_rate: "The learning rate of each step: first the warm-up, then the schedule.",
+  learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
-    "The training process's peak memory at each step, and the plan's prediction. The prediction assumes full-length samples, so it can be higher than the measured peak.",
+    "The training process's highest memory so far, by step, and the plan's prediction. The prediction assumes full-length samples, so it can be higher than the measured peak.",
   prediction:
     "The relative difference between predicted and measured peak memory, at the largest micro-batch that occurred. A positive value means that the job needed less than predicted.",
   noise_scale:

@@ -8,7 +8,7 @@ export function showData(panel, preview) {
   const { lengths } = preview;
   fill(
     panel,
-    h("h2", {}, "The data, as the trainer will see them"),
+    h("h2", {}, "The data as the trainer will see it"),
     h("p", { class: "muted" }, h("mark", {}, "Marked"), " text counts toward the loss."),
     preview.samples.map((sample) =>
       h(

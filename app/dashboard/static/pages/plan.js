@@ -327,7 +327,7 @@ function dryRun(job) {
   const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
   const time =
     job.predicted_duration_seconds === null
-      ? "duration not measured yet"
+      ? "no duration estimate: no comparable run yet"
       : `about ${duration(job.predicted_duration_seconds)} (${job.predicted_duration_range.map(duration).join(" to ")})`;
   const cost = job.gpu_cost === null ? "" : `, GPU cost ${number(job.gpu_cost)}`;
   return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}${cost}. ${plan.warnings.join(" ")}`;
