@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     )
     models_dir: Path | None = Field(None, description="Local base models: a folder's name is a model's name")
     datasets_dir: Path | None = Field(
-        None, description="Training files that requests may name: a file's name is a data set's name"
+        None, description="Training files that requests may name: a file's name is a dataset's name"
     )
     gpus: str = Field("", description="Declared devices for planning, separated by commas: 24GB,A100-80GB")
     offline: bool = Field(False, description="Never ask the hub for a model")

@@ -165,7 +165,7 @@ class RunDirectory:
                     path = self.path if name == "." else self.path / name
                     if not is_kind(path.lstat().st_mode):
                         raise DamagedRunDirectory(
-                            f"{path.name} among the job's files on the worker is not a {kind} any more: "
+                            f"{path.name} in the job's run directory is no longer a {kind}: "
                             "delete the job, and submit it again"
                         )
 

@@ -191,7 +191,7 @@ def failure_of(status: int, printed: Path) -> Failure:
     if status < 0 and _REFUSED_MEMORY.search(_end_of(printed)):
         return Failure(
             code="data_not_tokenised",
-            message="the model's tokenizer takes more memory than it may (2 GiB and 4 KiB per character "
+            message="the model's tokenizer needs more memory than allowed (2 GiB plus 4 KiB per character "
             "of the data): check tokenizer.json, or use another model",
             permanent=True,
         )
@@ -199,7 +199,7 @@ def failure_of(status: int, printed: Path) -> Failure:
         message = f"the trainer ended with status {status}"
         return Failure(code="trainer_crashed", message=message, permanent=False)
     name = signal.Signals(-status).name
-    hint = " (often the machine running out of memory)" if name == "SIGKILL" else ""
+    hint = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
     return Failure(code="trainer_killed", message=f"the trainer was ended by {name}{hint}", permanent=False)
 
 

@@ -151,6 +151,6 @@ def _show(found: dict[str, Any], png: Path | None) -> None:
     console.print(table)
     worst = max(row["slowdown"] for row in found["steps"])
     kept = "yes" if worst <= _GUARANTEED else "no (is the machine busy?)"
-    console.print(f"At most {_GUARANTEED:.0%} slower: {kept}")
+    console.print(f"At most {_GUARANTEED:.0%} slower per micro-batch: {kept}")
     if png is not None:
         console.print(f"chart: {png}")

@@ -76,7 +76,7 @@ def retry(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 @commands.command()
 def delete(job_id: Job, url: Url = DEFAULT_URL) -> None:
-    """Delete a job that has ended, with its model, checkpoints and figures."""
+    """Delete a job that has ended, with its model, checkpoints and log."""
     with Client(url) as client:
         client.delete(f"{ROOT}/{job_id}")
     typer.echo(f"{job_id} is deleted")

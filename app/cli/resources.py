@@ -41,7 +41,7 @@ def delete_model(
     name: Annotated[str, typer.Argument(help="As accrue models lists it", show_default=False)],
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Delete a trained model's files; its job stays, with its figures."""
+    """Delete a trained model's files; its job stays, with its metrics."""
     with Client(url) as client:
         client.delete(f"/v1/models/{name}")
     typer.echo(f"{name} is deleted")

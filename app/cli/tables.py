@@ -83,15 +83,15 @@ def show_preview(seen: dict[str, Any]) -> None:
         bar = "█" * ceil(_BAR * each["examples"] / most)
         console.print(f"{span:>15} tokens {each['examples']:>7,} {bar}", highlight=False)
     console.print(
-        f"{lengths['examples']:,} of {seen['examples']:,} examples: {lengths['shortest']:,} to "
+        f"{lengths['examples']:,} of {seen['examples']:,} samples: {lengths['shortest']:,} to "
         f"{lengths['longest']:,} tokens, {lengths['mean']:,.0f} on average; "
         f"{lengths['target_share']:.0%} of the tokens count toward the loss.",
         highlight=False,
         soft_wrap=True,
     )
     for count, what in (
-        (lengths["over_max_length"], f"examples are longer than max_length {seen['max_length']}"),
-        (lengths["without_targets"], "examples have no token within max_length that counts toward the loss"),
+        (lengths["over_max_length"], f"samples are longer than max_length {seen['max_length']}"),
+        (lengths["without_targets"], "samples have no token within max_length that counts toward the loss"),
     ):
         if count:
             console.print(f"{count:,} {what}.", style="yellow", highlight=False)

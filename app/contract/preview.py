@@ -1,4 +1,4 @@
-"""Previews of a data set as the trainer will read it."""
+"""Previews of a dataset as the trainer will read it."""
 
 from typing import Annotated
 
@@ -61,7 +61,7 @@ class Lengths(Answer):
 
 
 class DatasetPreview(Answer):
-    """A data set as the trainer will see it."""
+    """A dataset as the trainer will see it."""
 
     file_id: str
     model_name: str

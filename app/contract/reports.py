@@ -133,7 +133,8 @@ class LogLine(Frozen):
     """Samples of the largest micro-batch."""
     learning_rate: Number
     grad_norm: Number
-    """Global norm of the window's gradient before clipping (`each_micro_batch`: before the last clip)."""
+    """Global norm of the window's gradient before clipping; under `each_micro_batch`, of the running sum
+    after its clips."""
     tokens: TokenCount
     """Target tokens: those that the loss is averaged over."""
     input_tokens: TokenCount

@@ -1,6 +1,6 @@
 """The shapes of samples that are recognised, and how each becomes a line of one of our formats.
 
-Public data sets use a few common shapes: chats as OpenAI, ShareGPT or TRL write them, and instructions as
+Public datasets use a few common shapes: chats as OpenAI, ShareGPT or TRL write them, and instructions as
 Alpaca or Dolly write them. Uses only the standard library.
 """
 
@@ -17,7 +17,7 @@ _SHAREGPT_ROLES = {
 """ShareGPT's names of speakers."""
 
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")
-"""The names in Alpaca's and Dolly's data sets."""
+"""The names in Alpaca's and Dolly's datasets."""
 
 
 ColumnField = Literal[

@@ -1,1 +1,1 @@
-"""Training files, data sets in a folder, and previews of both."""
+"""Training files, datasets in a folder, and previews of both."""

@@ -82,7 +82,7 @@ class DownloadFolder:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files that together are one data set."""
+    """Files that together are one dataset."""
 
     sources: tuple[tuple[Path, str], ...]
     """Each file, with the name that it is known by."""
@@ -101,7 +101,7 @@ class DataFiles:
 
 
 def check_files(found: DataFiles, settings: Settings, field: str) -> CheckedFile:
-    """Reads the files of a data set, as `check` does.
+    """Reads the files of a dataset, as `check` does.
 
     Raises:
         InvalidRequest: as in `check`.
@@ -116,7 +116,7 @@ def check_files(found: DataFiles, settings: Settings, field: str) -> CheckedFile
 
 
 def store_files(found: DataFiles, path: Path, settings: Settings, field: str) -> CheckedFile:
-    """Stores a data set's files as one training file.
+    """Stores a dataset's files as one training file.
 
     Raises:
         TooLarge, InvalidRequest: as in `store_upload`.
@@ -181,7 +181,7 @@ def check(path: Path, settings: Settings, field: str) -> CheckedFile:
                 raise InvalidRequest(f"Line {number}: {error}.", field=field) from None
             examples += 1
     if form is None:
-        raise InvalidRequest("The file has no example: give at least one JSON line.", field=field)
+        raise InvalidRequest("The file has no sample: give at least one JSON line.", field=field)
     return CheckedFile(digest(path), path.stat().st_size, form, examples)
 
 

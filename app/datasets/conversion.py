@@ -81,7 +81,7 @@ def convert(
     if not answer.endswith(b"\n"):
         raise InvalidRequest(
             f"The file could not be read within {MEMORY_BYTES // 2**20} MiB and {CPU_SECONDS} s of "
-            "processor time: divide it, or upload JSON lines.",
+            "CPU time: split it into several files, or upload JSON lines.",
             field=named,
         )
     result = json.loads(answer)

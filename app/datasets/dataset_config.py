@@ -89,7 +89,7 @@ class DatasetConfig(DatasetOptions):
     file_id: FileId | None = Field(None, description="An uploaded file")
     dataset: HubName | None = Field(
         None,
-        description="A file or a folder of files in the service's dataset folder, by name; or a data set of "
+        description="A file or a folder of files in the service's dataset folder, by name; or a dataset of "
         "the hub: owner/name, or owner/name@revision",
     )
     columns: Columns | None = Field(

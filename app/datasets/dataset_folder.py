@@ -13,14 +13,14 @@ _MOST_FILES = 1000
 
 
 def find(name: str, how: Reading, settings: Settings) -> DataFiles:
-    """The files of the data set with that name, with or without its suffix; links are not followed. What is
-    not in the folder may be a data set of the hub.
+    """The files of the dataset with that name, with or without its suffix; links are not followed. What is
+    not in the folder may be a dataset of the hub.
 
     A folder's data is that of its files, in the order of their names; if some names begin with `train`, only
     these are used.
 
     Raises:
-        Unprocessable: no such data set; the message lists up to 20 available names.
+        Unprocessable: no such dataset; the message lists up to 20 available names.
     """
     may_be_on_hub = "/" in name and not settings.offline
     if settings.datasets_dir is None:
@@ -37,11 +37,11 @@ def find(name: str, how: Reading, settings: Settings) -> DataFiles:
     if may_be_on_hub:
         return hub_datasets.find(name, how, settings)
     there = ", ".join(_names(root)[:20]) or "none"
-    raise Unprocessable(f"No data set is called {name}. Available: {there}.", field=_FIELD)
+    raise Unprocessable(f"No dataset is called {name}. Available: {there}.", field=_FIELD)
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The data files of a folder and its `data` folder, in which the hub's data sets have theirs.
+    """The data files of a folder and its `data` folder, in which the hub's datasets have theirs.
 
     Raises:
         Unprocessable: too many.

@@ -1,5 +1,5 @@
-"""Data sets of the hub by name. Their files are downloaded for one request and read like any others; code
-that comes with a data set is never run."""
+"""Datasets of the hub by name. Their files are downloaded for one request and read like any others; code
+that comes with a dataset is never run."""
 
 import json
 import time
@@ -28,7 +28,7 @@ def _plain(name: str) -> str:
     """The name of a file that can be asked for.
 
     Raises:
-        ValueError: it has characters or parts that no file of a data set has.
+        ValueError: it has characters or parts that no file of a dataset has.
     """
     name.encode()
     if len(name) > _LONGEST_NAME or not name.isprintable() or ".." in name.split("/") or name.startswith("/"):
@@ -42,14 +42,14 @@ class _File(BaseModel):
 
 
 class _Listing(BaseModel):
-    """What the hub says about a data set."""
+    """What the hub says about a dataset."""
 
     sha: str = Field(pattern=r"^[0-9a-f]{40}$")
     siblings: list[_File] = Field(default_factory=list)
 
 
 def find(name: str, how: Reading, settings: Settings) -> DataFiles:
-    """Downloads the training files of a data set. They are deleted once the result is no longer used.
+    """Downloads the training files of a dataset. They are deleted once the result is no longer used.
 
     Args:
         name: owner/name, or owner/name@revision.
@@ -127,13 +127,13 @@ def _listing(name: str, token: str | None) -> _Listing:
 def _too_large(name: str, settings: Settings) -> Unprocessable:
     return _refused(
         name,
-        f"has training files of more than {settings.max_file_bytes} bytes (ACCRUE_MAX_FILE_BYTES): download "
+        f"has more than {settings.max_file_bytes} bytes of training files (ACCRUE_MAX_FILE_BYTES): download "
         "those that you need, and upload them",
     )
 
 
 def _refused(name: str, why: str) -> Unprocessable:
-    return Unprocessable(f"The data set {name} {why}.", field=_FIELD)
+    return Unprocessable(f"The dataset {name} {why}.", field=_FIELD)
 
 
 def _training_files(name: str, files: list[str]) -> list[str]:
@@ -150,13 +150,13 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     chosen = [each for each in readable if "train" in each.lower()] or readable
     if not chosen:
         raise Unprocessable(
-            f"The data set {name} has no file that can be read ({', '.join(SUFFIXES)}).", field=_FIELD
+            f"The dataset {name} has no file that can be read ({', '.join(SUFFIXES)}).", field=_FIELD
         )
     folders = sorted({str(PurePosixPath(each).parent) for each in chosen})
     if len(folders) > 1 or len(chosen) > _MOST_FILES:
         some = ", ".join(folder[:_SHOWN] for folder in folders[:10])
         raise Unprocessable(
-            f"The data set {name} has {len(chosen)} training files, in the folders {some}: download "
+            f"The dataset {name} has {len(chosen)} training files, in the folders {some}: download "
             "those that you need, and upload them or put them into ACCRUE_DATASETS_DIR.",
             field=_FIELD,
         )

@@ -1,4 +1,4 @@
-"""Data sets as the trainer will see them."""
+"""Datasets as the trainer will see them."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Previews of data sets as the trainer will see them: requested by the service, made by a worker's profiler.
+"""Previews of datasets as the trainer will see them: requested by the service, made by a worker's profiler.
 
 The service has no tokenizers and should not run any: a chat template is a program. A preview contains
 training text, so the database keeps it only until the requester has read it.

@@ -192,7 +192,7 @@ def resume(session: Session, job_id: str) -> Job:
         )
         record_event(session, job, "queued", "Job resumed; its timeout_seconds starts again.")
     elif job.status in ENDED:
-        raise Conflict(f"Job {job_id} has ended ({job.status}): submit it again to train anew.")
+        raise Conflict(f"Job {job_id} has ended ({job.status}): retry it, or submit a new job.")
     else:
         _check_not_ending(job)
     return job

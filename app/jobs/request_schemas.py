@@ -115,8 +115,8 @@ class DistributedConfig(Request):
             return "dataparallel is treated as ddp, which gives the same results faster"
         if self.strategy == "deepspeed":
             return (
-                f"deepspeed is carried out by PyTorch's FSDP2, which divides the same (ZeRO stage "
-                f"{self.stage or 0}), so that the gradient stays that of one device"
+                f"deepspeed is carried out by PyTorch's FSDP2, which shards the same state (ZeRO stage "
+                f"{self.stage or 0}); the gradient stays that of one device"
             )
         return None
 

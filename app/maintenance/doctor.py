@@ -78,7 +78,7 @@ def _data_folder(settings: Settings) -> Finding:
         return Finding("data folder", "error", f"{folder} cannot be written to ({error.strerror}): "
                        "check its owner, or set ACCRUE_DATA_DIR")  # fmt: skip
     if folder.stat().st_mode & 0o077:
-        return Finding("data folder", "warning", f"others may read {folder}: chmod 700 it")
+        return Finding("data folder", "warning", f"other users can read {folder}: run chmod 700 {folder}")
     return Finding("data folder", "ok", str(folder))
 
 
@@ -149,7 +149,9 @@ def _queue(database: Database) -> Iterator[Finding]:
         )
     if orphans:
         yield Finding(
-            "jobs", "warning", f"{orphans} running without a worker: the next worker continues them"
+            "jobs",
+            "warning",
+            f"{orphans} running without a worker: start one with accrue worker, and it continues them",
         )
     if refused:
         yield Finding("profiles", "warning", f"{refused} models could not be simulated: their memory "

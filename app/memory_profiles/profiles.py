@@ -198,7 +198,7 @@ def request_with_warnings(database: Database, wanted: ProfileKey) -> list[str] |
         request(session, wanted)
     with database.reading() as session:
         if not live_workers.any_alive(session):
-            return ["the figures come from a formula: no worker is running to simulate this model"]
+            return ["memory is estimated by a formula: no worker is running to simulate this model"]
     return request_warnings(database, wanted)
 
 
@@ -209,9 +209,11 @@ def request_warnings(database: Database, wanted: ProfileKey) -> list[str] | None
     if made:
         return []
     if row is None:
-        return ["the figures come from a formula: the simulation of this step was dropped for newer requests"]
+        return [
+            "memory is estimated by a formula: the simulation of this step was dropped for newer requests"
+        ]
     if row.error is not None:
-        return [f"this model cannot be simulated, so the figures come from a formula: {row.error}"]
+        return [f"this model cannot be simulated, so memory is estimated by a formula: {row.error}"]
     return None
 
 
@@ -224,7 +226,7 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
     if warnings is None:
         warnings = await until_found(lambda: request_warnings(database, wanted), seconds, gone)
     if warnings is None:
-        return ["the figures come from a formula while a simulation runs: try again in a few seconds"]
+        return ["memory is estimated by a formula while a simulation runs: try again in a few seconds"]
     return warnings
 
 

@@ -71,11 +71,11 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
     """
     for name, value in config.items():
         if isinstance(value, str) and len(value) > _LONGEST_NUMBER and value.strip("+- _").isdigit():
-            raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
+            raise UnknownArchitecture(f"{name[:50]} in config.json is larger than {_LARGEST_NUMBER:,}")
         if isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
             if name in ("model_max_length", "max_position_embeddings", "n_positions"):
                 continue  # some use a huge number for "unlimited"; checked below
-            raise UnknownArchitecture(f"{name[:50]} of config.json is beyond {_LARGEST_NUMBER:,}")
+            raise UnknownArchitecture(f"{name[:50]} in config.json is larger than {_LARGEST_NUMBER:,}")
         if isinstance(value, list) and len(value) > _LONGEST_LIST:
             raise UnknownArchitecture(f"{name[:50]} of config.json has more than {_LONGEST_LIST} members")
 
@@ -107,7 +107,9 @@ def _check_names_agree(config: Mapping[str, Any], synonyms: Iterable[Sequence[st
         given = {name: config[name] for name in names if config.get(name) is not None}
         if len({str(value) for value in given.values()}) > 1:
             both = " and ".join(f"{name} {str(value)[:20]}" for name, value in given.items())
-            raise UnknownArchitecture(f"config.json gives one size as {both}: correct the wrong one")
+            raise UnknownArchitecture(
+                f"config.json gives two values for the same size ({both}): correct the wrong one"
+            )
 
 
 _IGNORED_FIELDS = (

@@ -222,8 +222,8 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if solution.question.strategy == "fsdp" and spec.strategy is None:
         warnings.append(
-            f"a copy of everything does not fit each device, so {_DIVIDED[solution.question.zero_stage]} are "
-            f"divided among {len(solution.ranks)} devices (fsdp, ZeRO stage {solution.question.zero_stage})"
+            f"a full copy does not fit on each device, so {_DIVIDED[solution.question.zero_stage]} are "
+            f"sharded across {len(solution.ranks)} devices (fsdp, ZeRO stage {solution.question.zero_stage})"
         )
     if spec.gradient_compression is not None and len(solution.ranks) > 1:
         warnings.append(

@@ -30,7 +30,7 @@ class RankFigures(Answer):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def idle_share(self) -> float | None:
-        """The share of its time for which it waited."""
+        """The share of time that it spent waiting."""
         together = self.seconds + self.idle_seconds
         return self.idle_seconds / together if together else None
 

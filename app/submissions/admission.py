@@ -43,7 +43,7 @@ class AdmittedRequest:
 
     submission: Submission
     own_data: DataFiles | list[dict[str, Any]] | None
-    """Samples that become a file together with the job: a data set's path, or inline lines; None where the
+    """Samples that become a file together with the job: a dataset's path, or inline lines; None where the
     request names a file."""
     speed: Speed | None
     """The speed of an earlier job with the same model, on which the plan's duration is based."""
@@ -190,7 +190,7 @@ def _lengths(spec: Spec, inputs: PlanningInputs) -> tuple[Lengths | None, Previe
 def _own_data(
     requested: TrainingRequest, settings: Settings
 ) -> tuple[DataFiles | list[dict[str, Any]] | None, Data]:
-    """The samples that a request contains or names as a data set, with their description."""
+    """The samples that a request contains or names as a dataset, with their description."""
     inline, name = requested.dataset_config.inline(), requested.dataset_config.dataset
     if inline is not None:
         form, lines = inline

@@ -49,7 +49,7 @@ class SubmissionHandler(ABC):
 
     @abstractmethod
     def is_slow(self) -> bool:
-        """Whether `check` may take long, since it reads a data set or queries the hub."""
+        """Whether `check` may take long, since it reads a dataset or queries the hub."""
 
     @abstractmethod
     def check(self) -> AdmittedRequest:
@@ -123,7 +123,7 @@ def _store_data(checked: AdmittedRequest, path: Path, settings: Settings) -> con
         return content.store_lines(checked.submission.spec.data.format, data, path)
     stored = content.store_files(data, path, settings, field="dataset_config.dataset")
     if stored.sha256 != checked.submission.spec.data.sha256:
-        raise Unavailable("The data set changed while it was being read: try again.")
+        raise Unavailable("The dataset changed while it was being read: try again.")
     return stored
 
 

@@ -41,9 +41,8 @@ def check_quota(session: Session, settings: Settings) -> None:
 
 def _too_many(most: int) -> QuotaExceeded:
     return QuotaExceeded(
-        f"{most} jobs of this key are waiting already, which is the limit (ACCRUE_MAX_QUEUED_JOBS): try "
-        "again "
-        "once some have started, or cancel some."
+        f"{most} jobs of this key are queued or paused already, which is the limit "
+        "(ACCRUE_MAX_QUEUED_JOBS): try again once some have started, or cancel some."
     )
 
 

@@ -94,7 +94,8 @@ class SlowWork:
         turns = self._of_keys.setdefault(key_id, _Turns())
         if turns.requests >= _MAX_WAITING_PER_KEY:
             raise TooManyRequests(
-                f"{turns.requests} slow requests of this key wait already: try again once some have ended.",
+                f"{turns.requests} slow requests of this key are already waiting: try again once some have "
+                "ended.",
                 retry_after_seconds=5,
             )
         turns.requests += 1

@@ -57,7 +57,9 @@ async def _caller(request: Request) -> Caller:
         check_names(request)
     needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
     if not caller.may(needed):
-        raise Forbidden(f"This key may not {needed}: create one with --scope {needed}.")
+        raise Forbidden(
+            f"This key lacks the scope {needed}: create one with accrue keys create NAME --scope {needed}."
+        )
     return caller
 
 

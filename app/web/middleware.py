@@ -195,7 +195,9 @@ class RequestMiddleware:
         try:
             caller = await admit(request)
             if is_upload and not caller.may("write"):  # before the upload is received
-                raise Forbidden("This key may not write: create one with --scope write.")
+                raise Forbidden(
+                    "This key lacks the scope write: create one with accrue keys create NAME --scope write."
+                )
         except AccrueError as error:
             response = accrue_error(request, error)
             response.headers["Connection"] = "close"

@@ -3,6 +3,7 @@
 docs/api.md has a test of its own, and so has docs/security.md.
 """
 
+import ast
 import os
 import re
 import sqlite3
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from app.jobs.lifecycle import TIMEOUT
 from app.jobs.request_schemas import TrainingRequest
 from app.jobs.training_config import TrainingConfig
 from tests.harness.commands import commands
 from tests.harness.runs import until, write_texts
 from tests.harness.service import Accrue, running
+from workers.job_end import DEVICE_LOST
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 pytestmark = pytest.mark.thorough
@@ -132,3 +135,39 @@ def test_documented_defaults_are_those_of_requests() -> None:
         model = TrainingConfig if owner == "training_config" else TrainingRequest
         default = model.model_fields[name].default
         assert value == (str(default).lower() if isinstance(default, bool) else str(default)), field
+
+
+def _codes() -> set[str]:
+    """The error codes with which a job can fail: literals where a failure is made."""
+    found = {TIMEOUT, DEVICE_LOST}
+    for source in [*ROOT.glob("workers/**/*.py"), *ROOT.glob("app/**/*.py")]:
+        for node in ast.walk(ast.parse(source.read_text())):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name in ("CannotTrain", "Failure"):
+                given = [*node.args[:1], *(each.value for each in node.keywords if each.arg == "code")]
+                found |= {each.value for each in given if isinstance(each, ast.Constant)}
+    return found
+
+
+def _types_of_events() -> set[str]:
+    """The types of a job's events: literals where an event is recorded."""
+    found: set[str] = set()
+    for source in [*ROOT.glob("workers/**/*.py"), *ROOT.glob("app/**/*.py")]:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            place = {"event": 0, "record_event": 2}.get(name)
+            if place is not None and len(node.args) > place and isinstance(node.args[place], ast.Constant):
+                found.add(node.args[place].value)
+    return found
+
+
+@pytest.mark.parametrize(("section", "used"), [("## Why", _codes()), ("## Events", _types_of_events())])
+def test_every_error_code_and_every_event_is_documented(section: str, used: set[str]) -> None:
+    text = (ROOT / "docs/errors.md").read_text()
+    table = text[text.index(section) :].split("\n## ")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    documented = {code for cell in first for code in re.findall(r"`([a-z_]+)`", cell)}
+    by_state = {"succeeded", "failed"} if section == "## Events" else set()  # types that are no literals
+    assert used == documented - by_state

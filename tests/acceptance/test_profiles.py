@@ -108,7 +108,7 @@ def look_at(accrue: Accrue, requested: Path) -> None:
     assert run(accrue, "files", "--json") == files  # nothing of it stays
     told = run(accrue, "preview", str(requested), "--max-length", "8")
     assert "Whose w" in told
-    assert "5 examples have no token within max_length that counts" in told
+    assert "5 samples have no token within max_length that counts" in told
     assert "there is no file nowhere.jsonl" in run(accrue, "preview", "nowhere.jsonl", status=2)
     stays = run(accrue, "files", "add", str(requested)).strip()
     assert "Whose wörk? Mine." in run(accrue, "preview", stays)

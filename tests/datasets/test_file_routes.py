@@ -27,8 +27,8 @@ def test_a_file_is_stored_described_and_given_back(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "The file has no example"),
-        (b"\n\n", "The file has no example"),
+        (b"", "The file has no sample"),
+        (b"\n\n", "The file has no sample"),
         (b'{"text": "a"}\n{"text": ', "Line 2: not valid JSON"),
         (b'{"text": "a"}\n{"prompt": "b", "completion": "c"}', "Line 2: this is a prompt_completion line"),
         (b'{"text": "a"}\n\xff\xfe', "Line 2: not UTF-8"),

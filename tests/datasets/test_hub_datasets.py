@@ -1,4 +1,4 @@
-"""Data sets of the hub: found by name, read like files."""
+"""Datasets of the hub: found by name, read like files."""
 
 import json
 from collections.abc import Iterator

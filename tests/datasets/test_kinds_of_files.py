@@ -244,10 +244,10 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
         ("a.xlsx", b"PK\x03\x04", "save it as CSV"),
         ("a.txt", b"\n \n", "no sample"),
         ("a.txt", b"\xff\xfe\x00", "Not UTF-8 text"),
-        ("a.jsonl", b'{"instruction": 1, "output": "a"}', "Line 1: instruction is not a text"),
+        ("a.jsonl", b'{"instruction": 1, "output": "a"}', "Line 1: instruction is not a string"),
         ("a.jsonl", b'{"conversations": [{"from": "dog", "value": "a"}]}', "from is 'dog'"),
         ("a.jsonl", b'{"conversations": [{"from": ["x"], "value": "a"}]}', "from is ['x']"),
-        ("a.jsonl", b'{"messages": "hello"}', "messages is a text that is not valid JSON"),
+        ("a.jsonl", b'{"messages": "hello"}', "messages is a string that is not valid JSON"),
         ("a.jsonl", b'{"messages": [{"role": "assistant", "content": null}]}', "content"),
         (
             "a.jsonl",

@@ -1,4 +1,4 @@
-"""A hub on loopback: as much of its interface as finding and downloading a model or a data set takes."""
+"""A hub on loopback: as much of its interface as finding and downloading a model or a dataset takes."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _REVISIONS = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER_COMMIT, OLDER_COMMIT: 
 
 
 class Hub(ThreadingHTTPServer):
-    """Has the model me/tiny and the data set me/sums, with the revisions main and v1, and the same files.
+    """Has the model me/tiny and the dataset me/sums, with the revisions main and v1, and the same files.
 
     Args:
         folder: the model's files, the same in both revisions.

@@ -1,4 +1,4 @@
-"""A data set as the trainer will see it: the first samples token by token, and the lengths."""
+"""A dataset as the trainer will see it: the first samples token by token, and the lengths."""
 
 import hashlib
 from collections.abc import Iterator

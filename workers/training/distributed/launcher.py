@@ -151,7 +151,7 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
         _failure_file(run, cause).replace(run.path / "failure.json")
     elif status < 0:
         name = signal.Signals(-status).name
-        hint = " (often the machine running out of memory)" if name == "SIGKILL" else ""
+        hint = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
         message = f"rank {cause} was ended by {name}{hint}"
         run.write_failure(Failure(code="trainer_killed", message=message, permanent=False))
     return status if status > 0 else 1

@@ -1,4 +1,4 @@
-/** A data set as the trainer will see it: the first samples token by token, and the distribution of lengths. */
+/** A dataset as the trainer will see it: the first samples token by token, and the distribution of lengths. */
 
 import { fill, h, table } from "../dom.js";
 import { number, percent } from "../format.js";

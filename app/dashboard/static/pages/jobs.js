@@ -34,7 +34,7 @@ export function badge(job) {
 /** Why a job waits; an empty string if it does not wait. */
 export function waitingReason({ waiting }) {
   if (!waiting) return "";
-  const when = waiting.predicted_start ? `, starts at ${dateTime(waiting.predicted_start)} at the earliest` : "";
+  const when = waiting.predicted_start ? `; starts at ${dateTime(waiting.predicted_start)} at the earliest` : "";
   return `Position ${number(waiting.queue_position)} in the queue: ${REASONS[waiting.reason] ?? waiting.reason}${when}.`;
 }
 
