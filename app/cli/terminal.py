@@ -19,6 +19,14 @@ console = Console(markup=False)  # names and messages come from users: [/bold] i
 
 _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by measurement"}
 
+_REASONS = {
+    "no_worker": "no worker is running",
+    "no_free_gpu": "every device is busy",
+    "not_before": "waiting to retry",
+    "starting": "about to start",
+}
+"""Why a job waits, by the service's `waiting.reason`."""
+
 WIDE = 120
 """The width in characters from which a terminal shows all columns of a table."""
 
@@ -234,7 +242,7 @@ def show_batch_size(answer: dict[str, Any]) -> None:
 
 def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
     progress, waiting = job["progress"], job["waiting"]
-    state = job["status"] + (f": {waiting['reason']}" if waiting else "")
+    state = job["status"] + (f": {_REASONS.get(waiting['reason'], waiting['reason'])}" if waiting else "")
     if progress.get("samples_to_prepare") and job["status"] == "running":
         done, of = progress["prepared_samples"], progress["samples_to_prepare"]
         state += f": tokenised {done:,} of {of:,} samples"

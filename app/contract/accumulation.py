@@ -63,7 +63,9 @@ class AccumulationConfig(Request):
         description="Gradients are synchronised once per window; false only with parallel_independent, where "
         "each device trains a model of its own",
     )
-    gradient_scaling: Flag = Field(True, description="Scale the learning rate from base_batch_size")
+    gradient_scaling: Flag = Field(
+        True, description="Scale the learning rate from base_batch_size (not fp16's loss scale)"
+    )
     lr_scaling: LearningRateRule = "sqrt"
     base_batch_size: int | None = Field(
         None,
