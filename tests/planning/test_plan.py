@@ -147,7 +147,7 @@ def test_a_model_that_fits_no_device_is_divided_among_several() -> None:
     four = plan_by_formula(LARGE, gpus(4), predicted=True)
     assert four.strategy == "fsdp"
     assert all(rank.predicted_peak_bytes <= rank.memory_limit_bytes for rank in four.ranks)
-    assert any("divided among 4 devices" in warning for warning in four.warnings)
+    assert any("sharded across 4 devices" in warning for warning in four.warnings)
 
 
 def test_no_more_is_divided_than_it_takes_to_fit() -> None:

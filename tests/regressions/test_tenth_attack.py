@@ -227,7 +227,7 @@ def test_comparisons_of_one_key_are_limited(settings: Settings) -> None:
 
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 10**6}, {"num_layers": 3}, {"hidden_size": 64}])
 def test_a_config_that_names_one_size_twice_is_rejected(other: dict[str, int]) -> None:
-    with pytest.raises(UnknownArchitecture, match="gives one size as"):
+    with pytest.raises(UnknownArchitecture, match="gives two values for the same size"):
         from_config({**TINY_GPT2, **other})
     from_config({**TINY_GPT2, "num_hidden_layers": TINY_GPT2["n_layer"]})
 
