@@ -165,3 +165,19 @@ def lay_any(folder: Path, family: str, spec: Spec, **plan: Any) -> RunDirectory:
     run = create_run(folder, spec.model_copy(update={"model": reference}), **plan)
     run.write_assignment(run.assignment().model_copy(update={"model_path": str(model)}))
     return run
+
+
+def long_rope() -> Any:
+    """A small Phi-3 whose positions are scaled in another way beyond 16 tokens (LongRoPE)."""
+    from transformers import Phi3Config
+
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0]}
+    return Phi3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=260, max_position_embeddings=64,
+        original_max_position_embeddings=16, pad_token_id=257, bos_token_id=256, eos_token_id=256,
+        resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0, initializer_range=0.3,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors
+        },
+    )  # fmt: skip

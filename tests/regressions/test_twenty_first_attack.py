@@ -17,7 +17,7 @@ from app.contract.model_files import TEMPLATES, fingerprint_of_files
 from app.contract.model_reference import LoraSpec, ModelLayer
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from app.contract.spec import MethodSpec
-from tests.harness.any_family import lay_any, make_any, small_config
+from tests.harness.any_family import lay_any, long_rope, make_any, small_config
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.tokenizers import made, tokens_of
@@ -195,21 +195,6 @@ def test_adapters_of_experts_are_continued_whatever_the_dropout(
         )
         first, methods[0] = second, methods[1]
         second = lay_any(tmp_path / "third", "mixtral", make_spec(data=data, max_steps=2, method=methods[1]))
-
-
-def long_rope() -> Any:
-    from transformers import Phi3Config
-
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0]}
-    return Phi3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=260, max_position_embeddings=64,
-        original_max_position_embeddings=16, pad_token_id=257, bos_token_id=256, eos_token_id=256,
-        resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0, initializer_range=0.3,
-        rope_parameters={
-            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors
-        },
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from app.contract.model_reference import LoraSpec
 from workers.training.exceptions import CannotTrain
-from workers.training.model_parts import language_model_of
+from workers.training.model_parts import language_model_of, towers_within
 
 _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 """Names of layers that peft, in some mixtures of experts, takes for the experts of older releases: a plain
@@ -36,6 +36,7 @@ def default_targets(model: torch.nn.Module) -> Targets:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     prefix = next((f"{name}." for name, module in model.named_modules() if module is text and name), "")
     left_out = {id(layer) for module in text.modules() for layer in _left_out(module)} | {id(head)}
+    left_out |= _within_towers(text)
     linear: list[str] = []
     renamed: list[str] = []
     experts: list[str] = []
@@ -200,10 +201,11 @@ def _within_the_text(model: torch.nn.Module, named: Collection[str]) -> Targets:
         CannotTrain: only a tower has such modules.
     """
     text = language_model_of(model)
-    if text is model:
+    towers = _within_towers(text)
+    if text is model and not towers:
         return Targets(list(named), [])
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    own = {id(module) for module in text.modules()} | {id(head)}
+    own = ({id(module) for module in text.modules()} | {id(head)}) - towers
     found = [
         (name, id(module) in own)
         for name, module in model.named_modules()
@@ -219,6 +221,11 @@ def _within_the_text(model: torch.nn.Module, named: Collection[str]) -> Targets:
         return Targets(list(named), [])
     modules = [name for name, _ in model.named_modules()]
     return Targets(_suffixes([name for name, is_own in found if is_own], modules), [])
+
+
+def _within_towers(text: torch.nn.Module) -> set[int]:
+    """The ids of all modules of towers within the language model."""
+    return {id(module) for tower in towers_within(text) for module in tower.modules()}
 
 
 def adapted_through_their_weights(model: torch.nn.Module) -> set[int]:

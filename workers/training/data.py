@@ -333,17 +333,25 @@ class Tokeniser:
         ]
         encoded = self._encoded([[text for text, _ in example] for example in pieces])
         for (number, example), own in zip(chunk, pieces, strict=True):
-            templated = isinstance(example, Chat)
-            tokens = [] if templated else list(self._start)
-            counts = [False] * len(tokens)
+            tokens: list[int] = []
+            counts: list[bool] = []
             for _, counted in own:
                 piece = next(encoded)
                 tokens += piece
                 counts += [counted] * len(piece)
-            if not templated:
-                tokens += self._end
-                counts += [True]
+            if not isinstance(example, Chat):
+                tokens, counts = self._begun_and_ended(tokens, counts)
             yield number, tokens, counts
+
+    def _begun_and_ended(self, tokens: list[int], counts: list[bool]) -> tuple[list[int], list[bool]]:
+        """Tokens between those that begin and end every text; a text that has them already keeps its own."""
+        begun = len(self._start) if tokens[: len(self._start)] == self._start else 0
+        ended = tokens[begun:][-1:] == self._end
+        inner = slice(begun, len(tokens) - ended)
+        return (
+            [*self._start, *tokens[inner], *self._end],
+            [*[False] * len(self._start), *counts[inner], True],
+        )
 
     def _encoded(self, examples: list[list[str]]) -> Iterator[list[int]]:
         """The tokens of each piece of each example, one example after the other."""

@@ -49,6 +49,12 @@ class Head:
         """Positions in a chunk."""
         return max(MIN_ROWS, CHUNK_LOGITS // self.weight.shape[0])
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states, at least fp32; without gradient."""
+        found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        found = found.to(torch.promote_types(found.dtype, torch.float32)) * self.scale
+        return found if self.cap is None else torch.tanh(found / self.cap) * self.cap
+
     def starts(self, positions: int) -> Sequence[int]:
         """Where each chunk begins."""
         return range(0, positions, self.rows)
@@ -57,6 +63,8 @@ class Head:
 @dataclass(frozen=True)
 class Forward:
     """The result of a forward pass: the summed loss (a scalar, at least fp32) and the logits of routers.
+
+    If the loss was not to be summed, `loss_sum` has the shape (targets,).
 
     `router_logits` holds one tensor of shape (rows × sequence, experts) for each layer with experts.
     """
@@ -88,7 +96,13 @@ class TokenLoss(nn.Module):
         self._caching = {"use_cache": False} if _takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
 
-    def forward(self, batch: MicroBatch, *, only_route: bool = False) -> Forward:
+    def forward(self, batch: MicroBatch, *, only_route: bool = False, summed: bool = True) -> Forward:
+        """Computes the loss of a micro-batch.
+
+        Args:
+            only_route: compute only the logits of routers.
+            summed: false gives the loss of each target; without label smoothing, weights or gradient.
+        """
         arguments = self._arguments_for(batch)
         if only_route:
             output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
@@ -96,11 +110,15 @@ class TokenLoss(nn.Module):
         if self.head is None:
             output = self.model(input_ids=batch.input_ids, **arguments)
             logits = output.logits.flatten(0, 1).index_select(0, batch.predicted)
-            loss = self._of_logits(logits, batch)
+            loss = self._of_logits(logits, batch) if summed else _of_each(logits, batch.targets)
         else:
             output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.predicted)
-            loss = self._of_hidden(hidden, batch, self.head)
+            loss = (
+                self._of_hidden(hidden, batch, self.head)
+                if summed
+                else _of_each_state(hidden, batch.targets, self.head)
+            )
         return Forward(loss, tuple(output.router_logits) if self._arguments else ())
 
     def stop_routing(self) -> None:
@@ -149,6 +167,19 @@ class TokenLoss(nn.Module):
                 ),
             )  # fmt: skip
         return loss
+
+
+def _of_each(logits: Tensor, targets: Tensor) -> Tensor:
+    """Each target's cross-entropy."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def _of_each_state(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """The cross-entropy of each hidden state's target, chunk by chunk."""
+    parts = [slice(start, start + head.rows) for start in head.starts(len(hidden))]
+    each = [_of_each(head.logits(hidden[part]), targets[part]) for part in parts]
+    return torch.cat(each) if each else hidden.new_zeros(0)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -20,7 +20,7 @@ from workers.run_directory import sync
 from workers.training.adapters import adapted_through_their_weights, with_adapters
 from workers.training.exceptions import CannotTrain
 from workers.training.memory import available_on_host
-from workers.training.model_parts import language_model_of
+from workers.training.model_parts import language_model_of, towers_within
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -169,6 +169,8 @@ def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
 def _freeze_towers(model: Any) -> None:
     """Freezes what does not compute text: towers for images or sound, and what connects them."""
     text = language_model_of(model)
+    for tower in towers_within(text):
+        tower.requires_grad_(False)
     if text is model:
         return
     trained = set(text.parameters())

@@ -16,6 +16,31 @@ def language_model_of(model: Any) -> torch.nn.Module:
     return decoder if isinstance(decoder, torch.nn.Module) else whole
 
 
+_SENSES = ("vision", "image", "video", "audio", "speech")
+"""Beginnings of the names of towers' configurations."""
+
+
+def towers_within(text: torch.nn.Module) -> list[torch.nn.Module]:
+    """The towers for images or sound that some language models (Phi-4 multimodal, GIT) have within them, each
+    with all that surrounds it and does not compute text. They are known by their configurations."""
+    config: Any = getattr(text, "config", None)
+    names = [name for name in getattr(config, "sub_configs", None) or {} if name.startswith(_SENSES)]
+    own = {type(getattr(config, name, None)) for name in names} - {type(None)}
+    parents = {child: module for module in text.modules() for child in module.children()}
+    of_text: set[torch.nn.Module] = {text}
+    module = getattr(text, "get_input_embeddings", lambda: None)()
+    while module is not None:
+        of_text.add(module)
+        module = parents.get(module)
+    towers: dict[torch.nn.Module, None] = {}
+    for tower in text.modules():
+        if type(getattr(tower, "config", None)) in own:
+            while (above := parents.get(tower)) is not None and above not in of_text:
+                tower = above
+            towers[tower] = None
+    return list(towers)
+
+
 def length_of_other_positions(model: torch.nn.Module) -> int | None:
     """The length up to which a model with LongRoPE (Ding et al. 2024) scales positions for short texts.
     transformers scales all rows of a micro-batch for long texts if one of them is longer. None: the model

@@ -26,7 +26,6 @@ from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
     check_causality,
     check_head,
-    check_packing,
     check_routing,
     check_that_it_runs,
     final_failures,
@@ -34,6 +33,7 @@ from workers.training.loss_checks import (
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.model_parts import length_of_other_positions
 from workers.training.optimizer import make_optimizer
+from workers.training.packing_check import check_packing
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
@@ -171,7 +171,8 @@ def _check_exactness(
         if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
             check_that_it_runs(replica, loader)
         check_causality(replica, loader, group)
-        check_packing(replica, loader, _most_tokens(assignment), fallbacks, reporter, group)
+        most_tokens, most_samples = _most_tokens(assignment), spec.effective_batch_size
+        check_packing(replica, loader, most_tokens, most_samples, fallbacks, reporter, group)
 
 
 def _most_tokens(assignment: Assignment) -> int:

@@ -1,0 +1,251 @@
+"""Checks that a model keeps the samples of a packed row apart. If it does not, they are padded.
+
+It is checked with the two longest samples, and with a row as long as the largest micro-batch: some models
+count positions, or divide attention into blocks, over the whole row, which only shows in a long one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.contract.plan import TokenBudget
+from workers.run_directory import Reporter
+from workers.training import guards
+from workers.training import model as models
+from workers.training.batch_loader import Indices, Loader
+from workers.training.batches import BatchLayout, collate, cut_window
+from workers.training.data import Tokens
+from workers.training.distributed.group import Group
+from workers.training.loss import TokenLoss
+from workers.training.loss_checks import ROUNDING_IN_FP64, relative_difference
+from workers.training.replica import Replica
+from workers.training.state import Fallbacks
+
+_ROUNDING_IN_16_BITS = 1e-3
+_CHECKED_TOKENS = 997
+"""The most tokens of each of the two longest samples; not a multiple of the blocks that models use."""
+_MOST_OPERATIONS_IN_FP64 = 5e12
+"""Of a forward pass on the host, which takes about a minute."""
+
+
+class PackingErrors(NamedTuple):
+    """What packing changes of a sample's loss, relative to the loss; infinite if the model fails on a packed
+    row, or its loss is not finite."""
+
+    mixing: float
+    """The change of the last sample's loss if the samples before it in the row are replaced. No rounding: a
+    row of the same shape is computed in the same order."""
+    difference: float
+    """The largest difference of a sample's loss in the row and when padded."""
+
+    def within(self, mixing: float, difference: float) -> bool:
+        return self.mixing <= mixing and self.difference <= difference
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The two ways to lay out samples that are compared."""
+
+    packed: BatchLayout
+    padded: BatchLayout
+
+
+def check_packing(
+    replica: Replica,
+    loader: Loader,
+    most_tokens: int,
+    most_samples: int,
+    fallbacks: Fallbacks,
+    reporter: Reporter,
+    group: Group,
+) -> None:
+    """Falls back to padding if the model does not keep packed samples apart, or fails on packed rows.
+
+    A row that mixes samples changes their gradients far more than their loss, of which low precisions hide
+    the rest. So the check is made in the weights' own precision and, if there is any doubt, in fp64.
+
+    Args:
+        most_tokens: tokens of the largest micro-batch that is planned for any rank.
+        most_samples: samples of the largest window.
+    """
+    layouts = Layouts(loader.form, replace(loader.form, packed=False))
+    if fallbacks.padded and loader.form.packed:
+        loader.form = layouts.padded
+    if not loader.form.packed or fallbacks.padded is False:
+        return
+    fallbacks.padded = False
+    for samples in _rows_to_check(loader, most_tokens, most_samples):
+        own = _found_against(replica, samples, layouts) if replica.is_sharded or group.leads else None
+        reason: str | None = group.from_first(own)
+        if reason is None:
+            continue
+        fallbacks.padded, loader.form = True, layouts.padded
+        reporter.event(
+            "changed",
+            f"The model does not keep samples apart in a packed row of {sum(map(len, samples)):,} tokens: "
+            f"{reason}. So they are padded instead.",
+            "warning",
+        )
+        return
+
+
+def _rows_to_check(loader: Loader, most_tokens: int, most_samples: int) -> Iterator[list[Tokens]]:
+    """The samples of each row to check: the beginnings of the two longest that may share a micro-batch (one,
+    if there is no other); and of a row as long as the largest micro-batch, if that is longer."""
+    samples, apart = loader.samples, loader.form.apart
+    ordered: Indices = np.argsort(-samples.lengths, kind="stable")
+    if apart is not None:
+        is_long = samples.lengths[ordered] > apart
+        ordered = ordered[is_long] if is_long.sum() > 1 else ordered[~is_long]
+    longest = [samples.read(sample)[0][:_CHECKED_TOKENS] for sample in ordered[:2].tolist()]
+    yield longest
+    row = ordered[fill_row(samples.lengths[ordered], most_tokens, most_samples)]
+    if len(row) > 1 and samples.lengths[row].sum() > sum(map(len, longest)):
+        yield [samples.read(sample)[0] for sample in row.tolist()]
+
+
+def fill_row(lengths: Indices, most_tokens: int, most_samples: int) -> list[int]:
+    """Fills a row with samples, the longest that there is room for each time. Returns their positions.
+
+    Args:
+        lengths: in descending order.
+    """
+    chosen: list[int] = []
+    position, room = 0, most_tokens
+    while len(chosen) < most_samples:
+        position += int(np.searchsorted(-lengths[position:], -room))  # the first that is not longer
+        if position == len(lengths):
+            break
+        chosen.append(position)
+        room -= int(lengths[position])
+        position += 1
+    return chosen
+
+
+def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> str | None:
+    """Why the samples cannot be packed into a row; None if packing changes their loss only by rounding.
+
+    If there is not enough memory for a row, which training with it needs more of, half of it is checked.
+    """
+    if _scales_by_position_in_row(replica.model, sum(map(len, samples))):
+        return "it scales attention by the position in the row"  # which rounding in 16 bits may hide
+    try:
+        found, rounding = _errors(replica, samples, layouts)
+    except RuntimeError as error:
+        if not guards.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
+            raise
+        return _found_against(replica, samples[: (len(samples) + 1) // 2], layouts)
+    if found.within(ROUNDING_IN_FP64, rounding):
+        return None
+    exact = _errors_in_fp64(replica, samples, layouts)
+    if exact is not None and exact.within(ROUNDING_IN_FP64, ROUNDING_IN_FP64):
+        return None
+    change = max(exact or found)
+    return (
+        f"packing changes a sample's loss by {change:.1e}" if isfinite(change) else "it fails on such a row"
+    )
+
+
+def _scales_by_position_in_row(model: Any, tokens: int) -> bool:
+    """Whether the model scales attention by a token's position in the row (Llama 4), so that the scale of a
+    sample's tokens depends on the samples before it."""
+    config = getattr(model, "config", None)
+    text = None if config is None else config.get_text_config()
+    step = getattr(text, "floor_scale", None)
+    return bool(getattr(text, "attn_temperature_tuning", False)) and step is not None and tokens > step
+
+
+def _errors(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> tuple[PackingErrors, float]:
+    """`packing_errors`, and how much rounding may change a loss. Without autocast, unless the model's kernels
+    need it, or ranks exchange parts of the model."""
+
+    def errors() -> PackingErrors:
+        return packing_errors(replica.token_loss, samples, layouts, replica.device)
+
+    with models.without_randomness(replica.model):
+        if not replica.is_sharded:
+            try:
+                return errors(), _rounding_of_weights(replica)
+            except RuntimeError as error:
+                if guards.is_out_of_memory(error):
+                    raise
+        with replica.autocast():
+            narrow = replica.precision in models.AUTOCAST
+            return errors(), _ROUNDING_IN_16_BITS if narrow else _rounding_of_weights(replica)
+
+
+def _errors_in_fp64(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> PackingErrors | None:
+    """`packing_errors` in fp64 on the host; None if the model cannot be copied or converted, or is too
+    large."""
+    if replica.is_sharded:
+        return None
+    operations = 2.0 * sum(each.numel() for each in replica.model.parameters()) * sum(map(len, samples))
+    if operations > _MOST_OPERATIONS_IN_FP64:
+        return None
+    try:
+        loss = TokenLoss(models.copy_in_fp64(replica.model))
+        loss.head = loss.head if replica.token_loss.head is not None else None
+        with models.without_randomness(loss.model):
+            return packing_errors(loss, samples, layouts, torch.device("cpu"))
+    except (RuntimeError, TypeError, MemoryError):
+        return None
+
+
+def _rounding_of_weights(replica: Replica) -> float:
+    """How much rounding may change a loss if the model computes in the precision of its weights."""
+    narrow = any(
+        weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
+        for weight in replica.model.parameters()
+    )
+    return _ROUNDING_IN_16_BITS if narrow else 1e-6
+
+
+def packing_errors(
+    loss: TokenLoss, samples: Sequence[Tokens], layouts: Layouts, device: torch.device
+) -> PackingErrors:
+    """How much the loss of samples depends on their being packed.
+
+    Args:
+        samples: each sample's tokens; all of them count.
+
+    Raises:
+        RuntimeError, LookupError, TypeError, ValueError: the model fails on padded samples, too.
+    """
+
+    def losses(samples: Sequence[Tokens], form: BatchLayout) -> list[Tensor]:
+        """The summed loss of each sample of one micro-batch."""
+        rows = [(tokens, np.ones(len(tokens), np.bool_)) for tokens in samples]
+        with torch.no_grad():
+            each = loss(collate(rows, form).to(device), summed=False).loss_sum
+        return [own.double().sum() for own in each.split([len(tokens) - 1 for tokens in samples])]
+
+    lengths = np.array([len(tokens) for tokens in samples])
+    budget = TokenBudget(tokens=max(int(lengths.sum()), 2 * int(lengths.max())))
+    apart: dict[int, Tensor] = {}
+    for group in cut_window(lengths, budget):
+        own = losses([samples[position] for position in group], layouts.padded)
+        apart.update(zip(group, own, strict=True))
+    try:
+        together = losses(samples, layouts.packed)
+        other = losses([*_with_other_tokens(samples[:-1]), samples[-1]], layouts.packed)
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and guards.may_pass(error):
+            raise
+        return PackingErrors(inf, inf)
+    targets = (lengths - 1).clip(1).tolist()
+    found = PackingErrors(
+        relative_difference(other[-1], together[-1], targets[-1]),
+        max(relative_difference(together[i], apart[i], targets[i]) for i in range(len(samples))),
+    )
+    return found if all(map(isfinite, found)) else PackingErrors(inf, inf)
+
+
+def _with_other_tokens(samples: Sequence[Tokens]) -> list[Tokens]:
+    """The same samples with another token in every place."""
+    known = np.unique(np.concatenate([*samples, np.array([0, 1], np.int32)]))
+    return [known[(np.searchsorted(known, tokens) + 1) % len(known)] for tokens in samples]
