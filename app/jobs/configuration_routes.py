@@ -1,5 +1,6 @@
 """Accumulation configurations, stored under an id."""
 
+from collections import Counter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response
@@ -14,6 +15,7 @@ from app.contract.accumulation import (
     overridden,
 )
 from app.contract.base import Page
+from app.contract.text import size_error
 from app.errors import Unprocessable
 from app.jobs import configurations, transitions
 from app.storage.database import database_now
@@ -91,11 +93,13 @@ def replace(session: Writing, config_id: ConfigId, requested: ConfigurationReque
 @router.patch("/config/{config_id}", summary="Change some fields of a configuration")
 def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> ConfigurationAnswer:
     """Fields that are not given stay as they are."""
-    row = configurations.find(session, config_id, lock=True)
-    names = [_NAME_BY_ALIAS.get(name, name) for name in requested]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    if (why := size_error(requested)) is not None:
+        raise Unprocessable(f"The request {why}.")
+    names = Counter(_NAME_BY_ALIAS.get(name, name) for name in requested)
+    if twice := next((name for name, count in names.items() if count > 1), None):
         raise Unprocessable(f"{twice} is given twice, under two of its names: leave one out.", field=twice)
     given = dict(zip(names, requested.values(), strict=True))
+    row = configurations.find(session, config_id, lock=True)
     merged = overridden({**row.given, "num_gpus": row.num_gpus}, given)
     try:
         whole = ConfigurationRequest.model_validate(merged)

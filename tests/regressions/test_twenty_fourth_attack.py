@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from tokenizers import processors
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -176,3 +177,12 @@ def test_a_mixture_of_experts_that_mixes_samples_is_rejected(
     run = lay_any(tmp_path / "run", "mixtral", spec, rule=FixedCount(micro_batches=2))
     with pytest.raises(CannotTrain, match="computes a sample differently beside other samples"):
         run_to_end(run)
+
+
+def test_a_change_of_a_configuration_with_thousands_of_names_is_rejected_at_once(client: TestClient) -> None:
+    config = client.post("/gradient-accumulation/config", json={"accumulation_steps": 4}).json()["config_id"]
+    answer = client.patch(f"/gradient-accumulation/config/{config}", json={f"x{number}": 0 for number in range(20_000)})
+    assert answer.status_code == 422
+    assert "20000 fields" in answer.text
+    twice = client.patch(f"/gradient-accumulation/config/{config}", json={"micro_batch_size": 2, "batch_size": 4})
+    assert "given twice" in twice.text
