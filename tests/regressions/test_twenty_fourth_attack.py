@@ -180,9 +180,10 @@ def test_a_mixture_of_experts_that_mixes_samples_is_rejected(
 
 
 def test_a_change_of_a_configuration_with_thousands_of_names_is_rejected_at_once(client: TestClient) -> None:
-    config = client.post("/gradient-accumulation/config", json={"accumulation_steps": 4}).json()["config_id"]
-    answer = client.patch(f"/gradient-accumulation/config/{config}", json={f"x{number}": 0 for number in range(20_000)})
+    root = "/gradient-accumulation/config"
+    config = client.post(root, json={"accumulation_steps": 4}).json()["config_id"]
+    answer = client.patch(f"{root}/{config}", json={f"x{number}": 0 for number in range(20_000)})
     assert answer.status_code == 422
     assert "20000 fields" in answer.text
-    twice = client.patch(f"/gradient-accumulation/config/{config}", json={"micro_batch_size": 2, "batch_size": 4})
+    twice = client.patch(f"{root}/{config}", json={"micro_batch_size": 2, "batch_size": 4})
     assert "given twice" in twice.text
