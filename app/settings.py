@@ -138,7 +138,7 @@ class Settings(BaseSettings):
         None,
         ge=30,
         le=150,
-        description="Degrees Celsius above which training pauses until the GPU is 5 degrees cooler",
+        description="Degrees Celsius above which training pauses until the GPU is 5 degrees below this limit",
     )
 
     @field_validator("gpus")

@@ -21,7 +21,7 @@ RETRY_SECONDS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
 def end_job(
     session: Session, running: Running, status: int, settings: Settings, *, interrupted: bool
 ) -> None:
-    """Writes the job's next state: succeeded, failed, waiting again, paused or cancelled.
+    """Writes the job's next state: succeeded, failed, queued, paused or cancelled.
 
     Args:
         status: the trainer's exit status; negative if a signal ended the trainer.

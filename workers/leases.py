@@ -52,7 +52,7 @@ class Running:
     times_out: float | None
     position: Position = field(default_factory=Position)
     heard_at: float = field(default_factory=time.monotonic)
-    """When the supervisor last checked for new output of the trainer."""
+    """When the run directory was last seen to have changed (looked at only every `no_progress_seconds`)."""
     heard_signs: tuple[int, int] = (0, 0)
     """What its run directory showed by then (`RunDirectory.signs_of_work`)."""
     requested: RequestedAction | None = None

@@ -16,7 +16,7 @@ MAX_COOLING_SECONDS = 600.0
 other devices."""
 
 COOLER_BY = 5.0
-"""Training continues once every GPU is at most this many degrees Celsius below the limit; without this
+"""Training continues once every GPU is at least this many degrees Celsius below the limit; without this
 margin, it would pause after each window."""
 
 

@@ -12,8 +12,8 @@ _SHOWN_FROM_BYTES = 2**22
 
 @contextmanager
 def uploading(name: str, size: int, content: BinaryIO) -> Iterator[BinaryIO]:
-    """Yields the content so that reading it moves a progress bar; small uploads, and those whose output is
-    not a terminal, show none. Once all of it is sent, the service checks it, which the bar also says."""
+    """Yields the content, wrapped so that reading it moves a progress bar (none for small uploads, or without
+    a terminal). Once everything is sent, the bar says that the service checks the file."""
     console = Console(stderr=True)
     if not console.is_terminal or size < _SHOWN_FROM_BYTES:
         yield content

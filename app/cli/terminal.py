@@ -93,6 +93,12 @@ class _Warned:
             self._shown.add(event["id"])
 
 
+def waiting_for(job: dict[str, Any]) -> str | None:
+    """Why a job waits, in words; None if it does not."""
+    reason = job["waiting"] and job["waiting"]["reason"]
+    return _REASONS.get(reason, reason) if reason else None
+
+
 def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) -> dict[str, Any]:
     """Waits for a job to end, and shows why the job is queued. Returns the job."""
     with console.status(f"{job_id}: queued") if not quiet else nullcontext() as status:
@@ -101,7 +107,7 @@ def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) ->
             if job["status"] in _ENDED:
                 return job
             if status is not None:
-                state = f"waiting ({job['waiting']['reason']})" if job["waiting"] else doing
+                state = waiting_for(job) or doing
                 status.update(f"{job_id}: {state}")
             time.sleep(_POLL_SECONDS)
 
@@ -183,7 +189,8 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     table = Table(*columns, *(["val loss", "model", "created"] if wide else []), box=None)
     for job in jobs:
         progress = job["progress"]
-        state = job["status"] + (f" ({job['waiting']['reason']})" if job["waiting"] else "")
+        reason = waiting_for(job)
+        state = job["status"] + (f" ({reason})" if reason else "")
         state += ", tuning only" if job["tune"] == "only" else ""
         more = [
             _number(job["result"] and job["result"]["eval_loss"]), job["model_name"],
@@ -241,8 +248,9 @@ def show_batch_size(answer: dict[str, Any]) -> None:
 
 
 def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
-    progress, waiting = job["progress"], job["waiting"]
-    state = job["status"] + (f": {_REASONS.get(waiting['reason'], waiting['reason'])}" if waiting else "")
+    progress = job["progress"]
+    reason = waiting_for(job)
+    state = job["status"] + (f": {reason}" if reason else "")
     if progress.get("samples_to_prepare") and job["status"] == "running":
         done, of = progress["prepared_samples"], progress["samples_to_prepare"]
         state += f": tokenised {done:,} of {of:,} samples"

@@ -72,7 +72,8 @@ class LoraConfig(Request):
         fail_fast=True,
         min_length=1,
         max_length=100,
-        description="Suffixes of module names; null: every linear layer",
+        description="Suffixes of module names; null: every linear layer of the language model, and experts, "
+        "without the output head and routers",
     )
 
     @field_validator("target_modules", mode="before")

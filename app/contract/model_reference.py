@@ -15,7 +15,7 @@ class LoraSpec(Frozen):
     alpha: int
     dropout: float
     target_modules: tuple[str, ...] | None
-    """Suffixes of module names; None: every linear layer but the output head."""
+    """Suffixes of module names; None: the default (`workers.training.adapters.default_targets`)."""
     merge: bool
     """The model is saved with the adapters merged into it, instead of the adapters alone."""
 
@@ -48,7 +48,8 @@ class ModelReference(Frozen):
     base: str | None = None
     """The name of the model below the layers; None: `name`."""
     job_id: str | None = None
-    """Where the source is a job: the job that trained the whole model, or that below the layers."""
+    """If the source is a job: the job that trained the model below the layers (or the whole model, without
+    layers)."""
     layers: tuple[ModelLayer, ...] = ()
     """What earlier jobs trained on it, in the order of loading."""
 

@@ -72,7 +72,7 @@ class RankPlan(Frozen):
 
 
 class PlannedDevice(Frozen):
-    """A rank in the form in which answers list it, by device."""
+    """A rank as responses list it under `devices`."""
 
     gpu_id: int | str
     name: str | None
@@ -110,8 +110,8 @@ class Plan(Frozen):
     threads: int | None
     """Threads of the CPU's kernels: they change the order of sums, and so the last bits."""
     sample_length: int | None = None
-    """Tokens of a sample of full length: those of the longest in the data, if it was measured, rounded up;
-    otherwise `max_length`, also if this is null, as in plans of earlier versions."""
+    """The length that the plan is made for, in tokens: the longest sample's, rounded up, if it was measured;
+    otherwise `max_length`. Null, in plans of earlier versions, means `max_length`."""
     most_tokens: int | None = None
     """Padded tokens of the largest micro-batch predicted to fit; None if the request fixed the split."""
     alternatives: tuple[Alternative, ...] = ()

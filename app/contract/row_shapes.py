@@ -40,8 +40,8 @@ class BadShape(ValueError):
 
 
 def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[str, Any]:
-    """The fields of a row, taken from the columns that were assigned to them. What belongs to them and has
-    its usual name is kept as well: the weight, a chat's tools, an instruction's input.
+    """The fields of a row, taken from the columns that were assigned to them. Fields that accompany them (the
+    weight, a chat's tools, an instruction's input) are kept if they have their usual names.
 
     Args:
         columns: maps our fields to the row's columns.

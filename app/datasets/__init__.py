@@ -1,1 +1,1 @@
-"""Training files, datasets in a folder, and previews of both."""
+"""Training files, datasets in a folder or on the hub, and previews and token lengths of files."""

@@ -74,7 +74,7 @@ def convert(
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()  # and kept open: its end would end the process
+            process.stdin.flush()  # and kept open: the converter exits when its input ends
         answer = process.stdout.readline()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

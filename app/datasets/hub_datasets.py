@@ -25,7 +25,7 @@ _LONGEST_NAME, _SHOWN = 1000, 100
 
 
 def _plain(name: str) -> str:
-    """The name of a file that can be asked for.
+    """The name of a file that can be requested.
 
     Raises:
         ValueError: it has characters or parts that no file of a dataset has.
@@ -55,7 +55,7 @@ def find(name: str, how: Reading, settings: Settings) -> DataFiles:
         name: owner/name, or owner/name@revision.
 
     Raises:
-        Unprocessable: the hub does not give it, it is too large, or it has no files that can be read; the
+        Unprocessable: the hub does not provide it, it is too large, or it has no files that can be read; the
             message says what to do.
     """
     from huggingface_hub import get_token

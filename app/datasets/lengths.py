@@ -41,8 +41,8 @@ def find(session: Session, order: PreviewSpec) -> Lengths | None:
 
 
 def request(session: Session, order: PreviewSpec) -> bool:
-    """Requests a measurement without waiting for it. Returns whether this is a new request: not if no worker
-    is there, if it was made before, or if too many others of the file's owner are open or have failed."""
+    """Requests a measurement without waiting for it. Returns False if no worker is running, if the request
+    exists already, or if the file's owner has too many requests that are open or have failed."""
     if not live_workers.any_alive(session):
         return False
     now = session.execute(select(database_now())).scalar_one()

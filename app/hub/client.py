@@ -33,10 +33,11 @@ class NotAnswered(Exception):
 
 
 def get(url: str, token: str | None, *, most_bytes: int, seconds: float) -> Answer:
-    """The answer to a GET; of a longer content, one byte more than `most_bytes`.
+    """The response to a GET. Content is cut off one byte after `most_bytes`, so that the caller can tell that
+    it is too long.
 
     Raises:
-        NotAnswered: the hub cannot be reached, answers too slowly, or redirects to where it may not.
+        NotAnswered: the hub cannot be reached, answers too slowly, or redirects to a forbidden address.
     """
     content = bytearray()
 
@@ -94,7 +95,7 @@ _OF_THE_DISK = {28, 122, 27, 30, 5}
 async def _stream(
     url: str, token: str | None, receive: Callable[[bytes], bool], seconds: float
 ) -> tuple[int, Mapping[str, str]]:
-    """Passes the content of an answer on, until `receive` returns False."""
+    """Passes the content of a response to `receive`, until that returns False."""
     import httpx2 as httpx
     from huggingface_hub import constants
 

@@ -69,7 +69,7 @@ def _is_due(session: Session, job: Job, announced: str) -> bool:
 
 
 def is_recorded(session: Session, job_id: str, kind: str, *, times: int) -> bool:
-    """Whether a job has at least so many events of a kind."""
+    """Whether a job has at least `times` events of a kind."""
     own = select(JobEvent.id).where(JobEvent.job_id == job_id, JobEvent.type == kind)
     return session.scalar(own.offset(times - 1).limit(1)) is not None
 

@@ -1,11 +1,10 @@
 """Which free devices a worker offers to which queued jobs.
 
-Jobs start in the order of the queue, but a job that needs more devices than are free is overtaken by those
-behind it. So that it does not wait for ever, devices are kept for it once it has waited for some time: the
-free ones, and those that are expected to become free first. They are kept only once the job's expected
-remaining wait is no longer than the time that it has already waited, so that a job that waits behind long
-ones gets its devices in the end. Whatever was expected, devices are kept for at most half of a job's whole
-wait: nobody can keep them idle for longer."""
+Jobs start in the order of the queue, but smaller jobs overtake a job that needs more devices than are free.
+Once that job has waited for some time, devices are reserved for it: the free ones, and those that are
+expected to become free first. The reservation begins only when the job has already waited at least as long as
+it is still expected to wait. Even if the expectation was wrong, it covers at most half of the job's total
+wait, so no job keeps devices idle for longer."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +45,7 @@ class Tier:
     before_place: float
     devices: tuple[DeviceId, ...]
     kept_for: str | None = None
-    """The job for which later tiers have fewer devices."""
+    """The job for which devices are held back from all later tiers."""
 
 
 class Keeping:
@@ -76,7 +75,8 @@ class Keeping:
 
 
 _LONGEST_TURN_SECONDS = 10.0
-"""A worker that has not looked for longer than this had no free device to keep."""
+"""Caps the time that one poll adds to a reservation: in a longer gap, the worker had no free device to
+reserve."""
 
 _MAX_NEEDS = 100
 """The maximum number of jobs for which a worker keeps devices at once."""
@@ -125,8 +125,8 @@ def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
 def tiers(
     needs: Iterable[Need], free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float = inf
 ) -> list[Tier]:
-    """What a worker offers, in the order in which it is offered: a later tier has fewer devices, for more
-    jobs.
+    """What a worker offers, in this order. Each later tier leaves out the devices reserved for one more job,
+    and is open to jobs further back in the queue.
 
     Args:
         needs: in the order of the queue.

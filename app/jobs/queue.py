@@ -72,8 +72,8 @@ class Offer:
     before_place: float = inf
     """Only jobs ahead of this place in the queue may start."""
     beyond: int = MAX_DEVICES
-    """Jobs that need more devices than this may start, too: no worker has as many, so they take what is
-    offered."""
+    """Jobs that need more devices than this may start, too, on the devices offered: no worker has as many as
+    they request."""
 
 
 ONE_DEVICE = Offer(1)
@@ -207,7 +207,7 @@ def crash(session: Session, fence: Fence, failure: Failure) -> None:
         fail(session, fence, last)
         return
     wait = RETRY_AFTER_SECONDS[min(failures, len(RETRY_AFTER_SECONDS) - 1)]
-    _leave(session, fence, f"crashed: {failure.message}", "warning", wait, failures + 1)
+    _leave(session, fence, f"the trainer crashed ({failure.message})", "warning", wait, failures + 1)
 
 
 def release(session: Session, fence: Fence, why: str) -> None:

@@ -144,7 +144,8 @@ def _keep(
     measured_bytes: int,
     tokens_per_second: float,
 ) -> None:
-    """Stores a measurement once: repeated, it would be compared with a prediction that includes it."""
+    """Stores a measurement, unless it is stored already: a second time, its prediction would be based on the
+    measurement itself."""
     accumulating = micro_batches > 1
     predicted = subject.predicted_bytes(tokens, accumulating=accumulating) if tokens > 0 else 0
     if not _is_plausible(subject, tokens, measured_bytes, predicted):

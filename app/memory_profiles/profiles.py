@@ -85,7 +85,7 @@ def estimates(session: Session, architecture: Architecture, device_name: str | N
     """The best available estimate for each recipe and length: by profile, else by formula.
 
     Measurements with that recipe and length on such a device, if any, correct the estimate. The estimates are
-    read from the session when they are asked for.
+    read lazily from the session.
 
     Args:
         device_name: None: the devices are of several kinds.

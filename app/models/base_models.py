@@ -201,7 +201,7 @@ def _hub_config(name: str, settings: Settings) -> tuple[dict[str, Any], str | No
     """The config of a model of the hub, and its commit, from the cache or by a request.
 
     Raises:
-        Unprocessable: it cannot be read, or the hub does not give it.
+        Unprocessable: it cannot be read, or the hub does not provide it.
     """
     try:
         found = hub.cached(name) or hub.fetch(name, settings)

@@ -31,7 +31,7 @@ _changed = threading.Condition()
 
 @contextmanager
 def _one_of_few() -> Iterator[None]:
-    """Waits until few look-ups are running, and few of this key.
+    """Waits for one of the few slots for look-ups, of which each key gets at most two.
 
     Raises:
         TooManyRequests: it takes too long.
@@ -66,7 +66,7 @@ class FoundConfig(NamedTuple):
 
 
 class NotOnHub(Exception):
-    """The hub does not give the model; the message continues "The model … is not on this machine, ".
+    """The hub does not provide the model; the message continues "The model … is not on this machine, ".
 
     Args:
         was_asked: whether the hub has answered.
@@ -78,8 +78,8 @@ class NotOnHub(Exception):
 
 
 class NotReadable(Unprocessable):
-    """A model may exist, but its config.json cannot be read from here: the hub cannot be asked, or wants its
-    conditions accepted first."""
+    """A model may exist, but its config.json cannot be read from here: the hub cannot be reached, or requires
+    that its conditions be accepted first."""
 
 
 def cached(name: str) -> FoundConfig | None:
@@ -106,7 +106,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
     """Fetches a config.json, without retries and with a short timeout, since a user waits.
 
     Raises:
-        NotOnHub: the hub cannot be asked, or does not give it; the message says why and what to do.
+        NotOnHub: the hub cannot be reached, or does not provide it; the message says why and what to do.
         TooManyRequests: many look-ups are running.
     """
     if settings.offline:

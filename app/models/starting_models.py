@@ -70,8 +70,8 @@ def _find(session: Session, settings: Settings, name: str) -> _Found:
     job = _job(session, name if matched is None else matched["job"])
     if job is None:
         raise Unprocessable(
-            f"No job of yours made the model {name}: GET /v1/models lists trained models, and accrue jobs "
-            "your jobs.",
+            f"None of your jobs made the model {name}: GET /v1/models lists trained models, and accrue jobs "
+            "lists your jobs.",
             field=_FIELD,
         )
     spec = Spec.model_validate(job.spec)

@@ -38,7 +38,7 @@ async def calculate_batch_size(
     return await calculate(request, requested, settings, database)
 
 
-@router.get("/calculate-batch-size", summary="The same, by query parameters")
+@router.get("/calculate-batch-size", summary="The micro-batch that fits, by query parameters")
 async def get_batch_size(
     request: Request,
     settings: CurrentSettings,

@@ -7,7 +7,7 @@ A window's time is modelled as
 
 for forward and backward, and updated parameters × seconds per parameter for the optimizer. The rates are
 those of the device. They start from a guess (the device's peak, of which training reaches about a third),
-and follow the jobs that the device has finished, those of a similar size most.
+and follow the jobs that the device has finished; jobs of a similar size have the most weight.
 
 The operations of a token follow Kaplan et al. 2020 (section 2.1): two per weight in the forward pass and four
 in the backward pass, without the embedding table; and those of attention, which grow with the length.
@@ -79,7 +79,7 @@ class Rates:
         """The time of some work.
 
         Args:
-            more_spread: of the amount of work, in the same unit as `spread`.
+            more_spread: the uncertainty of the amount of work, in the same unit as `spread`.
         """
         expected = (
             work.passes * self.seconds_per_pass
@@ -163,7 +163,7 @@ _SPREAD_OF_ONE = 0.25
 _LEAST_SPREAD = 0.06
 _SPREAD_OF_GUESS = 0.7
 _HELD = 0.05
-"""How much the fit is held to the guess, relative to one measured job."""
+"""The weight of the guess in the fit, relative to one measured job."""
 _REACHED = 0.33
 """The share of a device's peak that training reaches: 0.2 to 0.5 in published runs (Chowdhery et al. 2022,
 table 3)."""

@@ -97,8 +97,8 @@ class ByDivision:
 
 @dataclass(frozen=True)
 class InBuckets:
-    """An estimate for a rank that keeps its gradient buffers between windows (ddp): it assumes gradients of
-    earlier micro-batches in memory during every micro-batch."""
+    """An estimate for a rank that keeps its gradient buffers between windows (ddp), so that gradients are in
+    memory during every micro-batch, the first one included."""
 
     alone: Estimate
     compresses: bool = False

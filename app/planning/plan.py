@@ -104,8 +104,8 @@ def make_plan(
 
 
 def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known, sample_length: int) -> int:
-    """How many devices to use if the number is left to the planner: the fewest on which the job fits. On
-    GPUs, more, up to one for each full micro-batch of a step; several CPU devices are not faster than one."""
+    """How many devices to use if the number is left to the planner: the fewest on which the job fits; on
+    GPUs, up to one for each full micro-batch of a step. Several CPU devices are not faster than one."""
 
     def with_first(count: int) -> Solution:
         return _solved(spec, devices[:count], known, sample_length)

@@ -297,8 +297,8 @@ def _default_batch(micro_batch: int, devices: int) -> int:
 
 
 def alternatives(solution: Solution, known: Known) -> list[Alternative]:
-    """The alternatives, as changes to a request: sorted by whether they fit, then by how little they change
-    the training."""
+    """The alternatives, as changes to a request: those that fit first, then by how little they change the
+    training."""
     question, beside = solution.question, known
     if known.architecture is not None:
         estimates = comparable_estimates(
@@ -315,7 +315,7 @@ def alternatives(solution: Solution, known: Known) -> list[Alternative]:
         found.append(_alternative(change.description, other, beside))
     if question.recipe.device == "cuda":
         more = replace(planned, devices=[*question.devices, *question.devices])
-        found.append(_alternative(f"devices: {len(more.devices)}", more, beside))
+        found.append(_alternative(f"num_gpus: {len(more.devices)}", more, beside))
     return sorted(found, key=lambda alternative: not alternative.fits)
 
 

@@ -28,8 +28,8 @@ def last_step(where: Session | Connection, job_id: str) -> int:
 def series(
     where: Session | Connection, job_id: str, from_step: int, points: int | None
 ) -> list[dict[str, Any]]:
-    """A job's log lines from a step on; with `points`, at most that many, evenly spread. Of very many, the
-    lists within them (`_LISTS`) are left out."""
+    """A job's log lines from a step on; with `points`, at most that many, evenly spread. If there are very
+    many, their nested values (`_LISTS`) are left out."""
     if points is not None:
         first, last = _first_and_last(where, job_id, from_step)
         if first is not None and last is not None and last - first >= points:

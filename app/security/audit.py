@@ -32,8 +32,7 @@ MAX_UNAUTHENTICATED_PER_MINUTE = 100
 """The maximum number of requests without a valid key that the log keeps per minute."""
 
 MAX_REFUSED_PER_MINUTE = 100
-"""The maximum number of one key's requests that the log keeps per minute although they changed nothing, since
-they were refused or found nothing."""
+"""The maximum number of refused requests (403, 404, 405) of one key that the log keeps per minute."""
 
 _CHANGED_NOTHING = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 

@@ -55,7 +55,7 @@ async def statistics_of_job(
     database: CurrentDatabase,
     identifier: Annotated[str, Path(max_length=100, description="ftjob-… or accumulation_…")],
 ) -> JobStatistics | ConfigurationStatistics:
-    """Of a configuration with many jobs, those of the newest 100 are listed; its own figures are of all."""
+    """A configuration's figures cover all of its jobs; only the newest 100 jobs are listed."""
 
     def found() -> JobStatistics | ConfigurationStatistics:
         with database.reading() as session:

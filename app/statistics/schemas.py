@@ -98,7 +98,7 @@ class Totals(Answer):
     """Target tokens per second of all windows."""
     samples_per_second: float | None
     device_hours: float
-    """Hours during which jobs held a device; of a running job, only the earlier attempts count."""
+    """Hours of each attempt times its devices; of a running job, only the earlier attempts count."""
     configurations: int
     files: int
 

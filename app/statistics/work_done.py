@@ -25,7 +25,7 @@ class WorkDone:
 
     done: tuple[DoneWork, ...]
     overhead_seconds: float | None
-    """The median time of a job beside its windows: start, certificate, evaluation and saving."""
+    """The median time of a job outside its windows: start, certificate, evaluation and saving."""
 
 
 def work_done(session: Session, device: Device, precision: RunPrecision) -> WorkDone:

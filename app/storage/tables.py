@@ -164,7 +164,7 @@ class JobTotals(Base):
     seconds: Mapped[float] = mapped_column(server_default="0")
     """Seconds of its windows."""
     device_seconds: Mapped[float] = mapped_column(server_default="0")
-    """Seconds of its attempts, each of which holds a device."""
+    """Seconds of its attempts, each multiplied by its number of devices."""
     final_loss: Mapped[float | None]
     """The loss of its last step."""
 

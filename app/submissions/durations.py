@@ -23,7 +23,7 @@ _BYTES_OF_KEYS = {"text": 12, "prompt_completion": 34, "messages": 70}
 """Bytes of a line that are not its text, by format."""
 _BYTE_LEVEL_VOCABULARY = 1000
 _START_SECONDS = 10.0
-"""A job's time beside its windows, until one has been measured."""
+"""A job's time outside its windows, until one has been measured."""
 _EACH_RANK = 0.93
 """The speed of each of several devices, relative to one alone."""
 

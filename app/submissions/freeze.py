@@ -150,13 +150,13 @@ class Distribution:
         return self.strategy == "independent"
 
     def check(self, samples: int) -> None:
-        """Checks that independent replicas are not too many.
+        """Checks the number of independent replicas.
 
         Args:
             samples: those to train on, of all replicas together.
 
         Raises:
-            Unprocessable: they are.
+            Unprocessable: there are too many.
         """
         field = "parallel_independent"
         if self.independent and self.devices > MAX_REPLICAS:

@@ -58,7 +58,7 @@ def devices_of(
         together = [{device.id for device in own} for own in by_worker]
         if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
             raise Unprocessable(
-                "gpu_ids: no worker has all of these GPUs, and a job trains on those of one worker.",
+                "gpu_ids: no single worker has all of these GPUs, and a job trains on those of one worker.",
                 field="gpu_ids",
             )
         return RequestedDevices(len(named), named, len(named))

@@ -77,8 +77,8 @@ class _Turns:
 
 
 class SlowWork:
-    """Runs work that may take seconds in a few threads of its own, so that all other requests find a thread,
-    and one key's work leaves threads to others. What finds no thread waits.
+    """Runs work that may take seconds in a few threads of its own, so that other requests always find a
+    thread, and no key occupies all of these. Work waits until one of them is free.
     """
 
     def __init__(self) -> None:

@@ -57,8 +57,7 @@ class SupervisedProtocol(HttpToolsProtocol):
     _served: Any = None
     """The request that is being answered; newer ones may follow it already."""
     _head: int | None = 0
-    """Bytes received of the current head, without the part that the head before it may have come with; None
-    if it is complete."""
+    """Bytes received of the current head, not counting the read in which it began; None if it is complete."""
     _begins_head = False
     """Whether a head begins in what has just been received."""
     _receives_body = False
@@ -151,7 +150,7 @@ class SupervisedProtocol(HttpToolsProtocol):
         self._waiting().pop(self, None)
         self._end(self._deadline)
         self._end(self._stall)
-        if self._served is not None:  # uvicorn tells only the newest of pipelined requests
+        if self._served is not None:  # uvicorn informs only the newest of the pipelined requests
             self._served.disconnected = True
             self._served.message_event.set()
         self.pipeline.clear()
@@ -182,7 +181,7 @@ class SupervisedProtocol(HttpToolsProtocol):
         self._waiting()[self] = None
 
     def _end_wait(self) -> None:
-        """Notes that the client is not waited for any more, unless it is for another reason."""
+        """Stops waiting for the client, unless there is another reason to wait."""
         if self._head is None and not self._receives_body and not self._is_stalled:
             self._waiting().pop(self, None)
 
@@ -199,8 +198,8 @@ class SupervisedProtocol(HttpToolsProtocol):
             timer.cancel()
 
     def _give_up(self) -> None:
-        """Closes the connection; ends it at once if it was closed, and the client does not read what is
-        left."""
+        """Closes the connection; if it is closing already, aborts it, since the client does not read the
+        rest."""
         if self.transport.is_closing():
             self.transport.abort()
             return

@@ -53,7 +53,9 @@ def test_the_training_files_are_downloaded_and_read(hub: Hub, online: Settings) 
         path.unlink()
 
 
-def test_what_cannot_be_had_is_explained(hub: Hub, online: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_the_hub_refuses_gets_an_explained_error(
+    hub: Hub, online: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "has no revision v7" in refusal("me/sums@v7", online)
     assert "nor on the hub" in refusal("me/other", online)
     assert "more than 10" in refusal("me/sums", online.model_copy(update={"max_file_bytes": 10}))

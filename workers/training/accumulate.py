@@ -189,8 +189,8 @@ def accumulate(
 
 
 def in_step(training: Training, groups: Sequence[Groups]) -> int:
-    """The number of forward and backward passes that this rank makes: as many as any other, if each pass
-    exchanges something; at least one, if the model is divided; or else as many as it has micro-batches."""
+    """The number of passes that this rank makes. If each pass exchanges data, all ranks make equally many;
+    otherwise, one per micro-batch, but at least one if the model is sharded."""
     counts, parameters = [len(own) for own in groups], training.replica.parameters
     own = counts[training.group.rank]
     if not parameters.is_divided:
@@ -324,9 +324,9 @@ def _measures(training: Training) -> bool:
         return False  # the gradient of a single micro-batch is never known
     apart = training.loader.form.apart
     if apart is not None and needs_parting(training.loader.lengths(training.next_window()), apart):
-        return False  # no random micro-batch stands for the window
+        return False  # a random micro-batch would not represent the window
     if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:
-        return False  # rank 0 has no second micro-batch that could make up for what a random one leaves
+        return False  # rank 0 has no second micro-batch for the samples that the random one leaves over
     return every is not None and training.state.step % every == 0 and spec.clip_mode != "each_micro_batch"
 
 

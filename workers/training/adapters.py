@@ -28,7 +28,7 @@ def default_targets(model: torch.nn.Module) -> Targets:
     """Every linear layer of the language model, and the weights of experts that one tensor holds together.
 
     Not adapted are the output head, routers, and in state spaces the layers whose weights are passed on to a
-    kernel: an adapter of theirs would be left out.
+    kernel: an adapter on such a layer would have no effect.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -58,8 +58,8 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
     values.
 
     Args:
-        saved: the names of the values that an earlier job has left, and that these adapters will get: the
-            same weights are adapted as there.
+        saved: the names of the adapter values that an earlier job saved; the same weights are adapted, so
+            that these values can be loaded.
 
     Raises:
         CannotTrain: they match nothing, or cannot be added to what they match, or could not be merged.
@@ -124,8 +124,8 @@ def _targets(model: torch.nn.Module, lora: LoraSpec, saved: Collection[str]) -> 
 
 
 def _freeze_what_is_not_loaded_again(adapted: Any) -> None:
-    """Leaves adapters as they are, without effect, that peft would not load again: transformers renames the
-    layers of some families on loading, and a few of the new names are wrong."""
+    """Freezes adapters that peft would not load again, so that they keep having no effect: transformers
+    renames the layers of some families on loading, and a few of the new names are wrong."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     with warnings.catch_warnings():
@@ -194,7 +194,7 @@ def _plain(name: str) -> str:
 
 
 def _within_the_text(model: torch.nn.Module, named: Collection[str]) -> Targets:
-    """Modules that a request names by suffix. If the model has towers, which stay as they are, only those of
+    """The modules that a request names by suffix; in a model with vision or audio encoders, only those within
     the language model.
 
     Raises:

@@ -32,8 +32,10 @@ KEPT = 2
 """How many checkpoints are kept: the newest and the one before; the best one is kept as well."""
 
 BEST = "best"
-_CONTENT = {"model.safetensors", "optimizer.safetensors", "state.json"}
 """The file that holds the best checkpoint's name."""
+
+_CONTENT = {"model.safetensors", "optimizer.safetensors", "state.json"}
+"""The files of a checkpoint, besides its manifest."""
 
 
 class AllDamaged(Exception):

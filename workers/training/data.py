@@ -41,7 +41,7 @@ _TOKENISER_BYTES = 2 * 2**30
 _TOKENISER_BYTES_PER_CHARACTER = 4096
 """How much memory a tokenizer may take: a hostile one could turn a letter into gigabytes."""
 _CHARACTERS = 2**18
-"""How many characters are tokenised at once, but for longer examples."""
+"""About how many characters are tokenised at once; an example is never divided."""
 _MAX_KEYS = 20
 _FILES = ("samples.arrow", "sizes.npy", "weights.npy")
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])

@@ -82,8 +82,8 @@ def fetch(model: ModelReference, path: str) -> Path:
 
 
 def _check_names() -> None:
-    """Makes huggingface_hub check what it names the files in its cache by: commits and entity tags in the
-    hub's answers, which a hostile hub or mirror could make paths of."""
+    """Makes huggingface_hub check the commits and entity tags in the hub's answers: it uses them as file
+    names in its cache, and a hostile hub or mirror could send paths."""
     from huggingface_hub import HfApi, constants, file_download
 
     constants.HF_HUB_DISABLE_XET = True

@@ -430,7 +430,11 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
                     training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
                 )
         training.group.wait()
-        message = f"Window skipped: {reason} {', '.join(map(str, named)) or 'none individually'}."
+        if training.replica.is_sharded:
+            searched = "not searched for, since the model is sharded"
+        else:
+            searched = ", ".join(map(str, named)) or "none individually"
+        message = f"Window skipped: {reason} {searched}."
     training.reporter.event(
         "skipped", message, "warning", samples=named[:_MAX_SAMPLES_LISTED], skipped=progress.skipped
     )

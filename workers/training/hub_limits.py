@@ -30,7 +30,7 @@ class TooMuch(ValueError):
 
 
 class NotFollowed(ValueError):
-    """The hub redirects to where it may not."""
+    """The hub redirects to an address that is neither its own nor on the public internet."""
 
 
 class DownloadLimits:

@@ -88,8 +88,8 @@ def _longest(source: Path) -> set[int]:
 
 
 def _measured(data: DataSpec) -> set[int]:
-    """The examples that are measured: one of every few, drawn by the file's digest, since a file may be
-    regular."""
+    """The examples that are measured: one out of every few, chosen by the file's digest instead of at fixed
+    intervals, since a file may have a repeating pattern."""
     every = max(1, ceil(data.examples / MAX_EXAMPLES))
     seed = int.from_bytes(hashlib.sha256(data.sha256.encode()).digest()[:8])
     drawn = np.random.Generator(np.random.PCG64(seed)).integers(every, size=ceil(data.examples / every))

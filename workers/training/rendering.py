@@ -56,8 +56,8 @@ class NotRendered(Exception):
 
 
 def _batches(conversations: Sequence[Conversation]) -> Iterator[tuple[int, int]]:
-    """Ranges of conversations that are rendered at once: the more, the less time is spent on exchanging
-    them."""
+    """Ranges of conversations that are rendered at once: larger ranges need fewer exchanges with the
+    child."""
     first = size = 0
     for number, conversation in enumerate(conversations):
         size += sum(len(str(message.get("content", ""))) for message in conversation.messages)

@@ -29,9 +29,8 @@ def marks_beginnings(tokenizer: Any) -> bool:
 def encode_continued(tokenizer: Any, examples: Sequence[Sequence[str]]) -> list[list[int]]:
     """The tokens of each piece, as they are where the pieces of an example follow each other.
 
-    Where the example as a whole has a token that reaches across a seam, or other tokens before its first seam
-    than that text has alone, the text before the seam is tokenised without the rest, as at inference, and the
-    rest as its continuation.
+    If a token of the whole example crosses a seam, or if the first piece has other tokens there than alone,
+    the text up to the seam is tokenised by itself, as at inference, and the rest as its continuation.
     """
     wholes = _tokens(tokenizer, ["".join(pieces) for pieces in examples])
     firsts = _tokens(tokenizer, [pieces[0] for pieces in examples])

@@ -11,7 +11,7 @@ const TERMS = {
   method:
     "full trains every weight. lora trains small matrices and freezes the weights: it needs far less memory and is nearly as good for most tasks. qlora also keeps the frozen weights in 4 bits; it needs a GPU.",
   length:
-    "Maximum tokens per sample; longer samples are cut. Memory grows with this length: choose one that fits nine in ten of your samples.",
+    "Maximum tokens per sample; longer samples are truncated, and plain text is split. Memory grows with this length: choose one that fits nine in ten of your samples.",
   optimizer:
     "adamw stores two numbers per weight; adamw_8bit stores them in 8 bits. sgd without momentum and adafactor store almost nothing. Choose adamw unless memory is short.",
   precision: "auto selects bf16 if the GPU supports it, otherwise fp16; on a CPU, it selects fp32.",

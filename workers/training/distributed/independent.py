@@ -235,7 +235,7 @@ class _Merged:
         return self._done > before
 
     def _read_logs(self) -> bool:
-        """Reads what is new in the logs, but of one that is far ahead only a part. Returns whether there was
+        """Reads new lines of the logs; of a log that is far ahead, only some. Returns whether there were
         any."""
         found = False
         for number, (tail, lines, totals) in enumerate(

@@ -29,19 +29,19 @@ export function showData(panel, preview) {
     h(
       "p",
       {},
-      `${number(lengths.examples)} of ${number(preview.examples)} examples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
+      `${number(lengths.examples)} of ${number(preview.examples)} samples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
     ),
     lengths.over_max_length > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.over_max_length)} examples are longer than ${number(preview.max_length)} tokens.`,
+        `${number(lengths.over_max_length)} samples are longer than ${number(preview.max_length)} tokens.`,
       ),
     lengths.without_targets > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.without_targets)} examples have no token that counts toward the loss within the first ${number(preview.max_length)} tokens.`,
+        `${number(lengths.without_targets)} samples have no token that counts toward the loss within the first ${number(preview.max_length)} tokens.`,
       ),
     histogram(lengths.histogram),
   );
