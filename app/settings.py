@@ -196,7 +196,7 @@ class Settings(BaseSettings):
         return self.data_dir.absolute() / "runs"
 
     @property
-    def created_models_dir(self) -> Path:
+    def built_in_models_dir(self) -> Path:
         return self.data_dir.absolute() / "models"
 
     def make_directories(self) -> None:
@@ -206,7 +206,7 @@ class Settings(BaseSettings):
             BadSetting: the folder cannot be created.
         """
         try:
-            for folder in (self.data_dir, self.files_dir, self.runs_dir, self.created_models_dir):
+            for folder in (self.data_dir, self.files_dir, self.runs_dir, self.built_in_models_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             message = f"ACCRUE_DATA_DIR: {self.data_dir} cannot be created: {error.strerror}"

@@ -90,13 +90,13 @@ class Launcher:
         if job.requested == "stop":
             run.request_finish()
         fail_point("supervisor.ordered")
-        times_out = self._times_out(spec, fence)
+        timeout_at = self._times_out(spec, fence)
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
         view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
         trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
-        return Running(fence, devices, trainer, run, claimed_at + self.settings.lease_seconds, times_out)
+        return Running(fence, devices, trainer, run, claimed_at + self.settings.lease_seconds, timeout_at)
 
     def _check_disk_space(self, spec: Spec) -> None:
         """Checks that the disk has space for the checkpoints and the model that the job writes.

@@ -48,12 +48,12 @@ class Running:
     """One for each rank."""
     trainer: TrainerProcess
     run: RunDirectory
-    lease_ends: float
-    times_out: float | None
+    lease_until: float
+    timeout_at: float | None
     position: Position = field(default_factory=Position)
-    heard_at: float = field(default_factory=time.monotonic)
+    last_sign_at: float = field(default_factory=time.monotonic)
     """When the run directory was last seen to have changed (looked at only every `no_progress_seconds`)."""
-    heard_signs: tuple[int, int] = (0, 0)
+    last_signs: tuple[int, int] = (0, 0)
     """What its run directory showed by then (`RunDirectory.signs_of_work`)."""
     requested: RequestedAction | None = None
     """The action that a user has requested (pause, cancel, stop), as of the last renewal."""
@@ -133,7 +133,7 @@ class LeaseKeeper:
         for running in self._running():
             if running.trainer.status() is not None:
                 continue
-            if time.monotonic() > running.lease_ends - _KILL_MARGIN_SECONDS:
+            if time.monotonic() > running.lease_until - _KILL_MARGIN_SECONDS:
                 running.lost = True
                 running.trainer.kill()
             elif running.trainer.overdue:
@@ -173,7 +173,7 @@ class LeaseKeeper:
             running.lost = True
             return
         running.requested = requested
-        running.lease_ends = sent_at + self._settings.lease_seconds
+        running.lease_until = sent_at + self._settings.lease_seconds
 
     def _row(self) -> Worker:
         return Worker(

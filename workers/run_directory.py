@@ -57,10 +57,10 @@ from app.contract.reports import (
     Completions,
     EventLine,
     Failure,
+    LearnedLimits,
     Level,
     LogLine,
     Outcome,
-    RankMemory,
     RankShares,
     WindowProgress,
 )
@@ -252,12 +252,12 @@ class RunDirectory:
     def failure(self) -> Failure | None:
         return self._read("failure.json", Failure)
 
-    def write_learned(self, rank: int, learned: RankMemory) -> None:
+    def write_learned(self, rank: int, learned: LearnedLimits) -> None:
         write_atomically(self.path / f"learned-{rank}.json", learned.model_dump_json())
 
-    def learned(self, ranks: int) -> dict[int, RankMemory]:
+    def learned(self, ranks: int) -> dict[int, LearnedLimits]:
         """What ranks have learned in this attempt, by rank."""
-        found = {rank: self._read(f"learned-{rank}.json", RankMemory) for rank in range(ranks)}
+        found = {rank: self._read(f"learned-{rank}.json", LearnedLimits) for rank in range(ranks)}
         return {rank: own for rank, own in found.items() if own is not None}
 
     def append_shares(self, shares: RankShares) -> None:

@@ -43,7 +43,7 @@ from workers.temperature import Heat
 
 log = structlog.get_logger("accrue.worker")
 
-_AT_ONCE = 0.001
+_ALMOST_FREE_SECONDS = 0.001
 """The seconds until a device is expected to be free, if nothing is known of the job that has it."""
 
 _TURN_SECONDS = 0.25
@@ -76,7 +76,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.locks = DeviceLocks(self.settings)
-        self.keeping = placement.Keeping()
+        self.keeping = placement.Reservations()
         self.launcher = Launcher(self.settings, self.database)
         self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.available)
 
@@ -98,7 +98,7 @@ class Supervisor:
                 time.sleep(self.settings.poll_seconds)
             profiler.end()
             for running in self.running:
-                self._request_stop(running, "the worker was shut down")
+                self._interrupt(running, "the worker was shut down")
             while self.running or self.leaving:
                 if self.hurried:
                     for running in self.running:
@@ -143,15 +143,15 @@ class Supervisor:
         elif running.broken is not None:
             running.trainer.kill()
         elif running.trainer.status() is not None:
-            if self.stopped and now > running.lease_ends:
+            if self.stopped and now > running.lease_until:
                 self._release(running)  # its end could not be stored: the next worker claims the job
         elif running.requested == "stop" and not running.run.finish_requested():
             running.run.request_finish()
         elif running.requested in ("pause", "cancel") and not running.stopping:
-            self._request_stop(running, "paused" if running.requested == "pause" else "cancelled")
-        elif running.times_out is not None and now > running.times_out and not running.stopping:
+            self._interrupt(running, "paused" if running.requested == "pause" else "cancelled")
+        elif running.timeout_at is not None and now > running.timeout_at and not running.stopping:
             running.timed_out = True
-            self._request_stop(running, "timeout")
+            self._interrupt(running, "timeout")
         elif not running.stopping and self._is_too_hot(running):
             pass
         elif self._is_stuck(running) and not running.stopping:
@@ -170,18 +170,18 @@ class Supervisor:
         """Pauses a trainer whose GPU is too hot, and stops it if its GPU does not cool down."""
         heat = temperature.enforce(running, self.slots, self.settings.max_gpu_temperature)
         if heat is Heat.STAYS_HOT:
-            self._request_stop(running, "its GPU stayed too hot (ACCRUE_MAX_GPU_TEMPERATURE)")
+            self._interrupt(running, "its GPU stayed too hot (ACCRUE_MAX_GPU_TEMPERATURE)")
         return heat is not Heat.BELOW_LIMIT
 
     def _is_stuck(self, running: Running) -> bool:
         """Whether nothing in its run directory has changed for too long."""
         now = time.monotonic()
-        if now < running.heard_at + self.settings.no_progress_seconds:
+        if now < running.last_sign_at + self.settings.no_progress_seconds:
             return False
         signs = running.run.signs_of_work()
-        if signs == running.heard_signs:
+        if signs == running.last_signs:
             return True
-        running.heard_at, running.heard_signs = now, signs
+        running.last_sign_at, running.last_signs = now, signs
         return False
 
     def _claim_for_free_devices(self) -> bool:
@@ -254,7 +254,7 @@ class Supervisor:
         busy = [device.id for device in self.slots.usable() if device.id not in offered_ids]
         most = self._most_devices(session)
         if not self.settings.trainer_network:  # each job trains on one device
-            return [(free, _offer(free, beyond=1))]
+            return [(free, _offer(free, shrink_above=1))]
         wanted = placement.needs(
             session, self.settings.reserve_after_seconds, [*(device.id for device in free), *busy], most
         )
@@ -263,13 +263,13 @@ class Supervisor:
         found = placement.tiers(
             self.keeping.known(wanted),
             [device.id for device in free],
-            {device: max(_AT_ONCE, expected.get(device, 0.0)) for device in busy},
+            {device: max(_ALMOST_FREE_SECONDS, expected.get(device, 0.0)) for device in busy},
             most,
         )
         self.keeping.note(found)
-        beyond = MAX_DEVICES if busy else most
+        shrink_above = MAX_DEVICES if busy else most
         return [
-            (offered, _offer(offered, tier.before_place, beyond if offered == free else MAX_DEVICES))
+            (offered, _offer(offered, tier.before_place, shrink_above if offered == free else MAX_DEVICES))
             for tier in found
             if (offered := [device for device in free if device.id in tier.devices])
         ]
@@ -342,10 +342,10 @@ class Supervisor:
         with contextlib.suppress(LostJob), self.database.writing() as session:
             (queue.fail if failure.permanent else queue.crash)(session, fence, failure)
 
-    def _request_stop(self, running: Running, why: str) -> None:
+    def _interrupt(self, running: Running, why: str) -> None:
         if not running.stopping:
             running.stopping = why
-            running.trainer.ask_to_stop(self.settings.stop_grace_seconds)
+            running.trainer.interrupt(self.settings.stop_grace_seconds)
 
     def _lose(self, running: Running) -> None:
         """Kills the trainer of a job that belongs to another worker, or soon will."""
@@ -390,9 +390,9 @@ class Supervisor:
                 running.trainer.kill()
 
 
-def _offer(devices: Sequence[Device], before_place: float = inf, beyond: int = MAX_DEVICES) -> Offer:
+def _offer(devices: Sequence[Device], before_place: float = inf, shrink_above: int = MAX_DEVICES) -> Offer:
     gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
-    return Offer(len(devices), gpu_ids, before_place, beyond)
+    return Offer(len(devices), gpu_ids, before_place, shrink_above)
 
 
 def _chosen(job: Job, free: list[Device]) -> list[Device]:

@@ -51,7 +51,7 @@ def enforce(running: Running, slots: Slots, limit: float | None) -> Heat:
         why = f"its GPU {hot.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
         running.run.request_cooling_down(why)
         log.warning("training pauses", job=running.fence.job_id, why=why)
-    running.heard_at = now  # a job that pauses is not stuck
+    running.last_sign_at = now  # a job that pauses is not stuck
     if now <= running.cooling_since + MAX_COOLING_SECONDS:
         return Heat.COOLING_DOWN
     slots.set_aside(hot, f"it is still hotter than {limit - COOLER_BY:g} °C")

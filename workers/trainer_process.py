@@ -140,7 +140,7 @@ class TrainerProcess:
             if not self._closed:
                 os.write(self._lifeline, b".")
 
-    def ask_to_stop(self, grace_seconds: float) -> None:
+    def interrupt(self, grace_seconds: float) -> None:
         """Sends SIGTERM; the trainer is `overdue` after the grace period."""
         self._kill_at = time.monotonic() + grace_seconds
         with self._signalling:

@@ -74,7 +74,9 @@ def serve() -> None:
 
 @commands.command()
 def worker(
-    drain: Annotated[bool, typer.Option("--drain", help="Exit once no job is queued or running")] = False,
+    until_empty: Annotated[
+        bool, typer.Option("--until-empty", "--drain", help="Exit once no job is queued or running")
+    ] = False,
 ) -> None:
     """Run a worker: it claims jobs and trains them.
 
@@ -84,7 +86,7 @@ def worker(
     """
     import importlib
 
-    importlib.import_module(f"{PACKAGE_PREFIX}workers.__main__").main(until_empty=drain)
+    importlib.import_module(f"{PACKAGE_PREFIX}workers.__main__").main(until_empty=until_empty)
 
 
 @commands.command()

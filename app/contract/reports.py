@@ -93,7 +93,7 @@ class RankLine(Frozen):
     total_idle_seconds: Seconds
 
 
-class RankMemory(Frozen):
+class LearnedLimits(Frozen):
     """What a rank has learned by running out of memory: the content of learned-0.json and others."""
 
     tokens: Count | None

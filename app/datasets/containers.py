@@ -33,7 +33,7 @@ _UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", "
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How files are to be read."""
 
     columns: Mapping[ColumnField, str] = field(default_factory=dict)

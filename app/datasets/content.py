@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from app.contract.data_formats import BadLine, DataFormat, parse_line
-from app.datasets.containers import Reading
+from app.datasets.containers import ReadOptions
 from app.datasets.conversion import container_at, convert
 from app.errors import InvalidRequest, TooLarge
 from app.settings import Settings
@@ -32,7 +32,7 @@ class CheckedFile:
 
 
 def store_upload(
-    source: BinaryIO, path: Path, settings: Settings, name: str, how: Reading | None = None
+    source: BinaryIO, path: Path, settings: Settings, name: str, how: ReadOptions | None = None
 ) -> CheckedFile:
     """Copies an upload to its place and checks every sample in it. JSON lines are stored as they are; other
     kinds of files, and files whose columns are assigned, are converted to JSON lines.
@@ -58,7 +58,7 @@ def store_upload(
                 )
             target.write(block)
         _make_durable(target, path.parent)
-    found = DataFiles(((path, name),), how or Reading())
+    found = DataFiles(((path, name),), how or ReadOptions())
     if found.are_kept_as_they_are("file"):
         return check(path, settings, field="file")
     original = path.with_name(f"{path.name}.upload")
@@ -86,7 +86,7 @@ class DataFiles:
 
     sources: tuple[tuple[Path, str], ...]
     """Each file, with the name that it is known by."""
-    how: Reading
+    how: ReadOptions
     folder: "DownloadFolder | None" = None
     """Where the files are, if they were downloaded."""
 

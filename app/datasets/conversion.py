@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
-from app.datasets.containers import HEAD_BYTES, BadFile, Container, Reading, container_of
+from app.datasets.containers import HEAD_BYTES, BadFile, Container, ReadOptions, container_of
 from app.datasets.converter import CPU_SECONDS, MEMORY_BYTES, Converted
 from app.errors import InvalidRequest
 from app.settings import Settings
@@ -41,7 +41,7 @@ def container_at(path: Path, name: str, named: str) -> Container:
 
 
 def convert(
-    sources: Iterable[tuple[Path, str]], target: Path, how: Reading, settings: Settings, named: str
+    sources: Iterable[tuple[Path, str]], target: Path, how: ReadOptions, settings: Settings, named: str
 ) -> Converted:
     """Converts files to one file of JSON lines.
 

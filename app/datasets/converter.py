@@ -16,7 +16,7 @@ from typing import Any
 
 from app.contract.data_formats import BadLine, DataFormat, parse_line
 from app.contract.row_shapes import BadShape, mapped
-from app.datasets.containers import HEAD_BYTES, BadFile, Container, Reading, container_of, read_rows
+from app.datasets.containers import HEAD_BYTES, BadFile, Container, ReadOptions, container_of, read_rows
 
 MEMORY_BYTES = 2**30
 """The process's limit of memory, in addition to what its libraries map."""
@@ -83,7 +83,7 @@ def _limit_memory() -> None:
 
 
 def _write(order: dict[str, Any]) -> Converted:
-    how, longest = Reading(**order["how"]), order["max_line_bytes"]
+    how, longest = ReadOptions(**order["how"]), order["max_line_bytes"]
     form: DataFormat | None = None
     examples = written = 0
     with Path(order["target"]).open("wb") as target:
@@ -118,7 +118,7 @@ def _write(order: dict[str, Any]) -> Converted:
     return Converted(form, examples)
 
 
-def _line(row: Any, how: Reading, where: str) -> bytes:
+def _line(row: Any, how: ReadOptions, where: str) -> bytes:
     """The row as a line of JSON."""
     try:
         if how.columns and isinstance(row, dict):

@@ -9,7 +9,7 @@ from app.contract.data_formats import BadLine, DataFormat, Role, Weight, parse_r
 from app.contract.model_reference import HubName
 from app.contract.row_shapes import ColumnField
 from app.contract.spec import Overlength
-from app.datasets.containers import Reading, SampleBy
+from app.datasets.containers import ReadOptions, SampleBy
 
 FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
 
@@ -134,9 +134,9 @@ class DatasetConfig(DatasetOptions):
                 except BadLine as error:
                     raise ValueError(f"messages.{number}: {error}") from None
 
-    def reading(self) -> Reading:
+    def reading(self) -> ReadOptions:
         """How the files of `dataset` are read."""
-        return Reading(self.columns or {}, self.sample_by or "document")
+        return ReadOptions(self.columns or {}, self.sample_by or "document")
 
     def inline(self) -> tuple[DataFormat, list[dict[str, Any]]] | None:
         """The request's inline samples as lines of a training file; None if the request names a file."""

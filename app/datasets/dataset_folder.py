@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from app.datasets import hub_datasets
-from app.datasets.containers import SUFFIXES, Reading
+from app.datasets.containers import SUFFIXES, ReadOptions
 from app.datasets.content import DataFiles
 from app.errors import Unprocessable
 from app.settings import Settings
@@ -12,7 +12,7 @@ _FIELD = "dataset_config.dataset"
 _MOST_FILES = 1000
 
 
-def find(name: str, how: Reading, settings: Settings) -> DataFiles:
+def find(name: str, how: ReadOptions, settings: Settings) -> DataFiles:
     """The files of the dataset with that name, with or without its suffix; links are not followed. What is
     not in the folder may be a dataset of the hub.
 

@@ -14,7 +14,7 @@ from app.contract.base import Page
 from app.contract.row_shapes import ColumnField
 from app.contract.text import is_storable
 from app.datasets import files
-from app.datasets.containers import Reading, SampleBy
+from app.datasets.containers import ReadOptions, SampleBy
 from app.datasets.content import store_upload
 from app.datasets.dataset_config import Columns
 from app.datasets.schemas import FileAnswer, FileDeleted
@@ -74,7 +74,7 @@ async def upload(
     name = (file.filename or "upload.jsonl")[-200:]
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
-    how = Reading(_columns(columns, await request.form()), sample_by)
+    how = ReadOptions(_columns(columns, await request.form()), sample_by)
     return await slowly(lambda: _stored(database, settings, once, file.file, name, purpose, how))
 
 
@@ -121,7 +121,7 @@ def _stored(
     content: BinaryIO,
     name: str,
     purpose: str,
-    how: Reading,
+    how: ReadOptions,
 ) -> FileAnswer | Response:
     with files.incoming(settings) as path:
         checked = store_upload(content, path, settings, name, how)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from app.contract.model_reference import split_revision
-from app.datasets.containers import SUFFIXES, Reading
+from app.datasets.containers import SUFFIXES, ReadOptions
 from app.datasets.content import DataFiles, DownloadFolder
 from app.errors import Unprocessable
 from app.hub import client
@@ -48,7 +48,7 @@ class _Listing(BaseModel):
     siblings: list[_File] = Field(default_factory=list)
 
 
-def find(name: str, how: Reading, settings: Settings) -> DataFiles:
+def find(name: str, how: ReadOptions, settings: Settings) -> DataFiles:
     """Downloads the training files of a dataset. They are deleted once the result is no longer used.
 
     Args:

@@ -32,9 +32,9 @@ class Need:
     """The GPUs that it must have; empty: any."""
     waited_seconds: float
     job_id: str = ""
-    kept_seconds: float = 0.0
+    reserved_seconds: float = 0.0
     """For how long devices have been kept for it."""
-    is_kept: bool = False
+    is_reserved: bool = False
     """Whether they are kept for it now."""
 
 
@@ -44,11 +44,11 @@ class Tier:
 
     before_place: float
     devices: tuple[DeviceId, ...]
-    kept_for: str | None = None
+    reserved_for: str | None = None
     """The job for which devices are held back from all later tiers."""
 
 
-class Keeping:
+class Reservations:
     """For which jobs a worker keeps devices, and for how long it has done so."""
 
     def __init__(self) -> None:
@@ -63,15 +63,19 @@ class Keeping:
         for job_id in self._now:
             self._seconds[job_id] = self._seconds.get(job_id, 0.0) + passed
         found = [
-            replace(need, kept_seconds=self._seconds.get(need.job_id, 0.0), is_kept=need.job_id in self._now)
+            replace(
+                need,
+                reserved_seconds=self._seconds.get(need.job_id, 0.0),
+                is_reserved=need.job_id in self._now,
+            )
             for need in needs
         ]
-        self._seconds = {need.job_id: need.kept_seconds for need in found if need.kept_seconds}
+        self._seconds = {need.job_id: need.reserved_seconds for need in found if need.reserved_seconds}
         return found
 
     def note(self, tiers: Iterable[Tier]) -> None:
         """Notes for which jobs devices are kept from now on."""
-        self._now = {tier.kept_for for tier in tiers if tier.kept_for is not None}
+        self._now = {tier.reserved_for for tier in tiers if tier.reserved_for is not None}
 
 
 _LONGEST_TURN_SECONDS = 10.0
@@ -157,6 +161,10 @@ def _kept(need: Need, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], 
     if not chosen or len(chosen) < enough:
         return set()
     until_start = max(seconds[device] for device in chosen)
-    without = need.waited_seconds - need.kept_seconds
-    is_soon = need.kept_seconds <= without if need.is_kept else until_start <= without - need.kept_seconds
+    without = need.waited_seconds - need.reserved_seconds
+    is_soon = (
+        need.reserved_seconds <= without
+        if need.is_reserved
+        else until_start <= without - need.reserved_seconds
+    )
     return set(chosen) if until_start > 0.0 and is_soon else set()

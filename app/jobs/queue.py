@@ -71,7 +71,7 @@ class Offer:
     """The GPUs among them."""
     before_place: float = inf
     """Only jobs ahead of this place in the queue may start."""
-    beyond: int = MAX_DEVICES
+    shrink_above: int = MAX_DEVICES
     """Jobs that need more devices than this may start, too, on the devices offered: no worker has as many as
     they request."""
 
@@ -85,7 +85,7 @@ def _claim(dialect: str) -> Any:
     fits = and_(
         or_(
             jobs.c.device_count <= bindparam("free_devices", type_=Integer),
-            jobs.c.device_count > bindparam("beyond", type_=Integer),
+            jobs.c.device_count > bindparam("shrink_above", type_=Integer),
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
@@ -137,7 +137,7 @@ def claim(
         "free_devices": free.devices,
         "free_gpus": gpu_mask(free.gpu_ids),
         "before_place": free.before_place,
-        "beyond": free.beyond,
+        "shrink_above": free.shrink_above,
     }
     claimed = _CLAIM.run(session, values)
     if not claimed:

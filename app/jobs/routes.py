@@ -50,7 +50,7 @@ from app.web.pagination import page
 
 router = APIRouter(prefix="/training", tags=["training"])
 
-_DRY_RUN_WAITS = 1.5
+_DRY_RUN_WAIT_SECONDS = 1.5
 """Seconds that a dry run waits for the samples' lengths, and for a simulation. A submission does not wait:
 the worker plans again."""
 
@@ -253,14 +253,14 @@ async def _dry_run(request: Request, handler: "_Handler") -> AdmittedRequest:
     if checked.measuring is not None and waits.has_place(key_id):
         with waits.place(key_id):
             await lengths.wait_for(
-                handler.inputs.database, checked.measuring, _DRY_RUN_WAITS, request.is_disconnected
+                handler.inputs.database, checked.measuring, _DRY_RUN_WAIT_SECONDS, request.is_disconnected
             )
         checked = await slowly(handler.check)
     if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
         return checked
     with waits.place(key_id):
         await profiles.wait_for(
-            handler.inputs.database, checked.profile_key, _DRY_RUN_WAITS, request.is_disconnected
+            handler.inputs.database, checked.profile_key, _DRY_RUN_WAIT_SECONDS, request.is_disconnected
         )
     return await slowly(handler.check)
 

@@ -21,7 +21,7 @@ from app.storage.tables import File, Job
 log = structlog.get_logger("accrue.service")
 
 _DAY = 86400.0
-_LOOK_EVERY_SECONDS = 600.0
+_POLL_SECONDS = 600.0
 _AT_ONCE = 100
 
 
@@ -125,4 +125,4 @@ class Retention:
                 log.warning("deletion by age is interrupted; it is tried again later", error=str(error))
             except Exception:
                 log.exception("deleting by age failed")  # this thread must go on
-            self._ended.wait(0.0 if gone else _LOOK_EVERY_SECONDS)
+            self._ended.wait(0.0 if gone else _POLL_SECONDS)

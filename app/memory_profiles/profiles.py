@@ -20,7 +20,7 @@ from app.errors import NotFound
 from app.memory_profiles import measurements
 from app.memory_profiles.measurements import Subject
 from app.planning.devices import Device
-from app.planning.estimate import ByDivision, ByFormula, ByMeasurement, ByProfile, Estimate, EstimateOf
+from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, BySharding, Estimate, EstimateOf
 from app.planning.planner import Known
 from app.planning.recipes import recipe_of
 from app.planning.throughput import Throughput, ThroughputOf
@@ -100,7 +100,7 @@ def estimates(session: Session, architecture: Architecture, device_name: str | N
         estimate: Estimate
         if profile is None and recipe.parts > 1:
             whole = best(recipe.model_copy(update={"parts": 1}), sequence)
-            return ByDivision(whole, architecture, recipe, error_of("formula", recipe.device))
+            return BySharding(whole, architecture, recipe, error_of("formula", recipe.device))
         if profile is None:
             estimate = ByFormula(architecture, recipe, sequence, error_of("formula", recipe.device))
         else:

@@ -105,7 +105,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
         ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process.
     """
     if model.source == "built_in":
-        return str(settings.created_models_dir / model.base_name)
+        return str(settings.built_in_models_dir / model.base_name)
     if model.source == "hub":
         return split_revision(model.base_name)[0]
     if model.source == "job":
@@ -211,7 +211,9 @@ def _hub_config(name: str, settings: Settings) -> tuple[dict[str, Any], str | No
         ) from None
     except hub.NotOnHub as error:
         unknown = _unknown(name, settings, str(error))
-        raise unknown if error.was_asked else hub.NotReadable(unknown.message, field=unknown.field) from None
+        raise (
+            unknown if error.has_answered else hub.NotReadable(unknown.message, field=unknown.field)
+        ) from None
     return _parse(name, found.content), found.commit
 
 

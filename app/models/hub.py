@@ -69,12 +69,12 @@ class NotOnHub(Exception):
     """The hub does not provide the model; the message continues "The model … is not on this machine, ".
 
     Args:
-        was_asked: whether the hub has answered.
+        has_answered: whether the hub has answered.
     """
 
-    def __init__(self, why: str, *, was_asked: bool = True) -> None:
+    def __init__(self, why: str, *, has_answered: bool = True) -> None:
         super().__init__(why)
-        self.was_asked = was_asked
+        self.has_answered = has_answered
 
 
 class NotReadable(Unprocessable):
@@ -110,7 +110,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
         TooManyRequests: many look-ups are running.
     """
     if settings.offline:
-        raise NotOnHub("and ACCRUE_OFFLINE forbids a request to the hub", was_asked=False)
+        raise NotOnHub("and ACCRUE_OFFLINE forbids a request to the hub", has_answered=False)
     from huggingface_hub import get_token, hf_hub_url
     from huggingface_hub.errors import HFValidationError
 
@@ -126,7 +126,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
                 url, token, most_bytes=LARGEST_CONFIG_BYTES, seconds=_TIMEOUT_SECONDS
             )
     except client.NotAnswered as error:
-        raise NotOnHub(f"and the hub {error}", was_asked=False) from None
+        raise NotOnHub(f"and the hub {error}", has_answered=False) from None
     if status != HTTPStatus.OK:
         raise _refused(name, status, headers.get("x-error-code", ""), has_token=token is not None)
     return FoundConfig(content, _commit(headers.get("x-repo-commit", "")))

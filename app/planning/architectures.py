@@ -1,7 +1,7 @@
 """Sizes of an architecture from its config.json, with its parameter count, without building it.
 
 Families of which many models are planned without a worker (those of the catalogue) have a rule of their own,
-which counts exactly; all others are estimated from the usual names of sizes (usual_names.py).
+which counts exactly; all others are estimated from the usual names of sizes (estimated_sizes.py).
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from typing import Any
 
 from app.contract.architecture import Architecture
 from app.planning.catalogue import config_of
+from app.planning.estimated_sizes import estimated, text_part
 from app.planning.families import why_not_causal
-from app.planning.usual_names import estimated, text_part
 
 _LONGEST_LIST = 10_000
 

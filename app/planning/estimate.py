@@ -50,7 +50,7 @@ _WHOLE_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class ByDivision:
+class BySharding:
     """An estimate for a rank that holds only a part of the model (fsdp), from that of the whole model.
 
     A rank keeps 1/N of the weights, gradients and optimizer states. In ZeRO stage 3, a layer's weights are
@@ -230,7 +230,7 @@ def by_formula(architecture: Architecture) -> EstimateOf:
 
     def estimate(recipe: Recipe, sequence: int) -> Estimate:
         whole = ByFormula(architecture, recipe, sequence)
-        return whole if recipe.parts == 1 else ByDivision(whole, architecture, recipe)
+        return whole if recipe.parts == 1 else BySharding(whole, architecture, recipe)
 
     return estimate
 

@@ -30,7 +30,7 @@ FAMILIES = frozenset(
     xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zamba2 zaya """.split()  # noqa: SIM905
 )
 
-WITH_TOWERS = frozenset(
+MULTIMODAL = frozenset(
     """
     aria aya_vision cohere2_vision cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 glm46v
     glm4v glm4v_moe glm_ocr hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl
@@ -73,7 +73,7 @@ def why_not_causal(config: Mapping[str, Any]) -> str | None:
             f"a {family} model is an encoder: each token sees those after it, so it cannot learn to predict "
             "them. Choose a causal language model"
         )
-    if family in FAMILIES | WITH_TOWERS:
+    if family in FAMILIES | MULTIMODAL:
         return None
     if config.get("auto_map"):
         return (

@@ -11,7 +11,7 @@ from app.contract.spec import Spec, ZeroStage
 from app.planning.devices import Device
 from app.planning.planner import Known, Question, Solution, alternatives, solve
 from app.planning.recipes import recipe_of, unsupported
-from app.planning.sharding import why_not_divided
+from app.planning.sharding import why_not_sharded
 
 ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
 
@@ -130,7 +130,7 @@ def _solved(spec: Spec, devices: Sequence[Device], known: Known, sample_length: 
         stage = spec.zero_stage or question.zero_stage
         return solve(replace(question, strategy=spec.strategy, zero_stage=stage), known)
     copied = solve(question, known)
-    if copied.fits or why_not_divided(spec) is not None:
+    if copied.fits or why_not_sharded(spec) is not None:
         return copied
     divided = (solve(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES)
     return next((each for each in divided if each.fits), copied)

@@ -6,7 +6,7 @@ ELEMENTWISE: tuple[OptimizerName, ...] = ("adamw", "lion", "sgd")
 """Optimizers that treat each element by itself, so that a part of a parameter can be trained alone."""
 
 
-def why_not_divided(spec: Spec) -> str | None:
+def why_not_sharded(spec: Spec) -> str | None:
     """Why a job's model cannot be divided among devices; None if it can."""
     if spec.optimizer.name not in ELEMENTWISE:
         return (

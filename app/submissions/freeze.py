@@ -26,7 +26,7 @@ from app.errors import Unprocessable
 from app.jobs.training_config import TrainingConfig
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits
 from app.planning.recommendations import recommended_batch
-from app.planning.sharding import why_not_divided
+from app.planning.sharding import why_not_sharded
 from app.planning.split import (
     ConflictingBatch,
     RequestedBatch,
@@ -39,7 +39,7 @@ from app.submissions.methods import method_from
 from app.submissions.optimizer import optimizer_spec, schedule_spec
 
 DEFAULT_SAVE_EVERY = 50
-DEFAULT_RAMP = 8
+DEFAULT_RAMP_FACTOR = 8
 """The default limit of a ramp that follows measurements, as a multiple of the effective batch."""
 
 
@@ -254,7 +254,7 @@ def freeze(
         gradient_compression=distribution.gradient_compression,
     )
     _check_evaluations(spec)
-    if distribution.strategy == "fsdp" and (why := why_not_divided(spec)) is not None:
+    if distribution.strategy == "fsdp" and (why := why_not_sharded(spec)) is not None:
         raise Unprocessable(f"{why}.", field="distributed")
     return spec
 
@@ -326,7 +326,7 @@ def _validation(file: Data | None, share: float | None) -> ValidationSpec | None
 
 
 def _ramp(config: AccumulationConfig, effective_batch: int) -> RampSpec:
-    limit = config.max_effective_batch_size or DEFAULT_RAMP * effective_batch
+    limit = config.max_effective_batch_size or DEFAULT_RAMP_FACTOR * effective_batch
     if limit < effective_batch:
         raise Unprocessable(
             f"max_effective_batch_size {limit} is smaller than the effective batch of {effective_batch}: "

@@ -19,7 +19,7 @@ from app.storage.tables import Job, JobEvent
 
 log = structlog.get_logger("accrue.service")
 
-_LOOK_EVERY_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _LOOKS_BETWEEN_PROGRESS = 4
 """The progress within a window is read on every fourth poll, that is once a second."""
 _KEEPALIVE_SECONDS = 15.0
@@ -138,7 +138,7 @@ class EventStream:
                     if now not in (None, each.within):
                         each.within = now
                         each.waiting.put_nowait(now)
-            await asyncio.sleep(_LOOK_EVERY_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _windows(self, job_ids: set[str]) -> dict[str, WindowProgress]:
         """The progress of running jobs within their current windows, or in preparing their data."""

@@ -30,7 +30,7 @@ log = structlog.get_logger("accrue.webhooks")
 RETRY_AFTER_SECONDS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 43200.0)
 """Waits between attempts; after the last one, the delivery is given up."""
 
-_LOOK_EVERY_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _TAKEN_FOR_SECONDS = 60.0
 _TIMEOUT_SECONDS = 10.0
 """The time limit of a delivery, from resolving the host to the status of the response."""
@@ -112,7 +112,7 @@ class Deliverer:
                 log.warning("deliveries cannot be read right now", error=str(error))
                 taken = None
             if taken is None:
-                self._ended.wait(_LOOK_EVERY_SECONDS)
+                self._ended.wait(_POLL_SECONDS)
 
     def _take(self) -> _ClaimedDelivery | None:
         with self._choosing:

@@ -37,7 +37,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """This project's trainer, as a job runs it."""
     from workers.run_directory import Reporter
     from workers.training import certificate
-    from workers.training.exceptions import StopRequested
+    from workers.training.exceptions import InterruptionRequested
     from workers.training.fit import train
     from workers.training.start import start
     from workers.training.trackers import Trackers
@@ -59,7 +59,7 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         began = time.time()
         try:
             train(training)
-        except StopRequested:
+        except InterruptionRequested:
             raise AssertionError("the trainer stopped without a request") from None
         peak = resident("VmHWM")
         training.loader.close()

@@ -148,10 +148,10 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    from app.planning.families import WITH_TOWERS
+    from app.planning.families import MULTIMODAL
     from tests.harness.any_family import ALL
 
-    rows = examine_all(sys.argv[1:] or [*ALL, *sorted(WITH_TOWERS)])
+    rows = examine_all(sys.argv[1:] or [*ALL, *sorted(MULTIMODAL)])
     if not sys.argv[1:]:
         (RESULTS / "families.md").write_text(render(rows))
     print(render(rows).split("\n| family")[0])

@@ -159,7 +159,7 @@ def measure(run: RunDirectory, group: Group = ALONE) -> dict[str, Any]:
         peak = peak_of(lambda: train_window(training, window, denominator))
         changed = [line for line in run.events.read_text().splitlines() if '"changed"' in line]
         own_logits = head_of(training.replica.model) is not None and training.replica.token_loss.head is None
-        packed = training.loader.form.packed
+        packed = training.loader.layout.packed
     return {
         "bytes": held + peak,
         "held_bytes": held,
@@ -173,8 +173,13 @@ class FirstOfSeveral(ProcessGroup):
     """Rank 0, whose exchanges return at once. So nothing is measured but what this rank itself allocates:
     gloo would copy what it exchanges, in other threads."""
 
-    sum, any, from_first, wait = Group.sum, Group.any, Group.from_first, Group.wait  # type: ignore[assignment]
-    begin_sum, training, waiting, close = Group.begin_sum, Group.training, Group.waiting, Group.close  # type: ignore[assignment]
+    sum, any, broadcast, wait = Group.sum, Group.any, Group.broadcast, Group.wait  # type: ignore[assignment]
+    begin_all_reduce, training, waiting, close = (
+        Group.begin_all_reduce,
+        Group.training,
+        Group.waiting,
+        Group.close,
+    )  # type: ignore[assignment]
     note_window = Group.note_window
 
     def __init__(self, size: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.datasets import content, dataset_folder
-from app.datasets.containers import Reading
+from app.datasets.containers import ReadOptions
 from app.errors import Unprocessable
 from app.settings import Settings
 from tests.harness.hub import Hub, running_hub, use
@@ -15,7 +15,7 @@ from tests.harness.hub import Hub, running_hub, use
 pytestmark = pytest.mark.sqlite
 
 ROWS = [{"q": f"{number} + 1", "a": str(number + 1)} for number in range(3)]
-HOW = Reading({"prompt": "q", "completion": "a"})
+HOW = ReadOptions({"prompt": "q", "completion": "a"})
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.contract.data_formats import parse_line
-from app.datasets.containers import Reading
+from app.datasets.containers import ReadOptions
 from app.datasets.conversion import convert
 from app.settings import Settings
 
@@ -388,5 +388,5 @@ def test_a_full_disk_is_not_the_file_s_fault(settings: Settings, tmp_path: Path)
     source = tmp_path / "a.csv"
     source.write_bytes(b"text\n" + b"hello\n" * 10_000)
     with pytest.raises(OSError, match="No space left") as caught:
-        convert([(source, "a.csv")], Path("/dev/full"), Reading(), settings, "file")
+        convert([(source, "a.csv")], Path("/dev/full"), ReadOptions(), settings, "file")
     assert caught.value.errno == errno.ENOSPC

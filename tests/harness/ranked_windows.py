@@ -73,12 +73,12 @@ class Counted(Group):
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size = group.rank, group.size
-        self.sum, self.any, self.from_first = group.sum, group.any, group.from_first  # type: ignore[method-assign]
-        self.begin_swap, self.begin_gather = group.begin_swap, group.begin_gather  # type: ignore[method-assign]
-        self._begin = group.begin_sum
+        self.sum, self.any, self.broadcast = group.sum, group.any, group.broadcast  # type: ignore[method-assign]
+        self.begin_all_to_all, self.begin_all_gather = group.begin_all_to_all, group.begin_all_gather  # type: ignore[method-assign]
+        self._begin = group.begin_all_reduce
         self.exchanges = 0
 
-    def begin_sum(self, tensor: Tensor) -> Any:
+    def begin_all_reduce(self, tensor: Tensor) -> Any:
         self.exchanges += 1
         return self._begin(tensor)
 
@@ -145,7 +145,7 @@ def _seen(
     group.exchanges = 0
     filler = data.batch([int(np.argmin(lengths))], weighted=False, packed=False, routed=balance is not None)
     passes = len(batches)
-    if parameters.is_divided:
+    if parameters.is_sharded:
         passes = max(map(len, groups)) if parameters.exchanges_in_each_pass else max(1, passes)
     missing = passes - len(batches)
     if balance is not None:
@@ -171,7 +171,9 @@ def _seen(
         with torch.autocast("cpu", torch.bfloat16, enabled=given.autocast):
             forward = token_loss(filler)
         window.add_nothing(sum((logits.sum() for logits in forward.router_logits), forward.loss_sum) * 0.0)
-    observed = window.exchange(out_of_memory=trouble == "out_of_memory", stop_requested=trouble == "stop")
+    observed = window.exchange(
+        out_of_memory=trouble == "out_of_memory", interruption_requested=trouble == "stop"
+    )
     gradient = np.zeros(0) if observed else _flat(parameters, window.gradient())
     observed = observed or Observed(window.totals())
     verdict = decide(observed)

@@ -267,5 +267,5 @@ def test_only_jobs_ahead_of_a_kept_place_may_start(database: Database) -> None:
 def test_a_job_that_needs_more_devices_than_any_worker_has_takes_what_there_is(database: Database) -> None:
     submitted(database, device_count=4)
     with database.writing() as session:
-        assert queue.claim(session, "worker-1", 15.0, Offer(2, beyond=4)) is None
-        assert queue.claim(session, "worker-1", 15.0, Offer(2, beyond=2)) is not None
+        assert queue.claim(session, "worker-1", 15.0, Offer(2, shrink_above=4)) is None
+        assert queue.claim(session, "worker-1", 15.0, Offer(2, shrink_above=2)) is not None

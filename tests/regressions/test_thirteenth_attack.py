@@ -359,7 +359,7 @@ def test_devices_are_kept_for_at_most_half_of_a_wait(monkeypatch: pytest.MonkeyP
     """Although the job before is always about to end, as it says."""
     now = 0.0
     monkeypatch.setattr(placement.time, "monotonic", lambda: now)
-    keeping, kept = placement.Keeping(), 0.0
+    keeping, kept = placement.Reservations(), 0.0
     while now < 10_000:
         need = placement.Need(1.0, 2, frozenset(), waited_seconds=60.0 + now, job_id="ftjob-wide")
         found = placement.tiers(keeping.known([need]), [1], {0: 0.5})

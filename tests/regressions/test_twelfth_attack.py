@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.contract.reports import Failure, RankMemory
+from app.contract.reports import Failure, LearnedLimits
 from tests.harness.runs import create_run, with_ranks
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import OUT_OF_STEP, RunDirectory, SilentReporter
@@ -38,7 +38,7 @@ def test_ranks_start_again_only_a_few_times(tmp_path: Path, checkpoint_every: in
         assert tokens is not None
         if tokens > FITS:
             learned = budget.lower_after_failure(tokens)
-            run.write_learned(0, RankMemory(tokens=learned, failed_tokens=tokens, checkpointing=False))
+            run.write_learned(0, LearnedLimits(tokens=learned, failed_tokens=tokens, checkpointing=False))
             starts += 1
             assert starts < 20, "it would start again for ever"
             steps -= steps % checkpoint_every

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from app.planning.families import FAMILIES, WITH_TOWERS
+from app.planning.families import FAMILIES, MULTIMODAL
 from tests.benchmarks.families import error_in_fp64
 from tests.harness.any_family import ALL, lay_any, make_any, small_config
 from tests.harness.runs import small_data
@@ -31,8 +31,8 @@ tower for images, and routers that report nothing."""
 
 def test_every_family_of_transformers_is_known() -> None:
     assert set(ALL) <= FAMILIES
-    assert set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) >= WITH_TOWERS
-    assert not WITH_TOWERS & FAMILIES
+    assert set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) >= MULTIMODAL
+    assert not MULTIMODAL & FAMILIES
 
 
 @pytest.mark.thorough

@@ -75,7 +75,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def delivering(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deliverer]:
-    monkeypatch.setattr(module, "_LOOK_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(module, "RETRY_AFTER_SECONDS", (0.1, 0.1))
     started = Deliverer(database, signer(SECRET), private_addresses=True)
     started.start()

@@ -90,7 +90,7 @@ def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_unavailable(
     assert running.trainer.status() is None
     supervisor.leases.enforce()
     assert not running.lost
-    running.lease_ends = 0.0
+    running.lease_until = 0.0
     supervisor.leases.enforce()
     supervisor.turn()
     assert supervisor.running == []

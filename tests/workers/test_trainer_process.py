@@ -38,7 +38,7 @@ def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: P
     if other is None:
         pytest.skip("needs a kernel that gives out a chosen process id")
     try:
-        trainer.ask_to_stop(0)
+        trainer.interrupt(0)
         trainer.sign_of_life()
         trainer.kill()
         trainer.close()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from app.planning.usual_names import LAYER_COUNTS, text_part
+from app.planning.estimated_sizes import LAYER_COUNTS, text_part
 from workers.profiling.unroll import GROUPS, LAST
 
 

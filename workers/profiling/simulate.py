@@ -35,7 +35,7 @@ from workers.training.replica import add
 from workers.training.window import Clipping, LossScale, Window
 
 if TYPE_CHECKING:
-    from workers.profiling.divided import Divided
+    from workers.profiling.sharded import Sharded
 
 _WARM_UP = 8
 """Rows and tokens of the first passes of a divided model, which also set up what later ones use again."""
@@ -95,7 +95,7 @@ class Simulation:
         self._mode = FakeTensorMode()
         self.recipe = recipe
         self._depth = depth
-        self._divided: Divided | None = None
+        self._divided: Sharded | None = None
         with torch.device("meta"), _quiet():
             self._model = self._build(config)
         with self._mode:
@@ -311,10 +311,10 @@ class _OffDeviceOptimizer(torch.optim.Optimizer):
         """Does nothing, since the step takes no memory on the device."""
 
 
-def _divided(token_loss: TokenLoss, recipe: Recipe) -> "Divided":
-    from workers.profiling.divided import Divided  # rarely needed, and slow to load
+def _divided(token_loss: TokenLoss, recipe: Recipe) -> "Sharded":
+    from workers.profiling.sharded import Sharded  # rarely needed, and slow to load
 
-    return Divided(token_loss, recipe.parts, recipe.zero_stage)
+    return Sharded(token_loss, recipe.parts, recipe.zero_stage)
 
 
 def _materialise(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from workers.run_directory import (
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
 from workers.training.enclosure import run_enclosed
-from workers.training.exceptions import CannotTrain, Interrupted, LostRank, OutOfStep
+from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
 from workers.training.fetching import fetch, fetch_in_child, first_line, may_pass
 from workers.training.isolation import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
@@ -51,7 +51,7 @@ _DEVICE_LOST = (
 """CUDA's messages for errors of the device, not of the program (CUDA runtime API, error codes)."""
 
 
-class StopSignal:
+class InterruptSignal:
     """True once SIGTERM or SIGINT has come; the run then ends at the next micro-batch."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def main() -> int:
     run = RunDirectory(parser.parse_args().run_dir.absolute())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     limit()
-    stop = StopSignal()
+    stop = InterruptSignal()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _end_at_once(_as_rank(run, stop))
     if (part := os.environ.get(PART_VARIABLE)) is not None:
@@ -116,7 +116,7 @@ def _end_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _as_rank(run: RunDirectory, stop: StopSignal) -> int:
+def _as_rank(run: RunDirectory, stop: InterruptSignal) -> int:
     """Runs one of several ranks, which the launcher started, or torchrun."""
     rank = int(os.environ["RANK"])
     launched = RENDEZVOUS_VARIABLE in os.environ
@@ -126,7 +126,7 @@ def _as_rank(run: RunDirectory, stop: StopSignal) -> int:
         return attempt(run, stop, rank, int(os.environ["WORLD_SIZE"]))
 
 
-def _as_part(run: RunDirectory, stop: StopSignal, part: str) -> int:
+def _as_part(run: RunDirectory, stop: InterruptSignal, part: str) -> int:
     """Trains one of a job's independent replicas, or combines them."""
     _enclose_again()
     if part == "combine":
@@ -142,7 +142,7 @@ def _enclose_again() -> None:
     die_with_parent()
 
 
-def _combine(reporter: Reporter, run: RunDirectory, stop: StopSignal) -> None:
+def _combine(reporter: Reporter, run: RunDirectory, stop: InterruptSignal) -> None:
     from workers.training.combine import combine
 
     run.write_outcome(combine(run, reporter, stop))
@@ -168,10 +168,10 @@ def _fetch(run: RunDirectory) -> int:
     return 0
 
 
-def attempt(run: RunDirectory, stop: StopSignal, rank: int = 0, size: int = 1) -> int:
+def attempt(run: RunDirectory, stop: InterruptSignal, rank: int = 0, size: int = 1) -> int:
     """Runs one attempt, or one rank of it, and writes its result to the run directory."""
 
-    def train(reporter: Reporter, run: RunDirectory, stop: StopSignal) -> None:
+    def train(reporter: Reporter, run: RunDirectory, stop: InterruptSignal) -> None:
         from workers.training.distributed.group import connect
         from workers.training.fit import fit
 
@@ -184,10 +184,10 @@ def attempt(run: RunDirectory, stop: StopSignal, rank: int = 0, size: int = 1) -
     return _report_end(run, stop, train, rank)
 
 
-Work = Callable[[Reporter, RunDirectory, StopSignal], None]
+Work = Callable[[Reporter, RunDirectory, InterruptSignal], None]
 
 
-def _report_end(run: RunDirectory, stop: StopSignal, work: Work, rank: int = 0) -> int:
+def _report_end(run: RunDirectory, stop: InterruptSignal, work: Work, rank: int = 0) -> int:
     """Runs work to its end, and reports a failure in the run directory. Returns the exit status."""
     number = run.assignment().attempt
     with SilentReporter(number) if rank else Reporter(run, number) as reporter:
@@ -199,7 +199,7 @@ def _report_end(run: RunDirectory, stop: StopSignal, work: Work, rank: int = 0) 
         except CannotTrain as error:
             run.write_failure(Failure(code=error.code, message=str(error), permanent=True), rank)
             return 1
-        except OutOfStep as error:
+        except RanksMustRestart as error:
             log.warning("%s", error)
             return OUT_OF_STEP
         except LostRank as error:

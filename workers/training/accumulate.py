@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from app.contract.fail_points import fail_point
 from app.contract.plan import FixedCount, MicroBatchRule
-from app.contract.reports import RankMemory
+from app.contract.reports import LearnedLimits
 from workers.training import guards, memory
 from workers.training import model as models
 from workers.training.batch_loader import Indices
@@ -22,9 +22,9 @@ from workers.training.batches import Groups, MicroBatch, needs_parting, tokens_o
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition
-from workers.training.distributed.patience import Cost
+from workers.training.distributed.rank_timeout import Cost
 from workers.training.distributed.shares import Work
-from workers.training.exceptions import OtherRankFailed, OutOfStep, StopRequested
+from workers.training.exceptions import InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.noise_scale import Measurement
 from workers.training.training import Training
 from workers.training.window import Closed
@@ -71,7 +71,7 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
     loss scale) and after running out of memory (in smaller micro-batches, or recomputing activations).
 
     Raises:
-        StopRequested: a stop was requested; the window was abandoned.
+        InterruptionRequested: a stop was requested; the window was abandoned.
         CannotTrain: there is no memory for the smallest micro-batch, or for the optimizer's step.
     """
     spec, own, began = training.assignment.spec, training.replica.window, time.perf_counter()
@@ -85,7 +85,7 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
             observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.STOP:
-            raise StopRequested
+            raise InterruptionRequested
         if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
             reduce_memory(training, groups, observed.out_of_memory_on, training.loader.lengths(window))
             continue
@@ -113,15 +113,15 @@ def observe(
     """Accumulates a window on all ranks and returns what happened; after a failure, its tensors are
     released."""
     replica, added = training.replica, None
-    out_of_memory = stop_requested = False
+    out_of_memory = interruption_requested = False
     replica.memory.begin()
     try:
         # The passes of a divided model exchange its parameters, so that they wait for other ranks.
         with training.group.waiting() if replica.is_sharded else contextlib.nullcontext():
             added = accumulate(training, window, groups, denominator, record_first_norm=record_first_norm)
         out_of_memory = replica.memory.exceeded()
-    except StopRequested:
-        stop_requested = True
+    except InterruptionRequested:
+        interruption_requested = True
     except OtherRankFailed:
         pass  # the other rank says why
     except RuntimeError as error:
@@ -130,7 +130,9 @@ def observe(
         if replica.is_sharded:
             raise leave_step(training, window, groups) from error
         out_of_memory = True
-    return replica.window.observe(out_of_memory=out_of_memory, stop_requested=stop_requested), added
+    return replica.window.observe(
+        out_of_memory=out_of_memory, interruption_requested=interruption_requested
+    ), added
 
 
 def accumulate(
@@ -149,11 +151,11 @@ def accumulate(
             micro-batches.
 
     Raises:
-        StopRequested: a stop was requested; the window was abandoned.
+        InterruptionRequested: a stop was requested; the window was abandoned.
         OtherRankFailed: another rank could not do its part.
     """
     replica, reporter, progress = training.replica, training.reporter, training.state.progress
-    own, together = groups[training.group.rank], in_step(training, groups)
+    own, together = groups[training.group.rank], passes_of_rank(training, groups)
     data_seconds, padded_tokens = 0.0, 0
     record_first_norm = record_first_norm and training.group.leads and sum(map(len, groups)) > 1
     training.seed_window()
@@ -170,7 +172,7 @@ def accumulate(
     batches = training.loader.micro_batches(window, own)
     replica.stopwatch.begin()
     for number in range(len(own)):
-        training.check_stop()
+        training.check_interruption()
         fail_point(f"rank-{training.group.rank}.micro_batch")
         requested = time.perf_counter()
         with record_function("accrue.data"):
@@ -188,12 +190,12 @@ def accumulate(
     return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds)
 
 
-def in_step(training: Training, groups: Sequence[Groups]) -> int:
+def passes_of_rank(training: Training, groups: Sequence[Groups]) -> int:
     """The number of passes that this rank makes. If each pass exchanges data, all ranks make equally many;
     otherwise, one per micro-batch, but at least one if the model is sharded."""
     counts, parameters = [len(own) for own in groups], training.replica.parameters
     own = counts[training.group.rank]
-    if not parameters.is_divided:
+    if not parameters.is_sharded:
         return own
     return max(counts) if parameters.exchanges_in_each_pass else max(1, own)
 
@@ -249,7 +251,7 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
 def _cost(training: Training, window: Indices, groups: list[Groups]) -> Cost | None:
     """What the window's time depends on; None if that cannot be known: compiling, and writing a profile, take
     any time."""
-    spec, packed = training.assignment.spec, training.loader.form.packed
+    spec, packed = training.assignment.spec, training.loader.layout.packed
     if len(groups) == 1 or spec.compile or spec.profile:
         return None
     lengths = training.loader.lengths(window)
@@ -263,7 +265,7 @@ def _work(training: Training, window: Indices, groups: list[Groups], own: Window
     """What each rank did in a window."""
     lengths, group = training.loader.samples.lengths, training.group
     peak = memory.peak(training.replica.device)
-    measured = group.gather([own.padded_tokens, own.seconds(), own.data_seconds, peak])
+    measured = group.all_gather([own.padded_tokens, own.seconds(), own.data_seconds, peak])
     return tuple(
         Work(
             micro_batches=len(taken),
@@ -300,11 +302,11 @@ def observe_routing(training: Training, window: Indices, groups: list[Groups], g
     try:
         with record_function("accrue.routing"):
             for own in groups[group.rank]:
-                training.check_stop()
+                training.check_interruption()
                 training.replica.observe_routing(training.loader.fetch(window[own].tolist()))
-            for _ in range(in_step(training, groups) - len(groups[group.rank])):
+            for _ in range(passes_of_rank(training, groups) - len(groups[group.rank])):
                 training.replica.route_nothing(filler(training, window))
-    except (StopRequested, RuntimeError) as error:
+    except (InterruptionRequested, RuntimeError) as error:
         if training.replica.is_sharded:
             raise
         failure = error
@@ -322,7 +324,7 @@ def _measures(training: Training) -> bool:
     every = spec.noise_scale_every
     if training.replica.is_sharded:
         return False  # the gradient of a single micro-batch is never known
-    apart = training.loader.form.apart
+    apart = training.loader.layout.apart
     if apart is not None and needs_parting(training.loader.lengths(training.next_window()), apart):
         return False  # a random micro-batch would not represent the window
     if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:
@@ -346,7 +348,7 @@ def _measurement(
     )
 
 
-def leave_step(training: Training, window: Indices, groups: list[Groups]) -> OutOfStep:
+def leave_step(training: Training, window: Indices, groups: list[Groups]) -> RanksMustRestart:
     """Records what this rank has learned by running out of memory, where all ranks run at the same time.
 
     Raises:
@@ -354,13 +356,13 @@ def leave_step(training: Training, window: Indices, groups: list[Groups]) -> Out
     """
     rank = training.group.rank
     reduce_memory(training, groups, [rank], training.loader.lengths(window))
-    learned = RankMemory(
+    learned = LearnedLimits(
         tokens=training.budget.learned.tokens,
         failed_tokens=training.budget.learned.failed_tokens,
         checkpointing=training.state.fallbacks.checkpointing,
     )
     training.run.write_learned(rank, learned)
-    return OutOfStep(f"rank {rank} ran out of memory")
+    return RanksMustRestart(f"rank {rank} ran out of memory")
 
 
 def reduce_memory(

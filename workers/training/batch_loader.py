@@ -31,17 +31,22 @@ class Loader:
     Args:
         samples: the samples to train on.
         validation: the samples to evaluate on; None if none were held out.
-        form: how samples are laid out in a micro-batch; may be changed between windows.
+        layout: how samples are laid out in a micro-batch; may be changed between windows.
         device: the device of the micro-batches.
         seed: the seed of the samples' order.
     """
 
     def __init__(
-        self, samples: Samples, validation: Samples | None, form: BatchLayout, device: torch.device, seed: int
+        self,
+        samples: Samples,
+        validation: Samples | None,
+        layout: BatchLayout,
+        device: torch.device,
+        seed: int,
     ) -> None:
         self.samples = samples
         self.validation = validation
-        self.form = form
+        self.layout = layout
         self.device = device
         self.executor: Executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._seed = seed
@@ -57,7 +62,7 @@ class Loader:
     def lengths(self, window: Indices) -> Indices:
         """The length in tokens of each sample of a window, by which the window is cut."""
         lengths = self.samples.lengths[window]
-        return self.form.buckets.length(lengths) if self.form.buckets else lengths
+        return self.layout.buckets.length(lengths) if self.layout.buckets else lengths
 
     def fetch(self, samples: Sequence[int]) -> MicroBatch:
         """Reads samples from disk into one micro-batch on the device."""
@@ -67,7 +72,7 @@ class Loader:
         """A micro-batch on another device."""
         rows = [self.samples.read(sample) for sample in samples]
         weights = self.samples.weights[list(samples)].tolist()
-        return collate(rows, self.form, weights).to(device)
+        return collate(rows, self.layout, weights).to(device)
 
     def micro_batches(self, window: Indices, groups: Groups) -> Iterator[MicroBatch]:
         """The micro-batches of a window, each prepared while the device works on the one before it."""
@@ -75,9 +80,9 @@ class Loader:
 
     def shrink_buckets(self, budget: int | None) -> None:
         """Limits a compiled model's shapes to the learned token budget."""
-        buckets = self.form.buckets
+        buckets = self.layout.buckets
         if buckets is not None and budget is not None:
-            self.form = replace(self.form, buckets=replace(buckets, tokens=min(buckets.tokens, budget)))
+            self.layout = replace(self.layout, buckets=replace(buckets, tokens=min(buckets.tokens, budget)))
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)

@@ -274,7 +274,7 @@ Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """A sample's tokens, and which of them count."""
 
 
-def collate(rows: Sequence[Row], form: BatchLayout, weights: Sequence[float] | None = None) -> MicroBatch:
+def collate(rows: Sequence[Row], layout: BatchLayout, weights: Sequence[float] | None = None) -> MicroBatch:
     """Lays samples into a micro-batch.
 
     Args:
@@ -282,13 +282,13 @@ def collate(rows: Sequence[Row], form: BatchLayout, weights: Sequence[float] | N
         weights: how much each sample's tokens count; None if all count the same.
     """
     lengths = np.array([len(tokens) for tokens, _ in rows])
-    if form.packed:
+    if layout.packed:
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         shape = (1, int(lengths.sum()))
     else:
-        shape = form.buckets.shape(lengths) if form.buckets else (len(rows), int(lengths.max()))
+        shape = layout.buckets.shape(lengths) if layout.buckets else (len(rows), int(lengths.max()))
         starts = np.arange(len(rows)) * shape[1]
-    input_ids = np.full(shape[0] * shape[1], form.pad_id, dtype=np.int64)
+    input_ids = np.full(shape[0] * shape[1], layout.pad_id, dtype=np.int64)
     for start, (tokens, _) in zip(starts, rows, strict=True):
         input_ids[start : start + len(tokens)] = tokens
     # Position t predicts token t + 1: the first token of a sample is never a target.
@@ -305,9 +305,9 @@ def collate(rows: Sequence[Row], form: BatchLayout, weights: Sequence[float] | N
         weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), [len(at) for at in own]))
         if uneven
         else None,
-        position_ids=torch.from_numpy(_positions(lengths)).unsqueeze(0) if form.packed else None,
-        real=torch.from_numpy(real) if form.routed else None,
-        owner=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)) if form.routed else None,
+        position_ids=torch.from_numpy(_positions(lengths)).unsqueeze(0) if layout.packed else None,
+        real=torch.from_numpy(real) if layout.routed else None,
+        owner=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)) if layout.routed else None,
     )
 
 

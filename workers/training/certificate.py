@@ -19,15 +19,15 @@ from workers.training import model as models
 from workers.training.accumulate import (
     divide,
     filler,
-    in_step,
     leave_step,
     observe_routing,
+    passes_of_rank,
     reduce_memory,
 )
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, cut_window
 from workers.training.decision import Observed
-from workers.training.exceptions import CannotTrain, OtherRankFailed, StopRequested
+from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed
 from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
@@ -108,7 +108,7 @@ def certify(training: Training) -> None:
 
     Raises:
         CannotTrain: they differ by more than rounding.
-        StopRequested: a stop was requested.
+        InterruptionRequested: a stop was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
     window = training.next_window()
@@ -140,12 +140,12 @@ def certify(training: Training) -> None:
         except _Failed as failure:
             failed = failure
         if failed is not None:
-            if failed.observed.stop_requested:
-                raise StopRequested
+            if failed.observed.interruption_requested:
+                raise InterruptionRequested
             ranks, lengths = failed.observed.out_of_memory_on, training.loader.lengths(window)
             reduce_memory(training, failed.groups, ranks, lengths)
             continue
-        error, compression_error = training.group.from_first((error, compression_error))
+        error, compression_error = training.group.broadcast((error, compression_error))
         scale = replica.loss_scale
         if np.isfinite(error) or scale is None:
             break
@@ -190,18 +190,18 @@ def _accumulate(
 ) -> Observed | None:
     """Accumulates a split over all ranks. Returns what happened if any of them failed."""
     replica = training.replica
-    out_of_memory = stop_requested = False
+    out_of_memory = interruption_requested = False
     try:
         own = groups[training.group.rank]
-        replica.window.open(denominator, len(own), passes=in_step(training, groups))
+        replica.window.open(denominator, len(own), passes=passes_of_rank(training, groups))
         observe_routing(training, window, groups, training.group)
         for group in own:
-            training.check_stop()
+            training.check_interruption()
             replica.add(training.loader.fetch(window[group].tolist()))
-        for _ in range(in_step(training, groups) - len(own)):
+        for _ in range(passes_of_rank(training, groups) - len(own)):
             replica.add_nothing(filler(training, window))
-    except StopRequested:
-        stop_requested = True
+    except InterruptionRequested:
+        interruption_requested = True
     except OtherRankFailed:
         pass
     except RuntimeError as error:
@@ -210,7 +210,7 @@ def _accumulate(
         if replica.is_sharded:
             raise leave_step(training, window, groups) from error
         out_of_memory = True
-    return replica.window.exchange(out_of_memory=out_of_memory, stop_requested=stop_requested)
+    return replica.window.exchange(out_of_memory=out_of_memory, interruption_requested=interruption_requested)
 
 
 def error_in_fp64(training: Training, window: Indices, model: Any) -> float | None:
@@ -246,7 +246,7 @@ def error_in_fp64(training: Training, window: Indices, model: Any) -> float | No
                 twin.add(training.loader.fetch_on(twin.device, few[group].tolist()))
 
         together = cut_window(
-            samples.lengths[few], FixedSize(samples=len(few)), apart=training.loader.form.apart
+            samples.lengths[few], FixedSize(samples=len(few)), apart=training.loader.layout.apart
         )
         with models.without_randomness(model):
             found = gradient_error(twin.window, accumulate, together, [[each] for each in range(len(few))])
@@ -304,7 +304,7 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
 def _leaders_error_in_fp64(training: Training, window: Indices) -> float | None:
     """Rank 0's `error_in_fp64`, for which the other ranks wait."""
     model = whole_model(training)
-    found: float | None = training.group.from_first(
+    found: float | None = training.group.broadcast(
         error_in_fp64(training, window, model) if training.group.leads else None
     )
     return found

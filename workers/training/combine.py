@@ -10,7 +10,7 @@ from workers.run_directory import Reporter, RunDirectory, SilentReporter
 from workers.training import base_model, checkpoint
 from workers.training import model as models
 from workers.training.distributed.independent import replicas_of
-from workers.training.exceptions import CannotTrain, Interrupted, StopRequested
+from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRequested
 from workers.training.fit import validation_loss
 from workers.training.parameters import Parameters
 from workers.training.start import start
@@ -44,7 +44,7 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
     if training.loader.validation is not None:
         try:
             loss = validation_loss(training)
-        except StopRequested:
+        except InterruptionRequested:
             raise Interrupted from None
     _report(reporter, outcomes, best, loss, average=assignment.spec.average)
     tokenizer = base_model.load_tokenizer(training.base)

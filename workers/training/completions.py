@@ -93,7 +93,7 @@ def _complete(training: Training, tokens: list[int]) -> str:
         max_time=_SECONDS,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=training.loader.form.pad_id,
+        pad_token_id=training.loader.layout.pad_id,
     )
     given = torch.tensor([tokens], device=training.replica.device)
     was_training = model.training

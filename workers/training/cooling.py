@@ -2,10 +2,10 @@
 
 import time
 
-from workers.training.exceptions import StopRequested
+from workers.training.exceptions import InterruptionRequested
 from workers.training.training import Training
 
-_LOOK_EVERY_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def wait_until_cool(training: Training) -> None:
@@ -14,7 +14,7 @@ def wait_until_cool(training: Training) -> None:
     Every rank calls it.
 
     Raises:
-        StopRequested: a stop was requested.
+        InterruptionRequested: a stop was requested.
     """
     run, group, began = training.run, training.group, time.monotonic()
     why = run.why_cooling_down() or "a GPU is too hot"
@@ -22,12 +22,12 @@ def wait_until_cool(training: Training) -> None:
     training.reporter.event("cooling_down", message, "warning", step=training.state.step)
     is_hot = True
     while is_hot:
-        time.sleep(_LOOK_EVERY_SECONDS)
+        time.sleep(_POLL_SECONDS)
         stop, finish, is_hot = group.any(
             training.stop(), run.finish_requested(), run.why_cooling_down() is not None
         )
         if stop:
-            raise StopRequested
+            raise InterruptionRequested
         if finish:
             return
     seconds = time.monotonic() - began

@@ -54,7 +54,7 @@ class Observed:
     totals: Totals | None = None
     out_of_memory_on: tuple[int, ...] = ()
     """The ranks that ran out of memory."""
-    stop_requested: bool = False
+    interruption_requested: bool = False
 
 
 def decide(
@@ -66,7 +66,7 @@ def decide(
         scale_can_fall: whether there is a loss scale above its minimum.
         accept: whether a finite loss may be trained on; None accepts any.
     """
-    if observed.stop_requested:
+    if observed.interruption_requested:
         return Verdict.STOP
     if observed.out_of_memory_on:
         return Verdict.REPLAY_IN_LESS_MEMORY

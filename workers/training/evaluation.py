@@ -17,7 +17,7 @@ from workers.training.state import RunState
 def loss_sum(
     replica: Replica,
     samples: Samples,
-    form: BatchLayout,
+    layout: BatchLayout,
     tokens: int,
     between: Callable[[], None],
     group: Group = ALONE,
@@ -36,14 +36,14 @@ def loss_sum(
     try:
         with torch.no_grad():
             groups = cut_window(
-                samples.lengths[counted], TokenBudget(tokens=tokens), packed=form.packed, apart=form.apart
+                samples.lengths[counted], TokenBudget(tokens=tokens), packed=layout.packed, apart=layout.apart
             )
             own = groups[group.rank :: group.size]
             missing = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
             for number, each in enumerate([*own, *[groups[-1]] * missing]):
                 between()
                 chosen = counted[each].tolist()
-                batch = collate([samples.read(i) for i in chosen], form, samples.weights[chosen].tolist())
+                batch = collate([samples.read(i) for i in chosen], layout, samples.weights[chosen].tolist())
                 loss = replica.forward(batch.to(replica.device)).loss_sum
                 if number < len(own):  # otherwise only other ranks have a micro-batch left
                     total += loss
@@ -55,7 +55,7 @@ def loss_sum(
 def record(state: RunState, loss: float, early_stopping: EarlyStopping | None) -> bool:
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
-    The model with the lowest loss is kept, however small the gain. Patience is reset only by a gain of at
+    The model with the lowest loss is kept, however small the gain. RankTimeout is reset only by a gain of at
     least `min_delta` over the loss that reset it last.
     """
     own = state.evaluations

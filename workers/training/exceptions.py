@@ -20,7 +20,7 @@ class LostRank(Exception):
     """Another rank has ended or does not answer, so that this one cannot go on."""
 
 
-class OutOfStep(Exception):
+class RanksMustRestart(Exception):
     """This rank could not do its part of what all ranks do at the same time: all must start again from the
     last checkpoint."""
 
@@ -29,5 +29,5 @@ class OtherRankFailed(Exception):
     """Another rank could not do its part of the current window, which none of them can continue."""
 
 
-class StopRequested(Exception):
+class InterruptionRequested(Exception):
     """A stop was requested between two micro-batches; the current window was abandoned."""

@@ -29,7 +29,7 @@ from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.distributed.group import ALONE, Group
-from workers.training.exceptions import Interrupted, StopRequested
+from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.parameters import Parameters
@@ -66,7 +66,7 @@ def fit(
             if group.leads and not training.replica.is_sharded:
                 completions.before(training)
             train(training)
-        except StopRequested:
+        except InterruptionRequested:
             save_checkpoint(training)
             raise Interrupted from None
         finally:
@@ -78,12 +78,12 @@ def measure(training: Training) -> Outcome:
     """Makes the first steps as a warm-up, then sweeps over micro-batch sizes. Saves no model.
 
     Raises:
-        StopRequested: a stop was requested.
+        InterruptionRequested: a stop was requested.
     """
     state = training.state
     while state.step < sweep.AFTER_STEPS:
-        if training.any_stop():
-            raise StopRequested
+        if training.any_interruption():
+            raise InterruptionRequested
         advance(training)
     tuning = sweep.sweep(training)
     sweep.apply(training, tuning)
@@ -102,7 +102,7 @@ def train(training: Training) -> None:
             training.run.why_cooling_down() is not None,
         )
         if stop:
-            raise StopRequested
+            raise InterruptionRequested
         if state.step and finish:
             _stop_early(training)
             break
@@ -168,7 +168,7 @@ def evaluate(training: Training) -> None:
     """Computes the validation loss at this step, and keeps the checkpoint of the best step.
 
     Raises:
-        StopRequested: a stop was requested.
+        InterruptionRequested: a stop was requested.
     """
     spec, state = training.assignment.spec, training.state
     if training.loader.validation is None:
@@ -205,7 +205,7 @@ def validation_loss(training: Training) -> float:
     """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
 
     Raises:
-        StopRequested: a stop was requested.
+        InterruptionRequested: a stop was requested.
     """
     group, loader, samples = training.group, training.loader, training.loader.validation
     assert samples is not None
@@ -213,20 +213,20 @@ def validation_loss(training: Training) -> float:
     batch = training.assignment.spec.effective_batch_size
     tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
     while True:
-        own, stop_requested, failure = 0.0, False, None
+        own, interruption_requested, failure = 0.0, False, None
         try:
             own = evaluation.loss_sum(
-                training.replica, samples, training.loader.form, tokens, training.check_stop, group
+                training.replica, samples, training.loader.layout, tokens, training.check_interruption, group
             )
-        except StopRequested:
-            stop_requested = True
+        except InterruptionRequested:
+            interruption_requested = True
         except RuntimeError as error:
             if not guards.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
                 raise
             failure = "out of memory"
-        stop, failed = group.any(stop_requested, failure is not None)
+        stop, failed = group.any(interruption_requested, failure is not None)
         if stop:
-            raise StopRequested
+            raise InterruptionRequested
         if not failed:
             (whole,) = group.sum([own])
             return whole / samples.denominator(np.flatnonzero(samples.targets))
@@ -359,7 +359,7 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     for rank, (budget, groups) in enumerate(zip(training.budgets, trained.groups_by_rank, strict=True)):
         if not groups:
             continue
-        larger = budget.record_fit(max(tokens_of(lengths[own], loader.form.packed) for own in groups))
+        larger = budget.record_fit(max(tokens_of(lengths[own], loader.layout.packed) for own in groups))
         if larger is None:
             continue
         on = f" on rank {rank}" if training.group.size > 1 else ""

@@ -16,7 +16,7 @@ from workers.training.distributed.compression import Exchange
 class Gradients(Protocol):
     """The gradients of the parameters that require one, summed over a window's micro-batches."""
 
-    is_divided: bool
+    is_sharded: bool
     """Whether each rank holds only a part of each sum."""
 
     def open(self) -> None:
@@ -53,7 +53,7 @@ class Gradients(Protocol):
 class InPlace:
     """Lets autograd sum gradients in each parameter's `grad`, in the parameter's own precision."""
 
-    is_divided = False
+    is_sharded = False
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -99,7 +99,7 @@ class SeparateAccumulator:
         exchange: sums them over all ranks after the last micro-batch; None if there is only one.
     """
 
-    is_divided = False
+    is_sharded = False
 
     def __init__(
         self,

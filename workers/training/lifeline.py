@@ -20,7 +20,7 @@ from workers.run_directory import LIFELINE_VARIABLE, SILENCE_VARIABLE
 _DIE_WITH_PARENT = 1
 """An option of prctl(2)."""
 
-_LOOK_EVERY_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 """The polling interval for the end of a child, on kernels that do not report it."""
 
 _ENDS_WITHIN_SECONDS = 10.0
@@ -71,17 +71,17 @@ class Lifeline:
         If the supervisor is gone, it ends the child by a signal, then this process. It uses no thread,
         since a process whose children have their own PID namespace cannot start one.
         """
-        heard_at = time.monotonic()
+        last_sign_at = time.monotonic()
         end = _end_of(child)
         while not _has_ended(child):
             ready = select.select(
-                [self.descriptor, *end], [], [], self._seconds_left(heard_at) if end else _LOOK_EVERY_SECONDS
+                [self.descriptor, *end], [], [], self._seconds_left(last_sign_at) if end else _POLL_SECONDS
             )[0]
             if self.descriptor in ready:
                 if not self._heard():
                     _end_with(child, ends_by)
-                heard_at = time.monotonic()
-            elif self._seconds_left(heard_at) == 0.0:
+                last_sign_at = time.monotonic()
+            elif self._seconds_left(last_sign_at) == 0.0:
                 _end_with(child, ends_by)
         for descriptor in end:
             os.close(descriptor)
@@ -89,10 +89,10 @@ class Lifeline:
     def _heard(self) -> bool:
         return bool(os.read(self.descriptor, 4096))
 
-    def _seconds_left(self, heard_at: float) -> float | None:
+    def _seconds_left(self, last_sign_at: float) -> float | None:
         if self.timeout_seconds is None:
             return None
-        return max(0.0, heard_at + self.timeout_seconds - time.monotonic())
+        return max(0.0, last_sign_at + self.timeout_seconds - time.monotonic())
 
 
 def _end_with(child: int, by: int) -> None:

@@ -59,7 +59,7 @@ def check_that_it_runs(replica: Replica, loader: Loader) -> None:
     here."""
     samples = loader.samples
     longest = samples.read(int(np.argmax(samples.lengths)))
-    rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
+    rows = BatchLayout(loader.layout.pad_id, routed=loader.layout.routed)
     try:
         with torch.no_grad(), replica.autocast():
             replica.token_loss(collate([longest], rows).to(replica.device))
@@ -83,14 +83,14 @@ def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     tokens = loader.samples.read(longest)[0][:_CHECKED_TOKENS]
     if len(tokens) < _LEAST_CHECKED_TOKENS:
         return
-    rows = BatchLayout(loader.form.pad_id, routed=loader.form.routed)
+    rows = BatchLayout(loader.layout.pad_id, routed=loader.layout.routed)
     with replica.autocast():
         error = _change_by_later_tokens(replica.token_loss, tokens, rows, replica.device)
     tolerance = ROUNDING_IN_FP64
-    if group.from_first(error > tolerance):
+    if group.broadcast(error > tolerance):
         exact = _change_in_fp64(replica, tokens, rows)
         error, tolerance = (error, _rounding(replica)) if exact is None else (exact, ROUNDING_IN_FP64)
-    error = group.from_first(error)
+    error = group.broadcast(error)
     if not isfinite(error):
         raise CannotTrain(
             "not_finite", "the model's loss on a sample is not finite: check its config.json and its weights"
@@ -160,7 +160,7 @@ def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
             return
     replica.balance = None
     replica.token_loss.stop_routing()
-    loader.form = replace(loader.form, routed=False)
+    loader.layout = replace(loader.layout, routed=False)
     reporter.event(
         "changed",
         "The model does not report the choices of its routers, so it is trained without their balance loss.",
@@ -194,7 +194,7 @@ def check_head(
             if isinstance(failure, RuntimeError) and guards.is_out_of_memory(failure):
                 raise
             error = inf  # the part that computes hidden states has another interface
-    fallbacks.own_logits = group.from_first(not error <= models.TOLERANCE[replica.precision])
+    fallbacks.own_logits = group.broadcast(not error <= models.TOLERANCE[replica.precision])
     if fallbacks.own_logits:
         replica.token_loss.head = None
         why = f"the loss differs by {error:.1e}" if isfinite(error) else "it has an interface of its own"

@@ -50,7 +50,7 @@ def make_replica(
     """
     spec, precision = assignment.spec, assignment.plan.precision
     scale = _loss_scale(state) if precision == "fp16" else None
-    layers = models.layers_of(token_loss.model) if spec.log_gradients else {}
+    layers = models.parameters_by_layer(token_loss.model) if spec.log_gradients else {}
     compression = In16Bits(group, spec.gradient_compression) if spec.gradient_compression else None
     window = Window(
         parameters.trained.values(),
@@ -82,7 +82,7 @@ def _gradients(
     assignment: Assignment, parameters: Parameters, group: Group, compression: In16Bits | None
 ) -> Gradients:
     spec = assignment.spec
-    if parameters.is_divided:
+    if parameters.is_sharded:
         from workers.training.distributed.sharding import ShardedParameters, ShardedSums
 
         assert isinstance(parameters, ShardedParameters)

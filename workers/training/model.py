@@ -154,7 +154,7 @@ def copy_in_fp64(model: Any) -> Any:
     return copied
 
 
-def layers_of(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+def parameters_by_layer(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
     """The trainable parameters by layer: each block of the model, and everything outside of the blocks."""
     layers: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():

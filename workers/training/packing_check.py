@@ -73,18 +73,18 @@ def check_packing(
         most_tokens: tokens of the largest micro-batch that is planned for any rank.
         most_samples: samples of the largest window.
     """
-    layouts = Layouts(loader.form, replace(loader.form, packed=False))
-    if fallbacks.padded and loader.form.packed:
-        loader.form = layouts.padded
-    if not loader.form.packed or fallbacks.padded is False:
+    layouts = Layouts(loader.layout, replace(loader.layout, packed=False))
+    if fallbacks.padded and loader.layout.packed:
+        loader.layout = layouts.padded
+    if not loader.layout.packed or fallbacks.padded is False:
         return
     fallbacks.padded = False
     for samples in _rows_to_check(loader, most_tokens, most_samples):
         own = _found_against(replica, samples, layouts) if replica.is_sharded or group.leads else None
-        reason: str | None = group.from_first(own)
+        reason: str | None = group.broadcast(own)
         if reason is None:
             continue
-        fallbacks.padded, loader.form = True, layouts.padded
+        fallbacks.padded, loader.layout = True, layouts.padded
         reporter.event(
             "changed",
             f"The model does not keep samples apart in a packed row of {sum(map(len, samples)):,} tokens: "
@@ -97,7 +97,7 @@ def check_packing(
 def _rows_to_check(loader: Loader, most_tokens: int, most_samples: int) -> Iterator[list[Tokens]]:
     """The samples of each row to check: the beginnings of the two longest that may share a micro-batch (one,
     if there is no other); and of a row as long as the largest micro-batch, if that is longer."""
-    samples, apart = loader.samples, loader.form.apart
+    samples, apart = loader.samples, loader.layout.apart
     ordered: Indices = np.argsort(-samples.lengths, kind="stable")
     if apart is not None:
         is_long = samples.lengths[ordered] > apart
@@ -217,11 +217,11 @@ def packing_errors(
         RuntimeError, LookupError, TypeError, ValueError: the model fails on padded samples, too.
     """
 
-    def losses(samples: Sequence[Tokens], form: BatchLayout) -> list[Tensor]:
+    def losses(samples: Sequence[Tokens], layout: BatchLayout) -> list[Tensor]:
         """The summed loss of each sample of one micro-batch."""
         rows = [(tokens, np.ones(len(tokens), np.bool_)) for tokens in samples]
         with torch.no_grad():
-            each = loss(collate(rows, form).to(device), summed=False).loss_sum
+            each = loss(collate(rows, layout).to(device), summed=False).loss_sum
         return [own.double().sum() for own in each.split([len(tokens) - 1 for tokens in samples])]
 
     lengths = np.array([len(tokens) for tokens in samples])

@@ -10,7 +10,7 @@ class Parameters:
     `names` maps tensors to names.
     """
 
-    is_divided = False
+    is_sharded = False
     exchanges_in_each_pass = False
     """Whether each forward and backward pass waits for those of other ranks."""
 

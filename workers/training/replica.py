@@ -41,7 +41,7 @@ class Replica:
     @property
     def is_sharded(self) -> bool:
         """Whether the ranks hold parts of the model, so that all of them run each pass at the same time."""
-        return self.parameters.is_divided
+        return self.parameters.is_sharded
 
     def autocast(self) -> Any:
         """The context of a forward pass in the plan's precision."""

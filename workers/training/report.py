@@ -113,7 +113,7 @@ def log_line(
         tokens_per_second=tokens / trained.seconds,
         memory_gb=memory.gib(closed.memory_bytes) if remembers else None,
         peak_gb=memory.gib(max(closed.memory_bytes, peak)) if remembers else None,
-        largest_tokens=max(tokens_of(lengths[group], loader.form.packed) for group in trained.groups),
+        largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
         noise_scale=noise.value if noise else None,
         skipped=state.progress.skipped,
         time=time.time(),

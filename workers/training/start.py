@@ -10,7 +10,7 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.plan import Plan, RankPlan, TokenBudget
-from app.contract.reports import RankMemory
+from app.contract.reports import LearnedLimits
 from workers.run_directory import Reporter, RunDirectory
 from workers.training import base_model, checkpoint, guards
 from workers.training import model as models
@@ -76,8 +76,8 @@ def start(
             spec.effective_batch_size,
             most_tokens=plan.most_tokens,
             by_length=spec.clip_mode != "each_micro_batch",
-            packed=loader.form.packed,
-            apart=loader.form.apart,
+            packed=loader.layout.packed,
+            apart=loader.layout.apart,
         )
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
     ]
@@ -206,10 +206,10 @@ def _shares(
 ) -> Shares:
     """Each rank's share of the work. Changes that earlier attempts recorded are applied again after the same
     steps."""
-    until: int = group.from_first(run.last_step() if group.size > 1 and group.leads else 0)
+    until: int = group.broadcast(run.last_step() if group.size > 1 and group.leads else 0)
     if group.size > 1 and group.leads:
         run.keep_shares(until)
-    recorded: list[Any] = group.from_first(
+    recorded: list[Any] = group.broadcast(
         [[each.step, each.shares] for each in run.shares()] if group.size > 1 and group.leads else []
     )
     return Shares(
@@ -252,13 +252,13 @@ def _data(
 
 def apply_learned(run: RunDirectory, plan: Plan, state: RunState, reporter: Reporter, group: Group) -> None:
     """Uses what ranks have learned by running out of memory since the last checkpoint."""
-    learned: list[Any] = group.from_first(
+    learned: list[Any] = group.broadcast(
         [[rank, own.model_dump()] for rank, own in run.learned(len(plan.ranks)).items()]
         if group.leads
         else []
     )
     for rank, found in learned:
-        own, budget = RankMemory.model_validate(found), state.budgets[rank]
+        own, budget = LearnedLimits.model_validate(found), state.budgets[rank]
         before = (budget.tokens, budget.failed_tokens, state.fallbacks.checkpointing)
         if own.tokens is not None and own.failed_tokens is not None:
             budget.tokens = min(own.tokens, budget.tokens or own.tokens)

@@ -17,7 +17,7 @@ from workers.training.accumulate import accumulate
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, tokens_of
 from workers.training.distributed.group import ALONE
-from workers.training.exceptions import StopRequested
+from workers.training.exceptions import InterruptionRequested
 from workers.training.training import Training
 
 AFTER_STEPS = 2
@@ -37,17 +37,17 @@ def sweep(training: Training) -> Tuning:
     """Measures, and returns the smallest of the fastest micro-batches. Every rank measures its own device.
 
     Raises:
-        StopRequested: a stop was requested on any rank; nothing was changed.
+        InterruptionRequested: a stop was requested on any rank; nothing was changed.
     """
     group, tuning = training.group, None
     try:
         tuning = _sweep(replace(training, group=ALONE, budgets=[training.budget]))
-    except StopRequested:
+    except InterruptionRequested:
         if group.size == 1:
             raise
     (stopped,) = group.any(tuning is None)
     if stopped or tuning is None:
-        raise StopRequested
+        raise InterruptionRequested
     return tuning
 
 
@@ -68,7 +68,7 @@ def _sweep(training: Training) -> Tuning:
         MeasuredSize(
             token_budget=size,
             micro_batches=len(cuts[size]),
-            largest_tokens=max(tokens_of(lengths[g], loader.form.packed) for g in cuts[size]),
+            largest_tokens=max(tokens_of(lengths[g], loader.layout.packed) for g in cuts[size]),
             samples_per_second=len(window) / best,
             tokens_per_second=tokens / best,
             peak_bytes=peaks[size],

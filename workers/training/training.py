@@ -16,7 +16,7 @@ from workers.training.batch_loader import Indices, Loader
 from workers.training.budget import Budget
 from workers.training.distributed.group import Group
 from workers.training.distributed.shares import Shares
-from workers.training.exceptions import StopRequested
+from workers.training.exceptions import InterruptionRequested
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.trackers import Trackers
@@ -90,19 +90,19 @@ class Training:
         mixed = np.random.SeedSequence(place).generate_state(1, np.uint64)
         torch.manual_seed(int(mixed[0]) >> 1)
 
-    def any_stop(self) -> bool:
+    def any_interruption(self) -> bool:
         """Whether any rank was requested to stop. Every rank calls it at the same point."""
         (stop,) = self.group.any(self.stop())
         return stop
 
-    def check_stop(self) -> None:
+    def check_interruption(self) -> None:
         """Called between micro-batches: discards the current window and raises, if a stop was requested.
         Ranks that run each pass at the same time stop only between windows.
 
         Raises:
-            StopRequested: a stop was requested.
+            InterruptionRequested: a stop was requested.
         """
         self.reporter.note_work()
         if not self.replica.is_sharded and self.stop():
             self.replica.window.abandon()
-            raise StopRequested
+            raise InterruptionRequested

@@ -197,7 +197,7 @@ class Window:
         self._micro_batches_before = sum((by_rank or ())[: self._group.rank])
         self._micro_batches_of_all = sum(by_rank or ())
         whole = self._clipping.mode == "each_micro_batch" or not exchange_early
-        self._exchanges_early = self._gradients.is_divided or not whole
+        self._exchanges_early = self._gradients.is_sharded or not whole
         self._count, self._passes = 0, 0
         self._denominator = float(denominator)
         self._expected = micro_batches
@@ -255,20 +255,22 @@ class Window:
         verdict = decide(observed, scale_can_fall=self.scale_can_fall, accept=accept)
         return self.finish(observed.totals, verdict)
 
-    def observe(self, *, out_of_memory: bool = False, stop_requested: bool = False) -> Observed:
+    def observe(self, *, out_of_memory: bool = False, interruption_requested: bool = False) -> Observed:
         """Sums the window over all ranks. Every rank calls it once per window, even if it failed.
 
         Args:
             out_of_memory: whether this rank ran out of memory.
-            stop_requested: whether this rank was requested to stop.
+            interruption_requested: whether this rank was requested to stop.
 
         Returns:
             What happened on any rank; the totals are None if any of them failed.
         """
-        failed = self.exchange(out_of_memory=out_of_memory, stop_requested=stop_requested)
+        failed = self.exchange(out_of_memory=out_of_memory, interruption_requested=interruption_requested)
         return failed or Observed(self.totals())
 
-    def exchange(self, *, out_of_memory: bool = False, stop_requested: bool = False) -> Observed | None:
+    def exchange(
+        self, *, out_of_memory: bool = False, interruption_requested: bool = False
+    ) -> Observed | None:
         """Replaces the gradient by its sum over all ranks: the first part of `observe()`.
 
         Returns:
@@ -277,14 +279,14 @@ class Window:
         group = self._group
         failed = [out_of_memory and rank == group.rank for rank in range(group.size)]
         present = self._gradients.present() if group.size > 1 else []
-        stop, *flags = group.any(stop_requested, *failed, *present)
+        stop, *flags = group.any(interruption_requested, *failed, *present)
         out_of_memory_on = tuple(rank for rank in range(group.size) if flags[rank])
         discard = stop or bool(out_of_memory_on)
         if group.size > 1:
             self._gradients.exchange(flags[group.size :], discard=discard)
         if discard:
             self.abandon()
-            return Observed(out_of_memory_on=out_of_memory_on, stop_requested=stop)
+            return Observed(out_of_memory_on=out_of_memory_on, interruption_requested=stop)
         return None
 
     @property
@@ -344,7 +346,7 @@ class Window:
 
     def sum_of_parts(self, numbers: Sequence[float]) -> list[float]:
         """Sums over the ranks, if each holds only a part of the gradient."""
-        return self._group.sum(numbers) if self._gradients.is_divided else list(numbers)
+        return self._group.sum(numbers) if self._gradients.is_sharded else list(numbers)
 
     def finite(self) -> bool:
         """Whether loss and gradient so far are finite; the window is abandoned."""
@@ -402,7 +404,7 @@ class Window:
     def _sum(self, own: Totals) -> Totals:
         """The totals over all ranks. The norms, if all ranks compute them from the same gradient, are rank
         0's: on unequal devices they might differ in the last bit, and with them the decision."""
-        leads, divided = self._group.leads, self._gradients.is_divided
+        leads, divided = self._group.leads, self._gradients.is_sharded
         before, of_all = self._micro_batches_before, self._micro_batches_of_all
         losses = [0.0] * of_all if self._keep_micro_losses else []
         losses[before : before + len(own.micro_losses)] = own.micro_losses

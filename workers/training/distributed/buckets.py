@@ -40,7 +40,7 @@ class Buckets:
     The buffers are kept between windows.
     """
 
-    is_divided = False
+    is_sharded = False
 
     def __init__(
         self, parameters: Iterable[Tensor], exchange: Exchange, bucket_bytes: int = BUCKET_BYTES

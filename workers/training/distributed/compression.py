@@ -44,7 +44,7 @@ class Exact:
     group: Group
 
     def begin(self, sums: Tensor) -> Pending | None:
-        return self.group.begin_sum(sums)
+        return self.group.begin_all_reduce(sums)
 
 
 class In16Bits:
@@ -86,8 +86,8 @@ class _InProgress:
         scale = _scale(sums, dtype)
         self._sent.view(-1)[: sums.numel()].copy_(sums.mul_(scale))
         self._pending = [
-            group.begin_gather(scale, self._scales),
-            group.begin_swap(_bytes(self._sent), _bytes(self._received)),
+            group.begin_all_gather(scale, self._scales),
+            group.begin_all_to_all(_bytes(self._sent), _bytes(self._received)),
         ]
 
     def wait(self) -> None:
@@ -98,8 +98,8 @@ class _InProgress:
         scale = _scale(self._own_part, self._sent.dtype)
         self._total.copy_(self._own_part.mul_(scale))
         for pending in (
-            self._group.begin_gather(scale, self._scales),
-            self._group.begin_gather(_bytes(self._total), _bytes(self._received)),
+            self._group.begin_all_gather(scale, self._scales),
+            self._group.begin_all_gather(_bytes(self._total), _bytes(self._received)),
         ):
             pending.wait()
         length = self._received.shape[1]

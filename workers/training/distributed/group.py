@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.contract.plan import Plan
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE
-from workers.training.distributed.patience import Cost, Patience
+from workers.training.distributed.rank_timeout import Cost, RankTimeout
 from workers.training.exceptions import LostRank
 
 TIMEOUT = timedelta(days=7)
@@ -44,7 +44,7 @@ class Group:
         """Whether this is rank 0, which writes what a run writes once."""
         return self.rank == 0
 
-    def begin_sum(self, tensor: Tensor) -> Pending | None:
+    def begin_all_reduce(self, tensor: Tensor) -> Pending | None:
         """Starts to replace a tensor on the group's device by its sum over all ranks.
 
         Returns:
@@ -52,7 +52,7 @@ class Group:
         """
         return None
 
-    def begin_swap(self, sent: Tensor, received: Tensor) -> Pending:
+    def begin_all_to_all(self, sent: Tensor, received: Tensor) -> Pending:
         """Starts to send row r of `sent` to rank r, and to fill row r of `received` from rank r.
 
         Args:
@@ -61,7 +61,7 @@ class Group:
         received.copy_(sent)
         return _Done()
 
-    def begin_gather(self, own: Tensor, received: Tensor) -> Pending:
+    def begin_all_gather(self, own: Tensor, received: Tensor) -> Pending:
         """Starts to fill row r of `received`, of shape (ranks, …), with rank r's `own`."""
         received.copy_(own)
         return _Done()
@@ -74,13 +74,13 @@ class Group:
         """Whether each flag is set on any rank."""
         return flags
 
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+    def all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of each rank, in fp64; every rank gives equally many."""
         before, after = self.rank * len(numbers), (self.size - self.rank - 1) * len(numbers)
         together = self.sum([0.0] * before + list(numbers) + [0.0] * after)
         return [together[at : at + len(numbers)] for at in range(0, len(together), len(numbers))]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value of this call on every rank; anything that JSON can hold."""
         return value
 
@@ -123,7 +123,7 @@ class ProcessGroup(Group):
     def __init__(self, rank: int, size: int, gradients: Any, host: Any) -> None:
         self.rank, self.size = rank, size
         self.gradients, self._host = gradients, host
-        self._patience = Patience()
+        self._timeout = RankTimeout()
 
     @classmethod
     def connected(cls, rank: int, size: int, backend: Literal["gloo", "nccl"]) -> Self:
@@ -148,16 +148,16 @@ class ProcessGroup(Group):
             host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return cls(rank, size, dist.group.WORLD, host)
 
-    def begin_sum(self, tensor: Tensor) -> Pending | None:
+    def begin_all_reduce(self, tensor: Tensor) -> Pending | None:
         with self.waiting():
             return _Pending(self, dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
 
-    def begin_swap(self, sent: Tensor, received: Tensor) -> Pending:
+    def begin_all_to_all(self, sent: Tensor, received: Tensor) -> Pending:
         with self.waiting():
             group = self._group_for(sent)
             return _Pending(self, dist.all_to_all_single(received, sent, group=group, async_op=True))
 
-    def begin_gather(self, own: Tensor, received: Tensor) -> Pending:
+    def begin_all_gather(self, own: Tensor, received: Tensor) -> Pending:
         with self.waiting():
             group = self._group_for(own)
             return _Pending(self, dist.all_gather(list(received.unbind()), own, group=group, async_op=True))
@@ -180,7 +180,7 @@ class ProcessGroup(Group):
             dist.all_reduce(together, group=self._host)
         return tuple(count > 0 for count in together.tolist())
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         content = json.dumps(value).encode() if self.leads else b""
         (length,) = self.sum([len(content)])
         together = torch.zeros(int(length), dtype=torch.uint8)
@@ -194,14 +194,14 @@ class ProcessGroup(Group):
         self.any(False)
 
     def training(self, cost: Cost) -> AbstractContextManager[None]:
-        return self._patience.training(cost)
+        return self._timeout.training(cost)
 
     def note_window(self, seconds: float, cost: Cost) -> None:
-        self._patience.note_window(seconds, cost)
+        self._timeout.note_window(seconds, cost)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        with self._patience.waiting(), _connected():
+        with self._timeout.waiting(), _connected():
             yield
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger("accrue.trainer")
 PART_VARIABLE = "ACCRUE_PART"
 """What a child process does: `replica` trains one of them, `combine` makes the job's result of all."""
 
-_LOOK_EVERY_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 """After a requested stop, replicas have this long for their checkpoints, before they are killed."""
 
@@ -72,7 +72,7 @@ def train_replicas(run: RunDirectory, assignment: Assignment, stop: Callable[[],
             if stop():
                 combine.send_signal(signal.SIGTERM)
                 return INTERRUPTED
-            time.sleep(_LOOK_EVERY_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return combine.returncode if combine.returncode >= 0 else 1
     finally:
         combine.kill()
@@ -117,7 +117,7 @@ class _Team:
                     if status != 0:
                         return self._failed(number, status)
                     del self.running[number]
-                time.sleep(_LOOK_EVERY_SECONDS)
+                time.sleep(_POLL_SECONDS)
             self.merged.update()
             return 0
         finally:
@@ -157,7 +157,7 @@ class _Team:
         while (
             any(process.poll() is None for process, _ in self.running.values()) and time.monotonic() < until
         ):
-            time.sleep(_LOOK_EVERY_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self.merged.update()
         return INTERRUPTED
 

@@ -31,7 +31,7 @@ _MOST_STARTS = 30
 """The maximum number of starts of all ranks, per rank, before running out of memory fails the job. Each
 restart uses smaller micro-batches on some rank, so a few are enough."""
 
-_LOOK_EVERY_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 _CAUSE_SECONDS = 2.0
 """After one rank has ended with an error, the launcher waits this long for the others, because the rank that
@@ -128,7 +128,7 @@ def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], stop: Callab
                 )
                 run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
                 return 1
-        time.sleep(_LOOK_EVERY_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) -> int:
@@ -137,7 +137,7 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
     cause: int | None = None
     while cause is None and time.monotonic() < until and any(rank.poll() is None for rank in ranks):
         cause = _cause(ranks)
-        time.sleep(_LOOK_EVERY_SECONDS)
+        time.sleep(_POLL_SECONDS)
     cause = _cause(ranks) if cause is None else cause
     if cause is not None and ranks[cause].returncode == INTERRUPTED:
         _wait_for_all(ranks)  # a requested stop ends all of them
@@ -160,7 +160,7 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
 def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
     until = time.monotonic() + _STOP_SECONDS
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _cause(ranks: list[subprocess.Popen[bytes]]) -> int | None:

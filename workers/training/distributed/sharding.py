@@ -42,7 +42,7 @@ def shard(token_loss: TokenLoss, group: Group, mesh: DeviceMesh, stage: ZeroStag
         token_loss: the module whose forward pass trains.
     """
     after_forward = None if stage == 3 else False
-    for layer in layers_of(token_loss):
+    for layer in sharded_modules_of(token_loss):
         fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward)
     fully_shard(token_loss, mesh=mesh, reshard_after_forward=after_forward)
     modules = [module for module in token_loss.modules() if isinstance(module, FSDPModule)]
@@ -52,7 +52,7 @@ def shard(token_loss: TokenLoss, group: Group, mesh: DeviceMesh, stage: ZeroStag
     return ShardedParameters(token_loss.model, group, mesh, modules, stage)
 
 
-def layers_of(module: nn.Module) -> list[nn.Module]:
+def sharded_modules_of(module: nn.Module) -> list[nn.Module]:
     """The layers that are divided one by one: the elements of the outermost lists of modules."""
     lists = [
         found
@@ -75,7 +75,7 @@ class ShardedParameters(Parameters):
         modules: those whose parameters are gathered together.
     """
 
-    is_divided = True
+    is_sharded = True
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ShardedSums:
     """Sums gradients in FSDP's parameters, which are summed over all ranks at the latest in the last backward
     pass."""
 
-    is_divided = True
+    is_sharded = True
 
     def __init__(self, parameters: ShardedParameters) -> None:
         self._parameters = parameters

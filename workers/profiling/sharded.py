@@ -23,7 +23,7 @@ class _First(Group):
         self.size = size
 
 
-class Divided:
+class Sharded:
     """A divided model's parameters, of which rank 0 has the largest parts.
 
     Args:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from workers.training.distributed import patience
-from workers.training.distributed.patience import Cost, Patience
+from workers.training.distributed.rank_timeout import Cost, RankTimeout
 
 COST = Cost(4, 1000, 100_000)
 
@@ -14,26 +14,26 @@ COST = Cost(4, 1000, 100_000)
 @pytest.fixture
 def given_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(patience, "_LEAST_SECONDS", 0.1)
-    monkeypatch.setattr(patience, "_LOOK_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "_POLL_SECONDS", 0.01)
     return threading.Event()
 
 
 def test_it_gives_up_after_many_windows_of_waiting(given_up: threading.Event) -> None:
-    limited = Patience(lambda _: given_up.set())
+    limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.001, COST)
     with limited.training(COST), limited.waiting():
         assert given_up.wait(10)
 
 
 def test_it_waits_for_ever_while_no_window_s_length_is_known(given_up: threading.Event) -> None:
-    limited = Patience(lambda _: given_up.set())
+    limited = RankTimeout(lambda _: given_up.set())
     with limited.training(COST), limited.waiting():
         time.sleep(0.3)
     assert not given_up.is_set()
 
 
 def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
-    limited = Patience(lambda _: given_up.set())
+    limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.001, COST)
     with limited.training(COST):
         pass
@@ -43,7 +43,7 @@ def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
 
 
 def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
-    limited = Patience(lambda _: given_up.set())
+    limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.04, COST)
     with limited.training(COST):
         for _ in range(20):
@@ -57,7 +57,7 @@ def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
     ids=["more micro-batches", "more tokens", "a longer sample"],
 )  # fmt: skip
 def test_it_waits_longer_for_a_larger_window(given_up: threading.Event, cost: Cost) -> None:
-    limited = Patience(lambda _: given_up.set())
+    limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.001, COST)
     with limited.training(cost), limited.waiting():
         time.sleep(0.3)

@@ -24,7 +24,7 @@ _LEAST_SECONDS = 10.0
 _TIMES = 10.0
 """A rank waits for `_LEAST_SECONDS` plus this many times the longest time that the window can take."""
 
-_LOOK_EVERY_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _LOOKS = 2
 
 
@@ -52,7 +52,7 @@ class Cost:
         )
 
 
-class Patience:
+class RankTimeout:
     """How long a rank waits for the others.
 
     Args:
@@ -105,9 +105,9 @@ class Patience:
     def _watch(self) -> None:
         late, looked_at = 0, time.monotonic()
         while late < _LOOKS:
-            time.sleep(_LOOK_EVERY_SECONDS)
+            time.sleep(_POLL_SECONDS)
             before, looked_at = looked_at, time.monotonic()
-            self._suspended += max(0.0, looked_at - before - _LOOK_EVERY_SECONDS)
+            self._suspended += max(0.0, looked_at - before - _POLL_SECONDS)
             deadline = self._deadline
             late = late + 1 if deadline is not None and self._clock() > deadline else 0
         self._give_up(f"another rank did not answer for {self._limit or 0.0:.0f} s")
