@@ -205,7 +205,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         window = training.next_window()
         denominator = training.loader.samples.denominator(window)
         batches = [
-            training.loader.fetch(window[g].tolist()) for g in accumulate.cut(training, window, training.rule)
+            training.loader.fetch(window[g].tolist()) for g in accumulate.divide(training, window)[0]
         ]
         for number in range(requested["windows"] + 1):
             training.stop = bare = InterleavedBaseline(training, batches, denominator)

@@ -12,7 +12,7 @@ import pytest
 
 from app.contract import public_addresses
 from app.datasets import content, hub_datasets
-from app.datasets.containers import Reading
+from app.datasets.containers import ReadOptions
 from app.errors import TooManyRequests, Unprocessable
 from app.hub import client
 from app.models import hub as models
@@ -85,7 +85,7 @@ def online(settings: Settings) -> Settings:
 
 
 def find(online: Settings) -> content.DataFiles:
-    return hub_datasets.find("me/sums", Reading(), online)
+    return hub_datasets.find("me/sums", ReadOptions(), online)
 
 
 def refusal(online: Settings) -> str:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from workers.training.distributed import patience
+from workers.training.distributed import rank_timeout
 from workers.training.distributed.rank_timeout import Cost, RankTimeout
 
 COST = Cost(4, 1000, 100_000)
@@ -13,8 +13,8 @@ COST = Cost(4, 1000, 100_000)
 
 @pytest.fixture
 def given_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    monkeypatch.setattr(patience, "_LEAST_SECONDS", 0.1)
-    monkeypatch.setattr(patience, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(rank_timeout, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(rank_timeout, "_POLL_SECONDS", 0.01)
     return threading.Event()
 
 
