@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.contract.plan import FixedSize
+from app.contract.plan import FixedSize, MicroBatchRule, TokenBudget
 from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, create_run, order_of_samples
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     from workers.training.start import start
     from workers.training.trackers import Trackers
 
-    cut = FixedSize(samples=requested["rows"]) if "rows" in requested else None
+    cut: MicroBatchRule | None = FixedSize(samples=requested["rows"]) if "rows" in requested else None
+    if "tokens" in requested:
+        cut = TokenBudget(tokens=requested["tokens"])
     run = create_run(
         folder,
         Path(requested["model"]),
@@ -204,9 +206,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         training.state.progress.step = 1  # a window in which the noise scale is not measured
         window = training.next_window()
         denominator = training.loader.samples.denominator(window)
-        batches = [
-            training.loader.fetch(window[g].tolist()) for g in accumulate.divide(training, window)[0]
-        ]
+        batches = [training.loader.fetch(window[g].tolist()) for g in accumulate.divide(training, window)[0]]
         for number in range(requested["windows"] + 1):
             training.stop = bare = InterleavedBaseline(training, batches, denominator)
             began = time.perf_counter()
