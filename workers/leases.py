@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -181,6 +182,11 @@ class LeaseKeeper:
             hostname=socket.gethostname(),
             started_at=self._started_at,
             heartbeat_at=0.0,
-            devices=[asdict(device) for device in self._devices()],
+            devices=[_as_row(device) for device in self._devices()],
             running=[running.fence.job_id for running in self._running() for _ in running.devices],
         )
+
+
+def _as_row(device: Device) -> dict[str, Any]:
+    """A device as the database stores it: without its UUID, which only this machine needs."""
+    return {name: value for name, value in asdict(device).items() if name != "uuid"}

@@ -98,6 +98,9 @@ PROGRESS_EVERY_SECONDS = 1.0
 
 _FINISH, _COOLING = "finish", "cooling"
 
+GPU_NAMES_VARIABLE = "ACCRUE_GPU_NAMES"
+"""The environment variable that names a trainer's GPUs for CUDA, such as 0=GPU-f33a…,1=MIG-7c01…."""
+
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
 """A folder that is hidden from the trainer, and the files in it that the trainer needs (JSON)."""
 

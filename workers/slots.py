@@ -18,6 +18,10 @@ _MISSED_SECONDS = 30.0
 nvidia-smi may just have failed to answer."""
 
 
+_SILENT_SECONDS = 60.0
+"""Seconds without an answer of nvidia-smi after which no job is started on a GPU."""
+
+
 class Slots:
     """A slot for each GPU, or for each CPU device if there was no GPU at the start.
 
@@ -39,8 +43,11 @@ class Slots:
         return found
 
     def usable(self) -> list[Device]:
-        """Devices that are not set aside because a trainer failed on them recently or they were too hot."""
+        """Devices that are not set aside because a trainer failed on them recently or they were too hot. No
+        GPU is while nvidia-smi does not answer: one of them may be lost."""
         now = time.monotonic()
+        if not self._on_cpu and gpus.silent_seconds() > _SILENT_SECONDS:
+            return []
         return [device for device in self.available() if self._aside_until.get(device.id, 0.0) <= now]
 
     def temperature(self, device: Device) -> float | None:

@@ -21,6 +21,7 @@ from workers.children import are_gone, children_of
 from workers.run_directory import (
     DISK_FULL,
     DISK_FULL_FAILURE,
+    GPU_NAMES_VARIABLE,
     HIDDEN_VARIABLE,
     LIFELINE_VARIABLE,
     SILENCE_VARIABLE,
@@ -29,11 +30,14 @@ from workers.run_directory import (
 )
 
 _PASSED_ON = (
-    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "SSL_CERT_FILE",
-    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", fail_points.VARIABLE,
+    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "CC", "CXX", fail_points.VARIABLE,
 )  # fmt: skip
-_PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "OMP_", "MKL_")
+_PASSED_ON_PREFIXES = (
+    "CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_",
+    "BNB_", "OMP_", "MKL_",
+)  # fmt: skip
 
 
 _GPU_CHECK_SECONDS = 60.0
@@ -251,8 +255,11 @@ def _device_environment(devices: Sequence[Device]) -> dict[str, str]:
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     return {
         **passed,
-        "CUDA_VISIBLE_DEVICES": ",".join(str(device.id) for device in devices if device.kind == "cuda"),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which we number GPUs
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            device.uuid or str(device.id) for device in devices if device.kind == "cuda"
+        ),
+        GPU_NAMES_VARIABLE: ",".join(f"{device.id}={device.uuid}" for device in devices if device.uuid),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which GPUs are numbered
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",

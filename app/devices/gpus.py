@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import threading
 import time
@@ -37,7 +38,7 @@ class DetectedGpu:
     def device(self) -> Device:
         return Device(
             self.id, self.name, self.memory_total_bytes, "cuda", _expandable_segments(),
-            self.compute_capability,
+            self.compute_capability, self.uuid,
         )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class _GpuMonitor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._looked_at = -math.inf
+        self._answered_at = math.inf
         self._seen: list[DetectedGpu] = []
         self._asking: threading.Thread | None = None
 
@@ -62,10 +64,15 @@ class _GpuMonitor:
                     log.warning("nvidia-smi does not answer", seconds=_TIMEOUT_SECONDS)
             return self._seen
 
+    def silent_seconds(self) -> float:
+        """How long ago nvidia-smi last answered; 0 if it never has."""
+        return max(0.0, time.monotonic() - self._answered_at)
+
     def _ask(self) -> None:
         try:
             self._seen = _ask()
-        except (ValueError, IndexError, OSError) as error:
+            self._answered_at = time.monotonic()
+        except (ValueError, IndexError, OSError, ArithmeticError) as error:
             log.warning("could not parse nvidia-smi's output", error=str(error)[:200])
 
 
@@ -76,10 +83,28 @@ def detected() -> list[DetectedGpu]:
     """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible; none without nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = _gauge.look()
-    if visible is None:
-        return gpus
-    allowed = {part.strip() for part in visible.split(",")}
-    return [gpu for gpu in gpus if str(gpu.id) in allowed or gpu.uuid in allowed]
+    return gpus if visible is None else _named(visible, gpus)
+
+
+def silent_seconds() -> float:
+    """How long nvidia-smi has not answered, although it once did; its last answer counts until then."""
+    return _gauge.silent_seconds() if _gauge.look() else 0.0
+
+
+def _named(visible: str, gpus: list[DetectedGpu]) -> list[DetectedGpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names by number, or by the beginning of a UUID. As for CUDA itself,
+    a name without a GPU ends the list (CUDA C++ Programming Guide, section on environment variables)."""
+    named: list[DetectedGpu] = []
+    for name in map(str.strip, visible.split(",")):
+        found = [
+            gpu
+            for gpu in gpus
+            if name == str(gpu.id) or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
+        ]
+        if len(found) != 1:
+            break
+        named += found
+    return [gpu for gpu in gpus if gpu in named]
 
 
 def this_cpu() -> Device:
@@ -122,7 +147,7 @@ def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Devic
 def _ask() -> list[DetectedGpu]:
     gpus = _gputil().getGPUs()
     capabilities = _compute_capabilities() if gpus else {}
-    return [
+    whole = [
         DetectedGpu(
             id=gpu.id,
             uuid=gpu.uuid,
@@ -134,8 +159,70 @@ def _ask() -> list[DetectedGpu]:
             compute_capability=capabilities.get(gpu.uuid),
         )
         for gpu in gpus
-        if not math.isnan(gpu.memoryTotal)
+        if _number(gpu.memoryTotal)
     ]
+    return _with_slices(whole, _slices()) if whole else []
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part of a GPU as a device of its own (NVIDIA's Multi-Instance GPU)."""
+
+    gpu_uuid: str
+    uuid: str
+    profile: str
+    """Its size, such as 1g.10gb."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its memory. A profile of 10gb has 9.5 GiB; that of larger ones is up to 3 % more than this share
+        (NVIDIA's MIG user guide, tables of profiles)."""
+        size = re.search(r"(\d+)gb", self.profile)
+        return int(int(size[1]) * 0.95 * 1024) * MIB if size else 0
+
+
+def _with_slices(whole: list[DetectedGpu], slices: list[_Slice]) -> list[DetectedGpu]:
+    """The GPUs; of those that are divided, their slices instead, numbered after the last GPU."""
+    by_uuid = {gpu.uuid: gpu for gpu in whole}
+    known = [own for own in slices if own.gpu_uuid in by_uuid and own.memory_bytes]
+    divided = {own.gpu_uuid for own in known}
+    first = max(gpu.id for gpu in whole) + 1
+    return [
+        *(gpu for gpu in whole if gpu.uuid not in divided),
+        *(
+            replace(
+                by_uuid[own.gpu_uuid],
+                id=first + number,
+                uuid=own.uuid,
+                name=f"{by_uuid[own.gpu_uuid].name} MIG {own.profile}",
+                memory_total_bytes=own.memory_bytes,
+                memory_used_bytes=0,  # nvidia-smi reports that of the whole GPU
+                load=None,
+            )
+            for number, own in enumerate(known)
+        ),
+    ]
+
+
+def _slices() -> list[_Slice]:
+    """The slices that `nvidia-smi -L` lists below each GPU; none if it fails."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found, gpu = [], ""
+    for line in listed.splitlines():
+        uuid = re.search(r"UUID: ([^)\s]+)\)", line)
+        if uuid is None:
+            continue
+        profile = re.match(r"\s*MIG (\S+)\s+Device", line)
+        if profile is None:
+            gpu = uuid[1]
+        else:
+            found.append(_Slice(gpu, uuid[1], profile[1]))
+    return found
 
 
 @lru_cache

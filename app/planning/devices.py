@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 GIB, MIB = 2**30, 2**20
@@ -43,6 +43,8 @@ class Device:
     """Whether trainers on this device use PyTorch's expandable segments."""
     compute_capability: float | None = None
     """The compute capability of a GPU, such as 8.6; None if unknown."""
+    uuid: str | None = field(default=None, compare=False)
+    """The name by which CUDA selects a GPU or a slice of one (MIG); None: by its number."""
 
 
 def common_name(devices: Sequence[Device]) -> str | None:

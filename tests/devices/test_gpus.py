@@ -8,6 +8,9 @@ import pytest
 from app.devices import gpus
 from app.planning.devices import GIB, Device
 from tests.harness.runs import until
+from workers.leases import _as_row
+from workers.slots import Slots
+from workers.trainer_process import _device_environment, is_passed_on
 
 ANSWER = (
     "0, GPU-aaaa, 35, 81920, 1024, 80896, 550.54, NVIDIA A100-SXM4-80GB, 123, Disabled, Disabled, 41\n"
@@ -100,3 +103,83 @@ def test_a_hanging_nvidia_smi_does_not_block_callers(
 )
 def test_the_gpus_of_a_job_are_read_from_its_device(device: str | None, ids: list[int]) -> None:
     assert gpus.ids_of(device) == ids
+
+
+LISTED = """GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aaaa)
+  MIG 3g.40gb     Device  0: (UUID: MIG-1111)
+  MIG 1g.10gb     Device  1: (UUID: MIG-2222)
+GPU 1: NVIDIA RTX A5000 (UUID: GPU-bbbb)
+"""
+
+
+def test_slices_of_a_gpu_are_devices_with_their_own_memory(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = f"if [ \"$1\" = -L ]; then cat <<'END'\n{LISTED}END\nelse cat <<'END'\n{ANSWER}END\nfi\n"
+    nvidia_smi.write_text(f"#!/bin/sh\n{answers}")
+    whole, large, small = gpus.detected()
+    assert (whole.id, whole.uuid) == (1, "GPU-bbbb")
+    assert (large.id, large.device.uuid, large.memory_total_bytes) == (2, "MIG-1111", 38 * GIB)
+    assert (small.id, small.name) == (3, "NVIDIA A100-SXM4-80GB MIG 1g.10gb")
+    assert 9 * GIB < small.memory_total_bytes < 9.6 * GIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
+    assert [gpu.id for gpu in gpus.detected()] == [3]
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize(
+    ("visible", "ids"),
+    [("GPU-b", [1]), ("GPU-", []), ("1,0", [0, 1]), ("0,-1,1", [0]), ("0,7,1", [0]), ("NoDevFiles", [])],
+)
+def test_gpus_are_named_as_cuda_names_them(
+    visible: str, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.id for gpu in gpus.detected()] == ids
+
+
+@pytest.mark.parametrize(("memory", "ids"), [("[N/A]", [1]), ("0", [])])
+def test_a_gpu_without_memory_is_left_out(nvidia_smi: Path, memory: str, ids: list[int]) -> None:
+    """GPUtil divides by the memory, so that with a zero it shows no GPU at all."""
+    nvidia_smi.write_text(f"#!/bin/sh\ncat <<'END'\n{ANSWER.replace('81920', memory)}END\n")
+    assert [gpu.id for gpu in gpus.detected()] == ids
+
+
+def test_no_job_starts_on_a_gpu_once_nvidia_smi_has_not_answered_for_long(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when one GPU is lost: then nvidia-smi fails for all of them."""
+    slots = Slots()
+    [device, _] = slots.usable()
+    nvidia_smi.write_text(
+        "#!/bin/sh\necho 'Unable to determine the device handle for GPU 0: GPU is lost'\nexit 15\n"
+    )
+    monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.0)
+    assert len(slots.usable()) == 2
+    monkeypatch.setattr("workers.slots._SILENT_SECONDS", -1.0)
+    assert slots.usable() == []
+    assert not slots.is_gone(device)  # so that no trainer that works is ended
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_trainers_get_their_gpus_by_uuid() -> None:
+    devices = [gpu.device for gpu in gpus.detected()]
+    environment = _device_environment(devices[::-1])
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-bbbb,GPU-aaaa"
+    assert environment["ACCRUE_GPU_NAMES"] == "1=GPU-bbbb,0=GPU-aaaa"
+    unnamed = [Device(3, "A100", 40 * GIB, "cuda")]
+    assert _device_environment(unnamed)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.parametrize(
+    "name", ["CC", "CXX", "USER", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FX_GRAPH_CACHE", "BNB_CUDA_VERSION",
+             "CUDNN_LOGLEVEL_DBG", "CUBLAS_WORKSPACE_CONFIG"],
+)  # fmt: skip
+def test_trainers_get_the_variables_of_compilers_and_libraries(name: str) -> None:
+    assert is_passed_on(name)
+
+
+def test_workers_store_devices_without_uuid() -> None:
+    row = _as_row(Device(0, "A100", 40 * GIB, "cuda", uuid="GPU-aaaa"))
+    assert Device(**row) == Device(0, "A100", 40 * GIB, "cuda")
+    assert "uuid" not in row

@@ -1,6 +1,7 @@
 """Handles windows that fail: names the samples at fault, shrinks micro-batches, or ends the run."""
 
 import hashlib
+import re
 from collections.abc import Callable
 from statistics import fmean, pstdev
 
@@ -48,8 +49,19 @@ def finish(window: Window, totals: Totals, verdict: Verdict) -> Closed:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device, or the host, had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether a device, or the host, had no memory left.
+
+    What takes memory beside PyTorch's allocator (CUDA's libraries, compiled kernels, pinned memory) fails
+    with errors of other kinds.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator|(CUDA|HIP)\b[^\n]{0,40}out of memory|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|NVRTC)_[A-Z_]*"
+    r"(ALLOC_FAILED|OUT_OF_MEMORY)",
+    re.IGNORECASE,
+)
 
 
 _PASSING = (

@@ -202,18 +202,37 @@ def device_of(plan: Plan, rank: RankPlan) -> torch.device:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise CannotTrain(
-            "no_cuda",
-            "nvidia-smi shows a GPU, but this torch cannot use it: install a CUDA build of torch, or hide "
-            "the GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
-        )
+    check_cuda()
     # The supervisor shows each rank only its own GPU; torchrun shows all of them.
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local if local < torch.cuda.device_count() else 0)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, rank.memory_limit_bytes / total), device)
     return device
+
+
+def check_cuda() -> None:
+    """Checks that this process can use a GPU.
+
+    Raises:
+        CannotTrain: this torch, or the driver, can use none.
+        RuntimeError: the GPU that was there is gone; its message is that of a lost device.
+    """
+    if torch.cuda.is_available():
+        return
+    why = "it was built without CUDA"
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).strip().splitlines()[0]
+        if "driver" not in why.lower():
+            raise RuntimeError(f"device is lost: {why}")
+    raise CannotTrain(
+        "no_cuda",
+        f"nvidia-smi shows a GPU, but this torch cannot use it ({why}): install a CUDA build of torch that "
+        "the driver supports, or hide the GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
+    )
 
 
 def autocast(precision: RunPrecision, device: str) -> Any:

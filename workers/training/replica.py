@@ -1,5 +1,6 @@
 """A replica: one copy of the model on one device, with what accumulates its gradients and steps it."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class Replica:
     def free_memory(self) -> None:
         """Discards the current window, and releases cached memory of the allocator."""
         self.window.abandon()
+        gc.collect()  # activations may be part of a cycle, such as that of an error and its frames
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

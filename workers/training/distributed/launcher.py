@@ -19,7 +19,13 @@ from pathlib import Path
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract.plan import RankPlan
 from app.contract.reports import Failure
-from workers.run_directory import INTERRUPTED, LOST_RANK, OUT_OF_STEP, RunDirectory
+from workers.run_directory import (
+    GPU_NAMES_VARIABLE,
+    INTERRUPTED,
+    LOST_RANK,
+    OUT_OF_STEP,
+    RunDirectory,
+)
 
 log = logging.getLogger("accrue.trainer")
 
@@ -93,7 +99,8 @@ def start_process(
         kind: the kind of the device: "cpu" or "cuda".
         variables: further environment variables.
     """
-    visible = str(rank.gpu_id) if kind == "cuda" else ""
+    names = dict(name.split("=", 1) for name in os.environ.get(GPU_NAMES_VARIABLE, "").split(",") if name)
+    visible = names.get(str(rank.gpu_id), str(rank.gpu_id)) if kind == "cuda" else ""
     return subprocess.Popen(
         [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)],
         env={**os.environ, **variables, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible},
