@@ -14,10 +14,11 @@ from app.storage.database import database_now
 from app.storage.session import OF_EVERYONE
 from app.storage.tables import Job, Worker
 from app.web.dependencies import CurrentSettings, Reading
+from app.web.sessions import SessionRoute
 
 ANOTHER_KEYS_JOB = "another key's job"
 
-router = APIRouter(tags=["devices"])
+router = APIRouter(tags=["devices"], route_class=SessionRoute)
 
 
 @router.get("/gpus", summary="GPUs of this machine, and declared ones")

@@ -25,8 +25,9 @@ from app.storage.tables import Configuration, Job
 from app.submissions.freeze import resolve_batch
 from app.web.dependencies import After, CurrentDatabase, CurrentIdempotentRequest, Limit, Reading, Writing
 from app.web.pagination import page
+from app.web.sessions import SessionRoute
 
-router = APIRouter(tags=["configurations"])
+router = APIRouter(tags=["configurations"], route_class=SessionRoute)
 
 ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or ftjob-…")]
 

@@ -47,8 +47,9 @@ from app.web.dependencies import (
     slowly_of,
 )
 from app.web.pagination import page, page_of
+from app.web.sessions import SessionRoute
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"], route_class=SessionRoute)
 
 JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 

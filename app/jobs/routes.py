@@ -47,8 +47,9 @@ from app.web.dependencies import (
 )
 from app.web.event_stream import EventStream
 from app.web.pagination import page
+from app.web.sessions import SessionRoute
 
-router = APIRouter(prefix="/training", tags=["training"])
+router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
 _DRY_RUN_WAIT_SECONDS = 1.5
 """Seconds that a dry run waits for the samples' lengths, and for a simulation. A submission does not wait:

@@ -13,8 +13,9 @@ from app.security.keys import Caller
 from app.storage.tables import StoredProfile
 from app.web.dependencies import After, CurrentCaller, Limit, Reading, Writing
 from app.web.pagination import page
+from app.web.sessions import SessionRoute
 
-router = APIRouter(prefix="/profiles", tags=["profiles"])
+router = APIRouter(prefix="/profiles", tags=["profiles"], route_class=SessionRoute)
 
 ProfileId = Annotated[str, Path(max_length=100, description="profile-…")]
 

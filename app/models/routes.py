@@ -10,8 +10,9 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading, Slowly
+from app.web.sessions import SessionRoute
 
-router = APIRouter(prefix="/v1/models", tags=["OpenAI: models"])
+router = APIRouter(prefix="/v1/models", tags=["OpenAI: models"], route_class=SessionRoute)
 
 ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/models lists it")]
 

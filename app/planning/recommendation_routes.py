@@ -25,8 +25,9 @@ from app.planning.schemas import Recommendations
 from app.settings import Settings
 from app.storage.session import Session
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading
+from app.web.sessions import SessionRoute
 
-router = APIRouter(tags=["performance"])
+router = APIRouter(tags=["performance"], route_class=SessionRoute)
 
 
 @router.get("/performance/recommendations", summary="Recommended values, each with its evidence")

@@ -19,8 +19,9 @@ from app.results.schemas import CompletionsAnswer, Metrics, Profile
 from app.results.series import last_step, pages_of, series, validation_losses
 from app.storage.database import Database
 from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, StreamOf
+from app.web.sessions import SessionRoute
 
-router = APIRouter(prefix="/training", tags=["training"])
+router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
 
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)

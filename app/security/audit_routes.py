@@ -11,8 +11,9 @@ from app.observability.schemas import AuditAnswer
 from app.storage.tables import AuditEntry
 from app.web.dependencies import After, CurrentCaller, Limit, Reading
 from app.web.pagination import page
+from app.web.sessions import SessionRoute
 
-router = APIRouter(tags=["audit"])
+router = APIRouter(tags=["audit"], route_class=SessionRoute)
 
 
 @router.get("/audit", summary="Who changed what, newest first")

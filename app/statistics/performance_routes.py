@@ -10,8 +10,9 @@ from app.statistics import performance
 from app.statistics.schemas import PerformanceMetrics
 from app.storage.tables import Job
 from app.web.dependencies import Reading
+from app.web.sessions import SessionRoute
 
-router = APIRouter(tags=["performance"])
+router = APIRouter(tags=["performance"], route_class=SessionRoute)
 
 _NEWEST = 20
 """The maximum number of jobs whose performance is shown."""

@@ -1,11 +1,12 @@
-"""Dependencies of routes: settings, and a session that is committed before the response is sent.
+"""Dependencies of routes: the caller, settings, the database and its sessions.
 
 Dependencies that never block are coroutines: FastAPI would run a plain function in a thread, which takes
 longer than the function itself.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Annotated, Protocol, TypeVar
 
@@ -105,14 +106,15 @@ async def _idempotent_request(
     return IdempotentRequest(idempotency_key, caller.key_id or "", digest.digest())
 
 
-def _reading(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
-    with database.reading() as session:
-        yield session
+OpenSession = Callable[[], AbstractContextManager[Session]]
 
 
-def _writing(database: Annotated[Database, Depends(_database)]) -> Iterator[Session]:
-    with database.writing() as session:
-        yield session
+async def _reading(database: Annotated[Database, Depends(_database)]) -> OpenSession:
+    return database.reading
+
+
+async def _writing(database: Annotated[Database, Depends(_database)]) -> OpenSession:
+    return database.writing
 
 
 async def _slowly(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
@@ -125,11 +127,11 @@ def slowly_of(request: Request) -> RunSlowly:
     return partial(slow.run, request.state.caller.key_id)
 
 
-def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:
+async def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:
     return partial(request.app.state.downloads.stream, caller.key_id)
 
 
-def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendFile:
+async def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendFile:
     return partial(request.app.state.downloads.file, caller.key_id)
 
 
@@ -149,8 +151,10 @@ WholeDatabase = Annotated[Database, Depends(_whole_database)]
 """For the few routes that need no key, and show nothing that belongs to one."""
 
 CurrentDatabase = Annotated[Database, Depends(_database)]
-Reading = Annotated[Session, Depends(_reading, scope="function")]
-Writing = Annotated[Session, Depends(_writing, scope="function")]
+Reading = Annotated[Session, Depends(_reading)]
+"""A session for queries; only for the endpoints of a `SessionRoute`, which opens it."""
+Writing = Annotated[Session, Depends(_writing)]
+"""A session that is committed before the response is sent; only for the endpoints of a `SessionRoute`."""
 CurrentIdempotentRequest = Annotated[IdempotentRequest, Depends(_idempotent_request)]
 Limit = Annotated[int, Query(ge=1, le=100, description="Maximum number of items")]
 After = Annotated[str | None, Query(max_length=100, description="The last id of the previous page")]

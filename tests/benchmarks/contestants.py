@@ -58,18 +58,19 @@ def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         training, _ = start(run, assignment, reporter, trackers, lambda: False)
         before = reset_peak()
         certificate.certify(training)
-        began = time.time()
+        began, worked = time.time(), time.process_time()
         try:
             train(training)
         except InterruptionRequested:
             raise AssertionError("the trainer stopped without a request") from None
-        peak = resident("VmHWM")
+        peak, worked = resident("VmHWM"), time.process_time() - worked
         training.loader.close()
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return {
         "losses": [line["loss"] for line in lines],
         "seconds": lines[-1]["time"] - began,
         "samples": sum(line["samples"] for line in lines),
+        "cpu": worked,
         "padding": sum(line["padded_tokens"] for line in lines) / sum(line["input_tokens"] for line in lines),
         "peak_bytes": peak - before,
     }
@@ -138,8 +139,11 @@ def hugging_face(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         callbacks=[times],
     )  # fmt: skip
     before = reset_peak()
+    worked = time.process_time()
     trainer.train()
+    worked = time.process_time() - worked
     return {
+        "cpu": worked,
         "losses": times.losses,
         "seconds": times.times[-1] - times.times[0],
         "samples": EFFECTIVE_BATCH * requested["windows"],
