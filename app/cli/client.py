@@ -54,13 +54,14 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **kw: Any) -> Any:
-        return printable(self._ask("GET", path, **kw).json())
+        return _json_of(self._ask("GET", path, **kw))
 
     def post(self, path: str, body: Any) -> Any:
         try:
-            return printable(self._ask("POST", path, json=body).json())
+            answer = self._ask("POST", path, json=body)
         except ValueError as error:  # NaN or infinity, which JSON cannot represent
             raise ServiceError(str(error)) from None
+        return _json_of(answer)
 
     def delete(self, path: str) -> None:
         self._ask("DELETE", path)
@@ -73,7 +74,7 @@ class Client:
     def stream(self, path: str, **kw: Any) -> Iterator["httpx.Response"]:
         """An answer whose body is streamed, without a timeout."""
         with _connection_errors(self._http), self._http.stream("GET", path, timeout=None, **kw) as answer:
-            if answer.is_error:
+            if not answer.is_success:
                 answer.read()
                 raise ServiceError(_detail(answer))
             yield answer
@@ -81,7 +82,8 @@ class Client:
     def lines(self, path: str) -> Iterator[str]:
         """An answer line by line."""
         with self.stream(path) as answer:
-            yield from answer.iter_lines()
+            for line in answer.iter_lines():
+                yield printable(line)
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
         """Server-sent events until the stream ends; resumes with the next event after a lost connection."""
@@ -125,12 +127,12 @@ class Client:
                 "POST", "/v1/files", files={"file": (file.name, shown)},
                 data={name: value for name, value in fields.items() if value is not None}, timeout=None,
             )  # fmt: skip
-        return answer.json()
+        return _json_of(answer)
 
     def _ask(self, method: str, path: str, **kw: Any) -> "httpx.Response":
         with _connection_errors(self._http):
             answer = self._http.request(method, path, **kw)
-        if answer.is_error:
+        if not answer.is_success:
             raise ServiceError(_detail(answer))
         return answer
 
@@ -182,6 +184,22 @@ def printable(answer: Any) -> Any:
 
 def _detail(answer: "httpx.Response") -> str:
     try:
-        return str(answer.json()["detail"])
+        return str(printable(answer.json()["detail"]))
     except (ValueError, KeyError, TypeError):
-        return f"the service answered with status {answer.status_code}"
+        where = printable(f" and {answer.headers['location']}") if answer.is_redirect else ""
+        return f"{answer.url.copy_with(query=None)} answered with status {answer.status_code}{where}"
+
+
+def _json_of(answer: "httpx.Response") -> Any:
+    """The answer's JSON, with unsafe characters replaced.
+
+    Raises:
+        ServiceError: it is not JSON, as the login page of a proxy.
+    """
+    try:
+        return printable(answer.json())
+    except ValueError:
+        raise ServiceError(
+            f"{answer.url.copy_with(query=None)} did not answer with JSON: is it the address of Accrue "
+            "(--url or ACCRUE_URL)?"
+        ) from None

@@ -1,5 +1,6 @@
 """Downloads a trained model, and unpacks its tar while it arrives."""
 
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -9,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from app.cli.client import Client, ServiceError
+from app.cli.client import Client, ServiceError, printable
 from app.cli.terminal import console
 from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
@@ -58,7 +62,12 @@ def _unpack(content: BufferedReader, folder: Path) -> list[str]:
             source = tar.extractfile(member)
             if source is None:  # not a regular file, such as a folder
                 continue
-            names.append(Path(member.name).name)
+            name = Path(member.name).name
+            if not _PLAIN_NAME.fullmatch(name):
+                raise ServiceError(
+                    f"the download has a file of a name that no model has: {printable(name)[:80]!r}"
+                )
+            names.append(name)
             with (folder / names[-1]).open("wb") as target:
                 shutil.copyfileobj(source, target)
     return names

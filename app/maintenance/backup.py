@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import make_url, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract import plain_files
 from app.contract.plain_files import NotPlain, open_plain
@@ -102,20 +103,51 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
         )
     if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
         raise InvalidRequest(f"the backup contains a symbolic link, which accrue backup never writes: {link}")
-    missing = [file_id for file_id in named if not (folder / "files" / file_id).exists()]
+    missing = [file_id for file_id in named if not (folder / "files" / file_id).is_file()]
     if missing:
         raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
+    if special := next((path for path in folder.rglob("*") if not (path.is_file() or path.is_dir())), None):
+        raise InvalidRequest(f"the backup contains something that is neither a file nor a folder: {special}")
     settings.make_directories()
-    files = _copy_files(named, folder / "files", settings.files_dir)
-    if (folder / "runs").is_dir():
-        shutil.copytree(folder / "runs", settings.runs_dir, symlinks=True, dirs_exist_ok=True)
-    _copy_database(folder / _DATABASE, target)
-    migrate(settings.resolved_database_url)
-    database = Database(settings.resolved_database_url)
-    with database.reading() as session:
-        jobs = _jobs(session)
-    database.close()
+    with _migrated_copy(folder / _DATABASE, target) as (partial, jobs):
+        files = _copy_files(named, folder / "files", settings.files_dir)
+        if (folder / "runs").is_dir():
+            shutil.copytree(folder / "runs", settings.runs_dir, symlinks=True, dirs_exist_ok=True)
+        partial.rename(target)
     return BackupSummary(folder, len(jobs), files, _size(folder))
+
+
+@contextlib.contextmanager
+def _migrated_copy(source: Path, target: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A copy of a database beside its target, at the newest revision, and the ids of its jobs; the copy is
+    removed unless the block moves it.
+
+    Raises:
+        InvalidRequest: a newer version wrote it, or it is not a database of this program.
+    """
+    from alembic.util import CommandError
+
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    url = f"sqlite:///{partial.absolute()}"
+    try:
+        try:
+            _copy_database(source, partial)
+            migrate(url)
+            database = Database(url)
+            with database.reading() as session:
+                jobs = _jobs(session)
+            database.close()
+        except (CommandError, SQLAlchemyError) as error:
+            raise InvalidRequest(
+                f"the backup's database cannot be brought to the newest version "
+                f"({str(error).splitlines()[0][:200]}): was it written by a newer version of Accrue?"
+            ) from None
+        for name in (f"{partial.name}-wal", f"{partial.name}-shm"):
+            partial.with_name(name).unlink(missing_ok=True)  # closing it has written them back
+        yield partial, jobs
+    finally:
+        for path in target.parent.glob(f"{partial.name}*"):
+            path.unlink(missing_ok=True)
 
 
 def _sqlite_file(settings: Settings) -> Path:
@@ -139,6 +171,7 @@ def _what_is_wrong(path: Path) -> str | None:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             (answer,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+            database.execute("SELECT id, sha256 FROM files LIMIT 1")
     except sqlite3.DatabaseError as error:
         return str(error)
     return None if answer == "ok" else str(answer)

@@ -54,7 +54,7 @@ _ENCODERS = frozenset(
 OWN_LOGITS = frozenset(
     """
     bert big_bird camembert data2vec-text electra ernie inkling_text megatron-bert modernbert-decoder rembert
-    roberta roberta-prelayernorm roc_bert roformer
+    roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl
     """.split()  # noqa: SIM905
 )
 """Families whose logits are not simply those of their output head, so that training computes all logits at

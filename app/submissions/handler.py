@@ -63,12 +63,29 @@ class SubmissionHandler(ABC):
     def answer(self, session: Session, job: Job) -> pydantic.BaseModel:
         """What the client receives, in the transaction that stores the job."""
 
-    def store(self, checked: AdmittedRequest, database: Database) -> Response:
+    def prepare(self) -> AdmittedRequest | Response:
+        """The job to store; or the answer that a repeated request received before, whatever has changed
+        since.
+
+        Raises:
+            AccrueError: it cannot be trained.
+        """
+        if self._once.key is not None:
+            with self.inputs.database.reading() as session:
+                answered = self._once.find_answer(session)
+            if answered is not None:
+                return answered
+        return self.check()
+
+    def store(self, checked: AdmittedRequest | Response, database: Database) -> Response:
         """Stores the job and the request's data; a repeated request gets the answer that it received before.
 
         Args:
+            checked: what `prepare` returned.
             database: `inputs.database`, or the same database within a transaction shared with others.
         """
+        if isinstance(checked, Response):
+            return checked
         with files.incoming(self.settings) as path:
             stored = _store_data(checked, path, self.settings)
             equal = None if stored is None else files.find_duplicate(database, path, stored)
@@ -101,13 +118,13 @@ async def submit(handler: SubmissionHandler, group: GroupCommit, slowly: RunSlow
     if handler.is_slow():  # other submissions do not wait for it
         response = await slowly(lambda: _check_and_store(handler))
     else:
-        response = await group.write(database, handler.check, handler.store)
+        response = await group.write(database, handler.prepare, handler.store)
     fail_point("service.committed")
     return response
 
 
 def _check_and_store(handler: SubmissionHandler) -> Response:
-    return handler.store(handler.check(), handler.inputs.database)
+    return handler.store(handler.prepare(), handler.inputs.database)
 
 
 def as_json(answer: pydantic.BaseModel, status: int) -> Response:

@@ -41,9 +41,18 @@ class IdempotentRequest:
         Raises:
             Unprocessable: the key was used for a different request.
         """
+        if self.key is not None:
+            lock_until_commit(session, f"request {self.owner} {self.key}")
+        return self.find_answer(session)
+
+    def find_answer(self, session: Session) -> Response | None:
+        """The answer that this request received before; None if it is new, or still being processed.
+
+        Raises:
+            Unprocessable: the key was used for a different request.
+        """
         if self.key is None:
             return None
-        lock_until_commit(session, f"request {self.owner} {self.key}")
         row = session.get(AnsweredRequest, (self.owner, self.key))
         if row is None:
             return None

@@ -85,9 +85,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(AccrueError, accrue_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(OperationalError, _database_unavailable)
+    app.add_exception_handler(OperationalError, database_unavailable)
     app.add_exception_handler(InternalError, _internal_database_error)
-    app.add_exception_handler(PoolTimeout, _database_unavailable)
+    app.add_exception_handler(PoolTimeout, database_unavailable)
     app.add_exception_handler(IntegrityError, _in_use)
     app.add_exception_handler(OSError, _os_error)
 
@@ -166,7 +166,7 @@ def _in_use(request: Request, error: Exception) -> JSONResponse:
     )  # fmt: skip
 
 
-def _database_unavailable(request: Request, error: Exception) -> JSONResponse:
+def database_unavailable(request: Request, error: Exception) -> JSONResponse:
     if is_full(error):
         return _disk_full(request, error)
     log.error("the database did not answer", error=str(getattr(error, "orig", error)))
@@ -179,7 +179,7 @@ def _database_unavailable(request: Request, error: Exception) -> JSONResponse:
 def _internal_database_error(request: Request, error: Exception) -> JSONResponse:
     """PostgreSQL closes the connection of a process that was suspended within a transaction."""
     if isinstance(error, InternalError) and is_unavailable(error):
-        return _database_unavailable(request, error)
+        return database_unavailable(request, error)
     raise error
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from http import HTTPStatus
 
 import structlog
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,7 +27,7 @@ from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
 from app.web.concurrency import ConcurrencyLimit
 from app.web.content_type import has_other_charset, is_multipart
-from app.web.error_bodies import accrue_error, problem_response, unexpected
+from app.web.error_bodies import accrue_error, database_unavailable, problem_response, unexpected
 from app.web.latency import LatencyGauge
 
 log = structlog.get_logger("accrue.service")
@@ -198,8 +200,9 @@ class RequestMiddleware:
                 raise Forbidden(
                     "This key lacks the scope write: create one with accrue keys create NAME --scope write."
                 )
-        except AccrueError as error:
-            response = accrue_error(request, error)
+        except (AccrueError, OperationalError, PoolTimeout) as error:
+            answer = accrue_error if isinstance(error, AccrueError) else database_unavailable
+            response = answer(request, error)
             response.headers["Connection"] = "close"
             return response
         if is_upload and has_other_charset(headers):

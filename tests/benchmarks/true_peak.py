@@ -32,7 +32,7 @@ from workers.training.accumulate import train_window
 from workers.training.distributed.buckets import Buckets
 from workers.training.distributed.group import ALONE, Group, ProcessGroup
 from workers.training.fit import advance
-from workers.training.loss import head_of
+from workers.training.head import head_of
 from workers.training.start import start
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 from workers.training.trackers import Trackers

@@ -1,8 +1,10 @@
 """The command's HTTP client, and its messages if no service answers."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from app.cli import terminal
@@ -47,3 +49,34 @@ def test_interrupting_watch_reports_that_the_job_continues(
     monkeypatch.setattr(terminal, "time", SimpleNamespace(sleep=interrupted))
     assert terminal.follow(Service(), "ftjob-1") == 130
     assert "accrue cancel ftjob-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "message"),
+    [
+        (200, {}, "<html>login</html>", "did not answer with JSON"),
+        (
+            302,
+            {"location": "https://login.example/\x1b[2J"},
+            "",
+            "answered with status 302 and https://login",
+        ),
+        (500, {}, '{"detail": "\x1b]0;owned\x07no"}', "answered with status 500"),
+        (500, {}, '{"detail": "\\u001b]0;owned\\u0007no"}', "]0;owned"),
+        (502, {}, "", "answered with status 502"),
+    ],
+)
+def test_answers_of_other_servers_are_explained(
+    status: int, headers: dict[str, str], body: str, message: str
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, headers=headers, text=body)
+
+    client = Client("http://testserver")
+    client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://testserver")
+    calls = [partial(client.get, "/x"), partial(client.post, "/x", {}), lambda: list(client.lines("/x"))]
+    for call in calls[: 2 if status == 200 else 3]:
+        with pytest.raises(ServiceError) as raised:
+            call()
+        assert message in str(raised.value)
+        assert not set("\x1b\x07") & set(str(raised.value))

@@ -1,7 +1,10 @@
 """Backups under load, and what `accrue doctor` says."""
 
+import contextlib
 import json
+import os
 import shutil
+import sqlite3
 import threading
 from pathlib import Path
 
@@ -172,3 +175,35 @@ def test_nothing_is_restored_under_a_running_service_or_worker(
     served.release()
     with held_exclusively(settings):
         pass
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("UPDATE alembic_version SET version_num = '9999'", "newer version"),
+        ("DROP TABLE files", "is damaged: no such table"),
+    ],
+)
+def test_a_backup_of_another_version_is_refused_before_anything_is_written(
+    settings: Settings, database: Database, tmp_path: Path, statement: str, reason: str
+) -> None:
+    submitted(database)
+    (settings.files_dir / "file-1").write_text("{}")
+    whole = backup.take(settings, tmp_path / "backup", runs=False).folder
+    with contextlib.closing(sqlite3.connect(whole / "accrue.db")) as changed, changed:
+        changed.execute(statement)
+    other = elsewhere(settings, tmp_path / "other")
+    for _ in range(2):  # a second attempt finds nothing that the first has left
+        with pytest.raises(InvalidRequest, match=reason):
+            backup.restore(other, whole)
+    assert [path for path in tmp_path.glob("other/**/*") if path.is_file()] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_backup_with_a_pipe_is_refused(settings: Settings, database: Database, tmp_path: Path) -> None:
+    submitted(database)
+    (settings.files_dir / "file-1").write_text("{}")
+    whole = backup.take(settings, tmp_path / "backup", runs=False).folder
+    os.mkfifo(whole / "files" / "pipe")
+    with pytest.raises(InvalidRequest, match="neither a file nor a folder"):
+        backup.restore(elsewhere(settings, tmp_path / "other"), whole)

@@ -8,21 +8,28 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from safetensors.torch import load_file
 from tokenizers import processors
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, TokenBudget
-from app.contract.spec import MethodSpec
+from app.contract.spec import MethodSpec, Spec, ValidationSpec
 from tests.harness.any_family import lay_any, long_rope, make_any, small_config
+from tests.harness.requests import PATH
 from tests.harness.runs import small_data
-from tests.harness.specs import make_spec
+from tests.harness.specs import make_schedule, make_spec
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end
 from workers.run_directory import RunDirectory
+from workers.training import head as heads
 from workers.training import packing_check
+from workers.training.batches import BatchLayout, collate
+from workers.training.certificate import _few
 from workers.training.exceptions import CannotTrain
+from workers.training.loss import TokenLoss
 from workers.training.model import TOLERANCE, prepare_for_training
 from workers.training.packing_check import _with_other_tokens, fill_row
 from workers.training.tiny_gpt2 import make_tokenizer
@@ -187,3 +194,132 @@ def test_a_change_of_a_configuration_with_thousands_of_names_is_rejected_at_once
     assert "20000 fields" in answer.text
     twice = client.patch(f"{root}/{config}", json={"micro_batch_size": 2, "batch_size": 4})
     assert "given twice" in twice.text
+
+
+def _runs_with(tmp_path: Path, family: str, spec: Spec, model: Any, **plan: Any) -> RunDirectory:
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return lay_any(tmp_path / "run", family, spec, **plan)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("recurrent_gemma", "logits_soft_cap", 30.0),
+        ("falcon_h1", "lm_head_multiplier", 1.05),
+        ("llama", "", 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_head_is_probed_where_small_logits_hide_what_happens_to_them(
+    family: str, field: str, value: float, dtype: torch.dtype, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        for names in ("_SCALES", "_CAPS"):
+            monkeypatch.setattr(heads, names, ())
+    config = small_config(family)
+    if field:
+        setattr(config, field, value)
+    model = make_any(config).to(dtype)
+    loss = TokenLoss(model)
+    row = (np.arange(2, 40, dtype=np.int32), np.ones(38, np.bool_))
+    with torch.no_grad():
+        error = float(loss(collate([row], BatchLayout(257)), probe_head=True).loss_sum)
+    if known or not field:
+        assert error <= (0.0 if dtype == torch.float32 else 1e-2)
+    else:
+        assert error > 1e-2
+
+
+@pytest.mark.sqlite
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("weight", [1.0, 1e-6])
+def test_small_weights_of_samples_do_not_hide_another_head(tmp_path: Path, weight: float) -> None:
+    lines = [json.dumps({"text": "abcdefg hi" * 3, "weight": weight}) for _ in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    data = small_data().model_copy(update={"examples": 8})
+    spec = make_spec(data=data, max_steps=2, effective_batch_size=8)
+    config = small_config("bert")
+    run = _runs_with(tmp_path, "bert", spec, make_any(config), rule=FixedCount(micro_batches=2))
+    run_to_end(run)
+    assert any("not simply those of its output head" in each for each in _reasons(run))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_multiply_blocks_get_no_adapters() -> None:
+    model = make_any(small_config("deepseek_v4"))
+    lora = LoraSpec(r=2, alpha=4, dropout=0.0, target_modules=None, merge=False)
+    adapted = prepare_for_training(
+        model, lora=lora, seed=0, gradient_checkpointing=False, freeze=(), precision="fp32"
+    )
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert trained
+    assert not any("o_a_proj" in name for name in trained)
+    ids = torch.arange(2, 20).unsqueeze(0)
+    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+@pytest.mark.sqlite
+@pytest.mark.filterwarnings("ignore")
+def test_rwkv_is_saved_as_it_was_evaluated(tmp_path: Path) -> None:
+    """transformers divides its weights in place when it is evaluated."""
+    config = small_config("rwkv", num_hidden_layers=4)
+    config.rescale_every = 2
+    _write(tmp_path, ["abcdefg hi" * (1 + number % 4) for number in range(24)])
+    data = small_data(
+        validation=ValidationSpec(file_id=None, sha256=None, format=None, share=0.25)
+    ).model_copy(update={"examples": 24})
+    spec = make_spec(data=data, max_steps=2, effective_batch_size=8)
+    run = _runs_with(tmp_path, "rwkv", spec, make_any(config), rule=FixedCount(micro_batches=2))
+    outcome = run_to_end(run)
+    saved = AutoModelForCausalLM.from_pretrained(run.model).eval()
+    assert saved.config.rescale_every == 2
+    assert not hasattr(saved.config, "accrue_rescale_every")
+    held = load_file(run.model / "model.safetensors")
+    newest = load_file(sorted(run.checkpoints.iterdir())[-1] / "model.safetensors")
+    for name, weight in newest.items():
+        assert torch.equal(held[name], weight)
+    assert outcome.eval_loss is not None
+
+
+def test_a_few_samples_of_all_lengths_are_compared_in_fp64() -> None:
+    class Lengths:
+        lengths = np.array([50, 3, 7, 900, 20, 4, 300])
+        targets = np.array([49, 2, 6, 899, 0, 3, 299])
+
+    window = np.arange(7)
+    assert _few(window, Lengths(), 1000).tolist() == [1, 5, 0, 3]  # type: ignore[arg-type]
+    assert _few(window, Lengths(), 10**9).tolist() == [1, 5, 2, 0]  # type: ignore[arg-type]
+    assert _few(window[:2], Lengths(), 1000).tolist() == [1, 0]  # type: ignore[arg-type]
+
+
+@pytest.mark.sqlite
+def test_packing_is_checked_again_if_a_new_plan_has_longer_rows(tmp_path: Path) -> None:
+    _write(tmp_path, ["abcdefg hi" * 12] * 16)
+    data = small_data(packing=True).model_copy(update={"max_length": 256, "examples": 16})
+    spec = make_spec(data=data, max_steps=1, effective_batch_size=16, schedule=make_schedule("constant"))
+    found = []
+    for step, tokens in enumerate((300, 900, 600), start=1):
+        spec = spec.model_copy(update={"max_steps": step})
+        run_to_end(lay_any(tmp_path / "run", "llama", spec, rule=TokenBudget(tokens=tokens)))
+        newest = sorted((tmp_path / "run" / "checkpoints").glob("*-*"))[-1]
+        found.append(json.loads((newest / "state.json").read_text())["state"]["fallbacks"]["packed_tokens"])
+    assert found == [300, 900, 900]
+
+
+def test_a_repeated_request_gets_its_answer_whatever_was_deleted_since(client: TestClient) -> None:
+    files = {"file": ("data.jsonl", b'{"text": "a b c"}\n')}
+    file_id = client.post("/v1/files", files=files, data={"purpose": "fine-tune"}).json()["id"]
+    headers = {"Idempotency-Key": "once"}
+    body = {"training_file": file_id, "model": "accrue/tiny-gpt2"}
+    first = client.post("/v1/fine_tuning/jobs", json=body, headers=headers)
+    assert first.status_code == 200
+    client.post(f"/v1/fine_tuning/jobs/{first.json()['id']}/cancel")
+    assert client.delete(f"{PATH}/{first.json()['id']}").status_code == 204
+    assert client.delete(f"/v1/files/{file_id}").status_code == 200
+    again = client.post("/v1/fine_tuning/jobs", json=body, headers=headers)
+    assert (again.status_code, again.json()) == (200, first.json())
+    other = client.post("/v1/fine_tuning/jobs", json={**body, "seed": 1}, headers=headers)
+    assert "different request" in other.text

@@ -19,6 +19,7 @@ from torch import Tensor
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from tests.harness.small_models import CONFIGS, Window64, make_model, promised
+from workers.training import head as heads
 from workers.training import loss
 from workers.training.adapters import with_adapters
 from workers.training.balance import balance_of
@@ -139,8 +140,8 @@ chosen_settings = st.builds(
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
     """Chunks of seven positions, so that a small window has many."""
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", setting.chunk)
-    monkeypatch.setattr(loss, "MIN_ROWS", 7)
+    monkeypatch.setattr(heads, "CHUNK_LOGITS", setting.chunk)
+    monkeypatch.setattr(heads, "MIN_ROWS", 7)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -175,7 +176,7 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
 
     def gradients(dtype: torch.dtype) -> Tensor:
         hidden.grad = weight.grad = None
-        head = loss.Head(layer, 1.0, None)
+        head = heads.Head(layer, 1.0, None)
         arguments = (hidden, weight, None, targets, weights, 0.0, head, dtype, (True, True, False))
         (loss._ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None
@@ -191,7 +192,7 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
 def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: int) -> None:
     hidden = torch.randn(count, 16, requires_grad=True)
     layer = torch.nn.Linear(16, 60, bias=False)
-    head, weight = loss.Head(layer, 1.0, None), layer.weight
+    head, weight = heads.Head(layer, 1.0, None), layer.weight
     targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     total = loss._ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, None, targets, weights, 0.0, head, torch.float16, (True, True, False)

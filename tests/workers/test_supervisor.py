@@ -422,7 +422,7 @@ def test_an_error_while_handling_one_trainer_counts_as_its_job_s_crash(
 
     monkeypatch.setattr(supervisor, "_is_stuck", broken)
     until(lambda: turned(supervisor, database, job_id) == "queued", 5)
-    assert "Attempt 1 ended: crashed: NotADirectoryError" in told(database, job_id)
+    assert "Attempt 1 ended: the trainer crashed (NotADirectoryError" in told(database, job_id)
 
 
 def test_training_pauses_until_a_hot_gpu_is_cooler_and_then_leaves_it(

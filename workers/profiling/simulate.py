@@ -28,7 +28,8 @@ from workers.training.auto_class import auto_class
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
 from workers.training.gradients import Gradients, gradients_for
-from workers.training.loss import Forward, Head, TokenLoss, head_of
+from workers.training.head import Head, head_of
+from workers.training.loss import Forward, TokenLoss
 from workers.training.loss_checks import reports_routing
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add

@@ -30,8 +30,6 @@ def default_targets(model: torch.nn.Module) -> Targets:
     Not adapted are the output head, routers, and in state spaces the layers whose weights are passed on to a
     kernel: an adapter on such a layer would have no effect.
     """
-    from transformers.pytorch_utils import Conv1D
-
     text = language_model_of(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     prefix = next((f"{name}." for name, module in model.named_modules() if module is text and name), "")
@@ -41,7 +39,7 @@ def default_targets(model: torch.nn.Module) -> Targets:
     renamed: list[str] = []
     experts: list[str] = []
     for name, module in text.named_modules():
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and id(module) not in left_out:
+        if _is_linear(module) and id(module) not in left_out:
             (renamed if name.rpartition(".")[2] in _RENAMED else linear).append(prefix + name)
         experts += [f"{prefix}{name}.{weight}" for weight in _weights_of_experts(module)]
     if not experts:
@@ -258,6 +256,27 @@ def _weights_of_experts(module: torch.nn.Module) -> list[str]:
     if "Expert" not in type(module).__name__:
         return []
     return [name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
+
+
+def _is_linear(layer: Any) -> bool:
+    """Whether a layer maps each input to as many outputs as its weight has. Some classes derived from
+    nn.Linear do something else, such as multiplying blocks: there, an adapter would have another shape."""
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(layer, (torch.nn.Linear, Conv1D)):
+        return False
+    known = type(layer).forward in (torch.nn.Linear.forward, Conv1D.forward)
+    if known or type(layer).__module__.startswith("bitsandbytes"):
+        return True
+    columns: Any = layer.in_features
+    rows: Any = layer.out_features
+    weights = {name: value.to("meta") for name, value in layer.state_dict(keep_vars=True).items()}
+    given = torch.empty(1, 2, columns, device="meta", dtype=layer.weight.dtype)
+    try:
+        found = torch.func.functional_call(layer, weights, (given,))
+    except (RuntimeError, TypeError, ValueError, LookupError):
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == (1, 2, rows)
 
 
 def _suffixes(wanted: Collection[str], names: Collection[str]) -> list[str]:

@@ -23,9 +23,9 @@ from workers.training import guards
 from workers.training.auto_class import auto_class
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
+from workers.training.head import backbone_of
 from workers.training.limits import limited_memory
-from workers.training.loss import backbone_of
-from workers.training.model import AUTOCAST, prepare_for_training
+from workers.training.model import AUTOCAST, keep_weights, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage, weight_files
 from workers.training.trained_weights import check_layers, continue_adapters, names_of_continued, with_layers
 
@@ -194,6 +194,7 @@ def _read(assignment: Assignment, folder: Path, attention: str) -> tuple[Any, li
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    keep_weights(config)
     quantised = {}
     if assignment.spec.method.name == "qlora":
         quantised = {
@@ -202,6 +203,7 @@ def _read(assignment: Assignment, folder: Path, attention: str) -> tuple[Any, li
         }
     loaded: Any = auto_class(config).from_pretrained(
         folder,
+        config=config,
         dtype=torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32,
         attn_implementation=attention,
         trust_remote_code=False,

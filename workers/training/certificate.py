@@ -26,6 +26,7 @@ from workers.training.accumulate import (
 )
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, cut_window
+from workers.training.data import Samples
 from workers.training.decision import Observed
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed
 from workers.training.loss import TokenLoss
@@ -38,7 +39,10 @@ from workers.training.window import Window
 TOLERANCE_IN_FP64 = 1e-6
 """Larger than fp64 rounding, since norm layers' sums and eager attention's softmax are always in fp32."""
 
-_SAMPLES_IN_FP64 = 4
+_MOST_OPERATIONS_IN_FP64 = 5e12
+"""Of a sample on the host, which takes about a minute."""
+_OPERATIONS_PER_WEIGHT = 24
+"""Of each token: forward and backward, twice, with and without other samples."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,7 @@ def error_in_fp64(training: Training, window: Indices, model: Any) -> float | No
     by far more than rounding does. In fp64 the last bit is so small that this is unlikely.
     """
     samples, replica = training.loader.samples, training.replica
-    counted = window[samples.targets[window] > 0]
-    few = counted[np.argsort(samples.lengths[counted], kind="stable")][:_SAMPLES_IN_FP64]
+    few = _few(window, samples, sum(each.numel() for each in model.parameters()))
     try:
         model = models.copy_in_fp64(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -253,6 +256,21 @@ def error_in_fp64(training: Training, window: Indices, model: Any) -> float | No
     except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None
     return found
+
+
+def _few(window: Indices, samples: Samples, parameters: int) -> Indices:
+    """Samples of a window to compare in fp64: the two shortest, and the longest and another one of those
+    for which there is time. What mixes samples may do so only beyond some length.
+
+    Args:
+        parameters: of the model.
+    """
+    counted = window[samples.targets[window] > 0]
+    ordered = counted[np.argsort(samples.lengths[counted], kind="stable")]
+    most = _MOST_OPERATIONS_IN_FP64 / (_OPERATIONS_PER_WEIGHT * max(1, parameters))
+    longest = max(int(np.searchsorted(samples.lengths[ordered], most, side="right")), 2) - 1
+    chosen = sorted({0, 1, (longest + 1) // 2, longest} & set(range(len(ordered))))
+    return ordered[chosen]
 
 
 def _report(training: Training, window: Indices, certified: Certificate, flips: int) -> None:

@@ -7,7 +7,6 @@ the model's own logits are used.
 """
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,48 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from workers.training.batches import MicroBatch
-
-CHUNK_LOGITS = 2**23
-"""The number of logits that are computed at a time: 32 MiB in fp32."""
-
-MIN_ROWS = 128
-"""The minimum number of positions in a chunk, so that the matrix products are efficient."""
+from workers.training.head import Head, backbone_of, head_error, head_of
 
 _FP16_GRADIENT_SCALE = 256.0
 """Keeps small probabilities above fp16's smallest numbers in the products of a chunk."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """How logits come from hidden states: cap × tanh(scale × (hidden · weightᵀ + bias) / cap)."""
-
-    layer: nn.Linear
-    scale: float
-    cap: float | None
-
-    @property
-    def weight(self) -> Tensor:
-        """The layer's current weight; sharding replaces it during a forward pass."""
-        return self.layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.layer.bias
-
-    @property
-    def rows(self) -> int:
-        """Positions in a chunk."""
-        return max(MIN_ROWS, CHUNK_LOGITS // self.weight.shape[0])
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states, at least fp32; without gradient."""
-        found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        found = found.to(torch.promote_types(found.dtype, torch.float32)) * self.scale
-        return found if self.cap is None else torch.tanh(found / self.cap) * self.cap
-
-    def starts(self, positions: int) -> Sequence[int]:
-        """Where each chunk begins."""
-        return range(0, positions, self.rows)
 
 
 @dataclass(frozen=True)
@@ -96,14 +57,20 @@ class TokenLoss(nn.Module):
         self._caching = {"use_cache": False} if _takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
 
-    def forward(self, batch: MicroBatch, *, only_route: bool = False, summed: bool = True) -> Forward:
+    def forward(
+        self, batch: MicroBatch, *, only_route: bool = False, summed: bool = True, probe_head: bool = False
+    ) -> Forward:
         """Computes the loss of a micro-batch.
 
         Args:
             only_route: compute only the logits of routers.
             summed: false gives the loss of each target; without label smoothing, weights or gradient.
+            probe_head: compute `head_error` instead.
         """
         arguments = self._arguments_for(batch)
+        if probe_head:
+            assert self.head is not None, "there is nothing to compare with the model's own logits"
+            return Forward(head_error(self.model, self.head, batch.input_ids, arguments))
         if only_route:
             output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
             return Forward(torch.zeros(()), tuple(output.router_logits))
@@ -286,28 +253,3 @@ def _takes(model: Any, argument: str) -> bool:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(inner.forward).parameters
     return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def backbone_of(model: Any) -> Any:
-    """The part of a causal language model that computes hidden states, including its adapters."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.base_model
-
-
-def head_of(model: Any) -> Head | None:
-    """The output head, if it is a plain linear layer; None if only the model itself can compute its logits.
-
-    It includes Gemma 2's soft-capping, Cohere's factor and Granite's divisor. A check before training
-    (`loss_checks.head_error`) ensures that nothing else happens to the logits.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    output = inner.get_output_embeddings()
-    if type(output) is not nn.Linear or inner.base_model is inner:
-        return None
-    config = inner.config.get_text_config()
-    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-    found = [getattr(config, name, None) or None for name in names]
-    if not all(each is None or isinstance(each, (int, float)) for each in found):
-        return None
-    scale, divisor, cap = found
-    return Head(output, float(scale or 1.0) / float(divisor or 1.0), float(cap) if cap else None)

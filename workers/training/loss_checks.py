@@ -24,7 +24,6 @@ from workers.training.exceptions import CannotTrain
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.replica import Replica
-from workers.training.state import Fallbacks
 
 
 @contextlib.contextmanager
@@ -60,12 +59,22 @@ def check_that_it_runs(replica: Replica, loader: Loader) -> None:
     samples = loader.samples
     longest = samples.read(int(np.argmax(samples.lengths)))
     rows = BatchLayout(loader.layout.pad_id, routed=loader.layout.routed)
+    batch = collate([longest], rows).to(replica.device)
     try:
         with torch.no_grad(), replica.autocast():
-            replica.token_loss(collate([longest], rows).to(replica.device))
+            replica.token_loss(batch)
     except RuntimeError as error:
-        if not guards.is_out_of_memory(error):  # training knows what to do then
+        if guards.is_out_of_memory(error):
+            return  # training knows what to do then
+        if replica.precision not in models.AUTOCAST or guards.may_pass(error):
             raise
+        with torch.no_grad():
+            replica.token_loss(batch)  # its own error is a clearer one
+        raise CannotTrain(
+            "model_fails",
+            f"the model's code does not run in mixed precision ({str(error).strip().splitlines()[0][:200]}): "
+            'set mixed_precision to "no" or "pure_bf16"',
+        ) from error
 
 
 def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
@@ -154,7 +163,7 @@ def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
     """Leaves the balance loss out if the model does not report the logits of its routers."""
     if replica.balance is None:
         return
-    batch = loader.fetch(_typical_samples(loader)[:1])
+    batch = loader.fetch(typical_samples(loader)[:1])
     with replica.autocast(), models.without_randomness(replica.model):
         if reports_routing(replica.token_loss, batch):
             return
@@ -177,61 +186,12 @@ def reports_routing(loss: TokenLoss, batch: MicroBatch) -> bool:
     return bool(found) and all(isinstance(each, Tensor) for each in found)
 
 
-def check_head(
-    replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
-) -> None:
-    """Falls back to the model's own logits if its head alone does not give the same loss."""
-    if replica.token_loss.head is None or fallbacks.own_logits is False:
-        return
-    if fallbacks.own_logits:
-        replica.token_loss.head = None
-        return
-    with replica.autocast(), models.without_randomness(replica.model):
-        batch = loader.fetch(_typical_samples(loader)[:1])
-        try:
-            error = head_error(replica.token_loss, batch)
-        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as failure:
-            if isinstance(failure, RuntimeError) and guards.is_out_of_memory(failure):
-                raise
-            error = inf  # the part that computes hidden states has another interface
-    fallbacks.own_logits = group.broadcast(not error <= models.TOLERANCE[replica.precision])
-    if fallbacks.own_logits:
-        replica.token_loss.head = None
-        why = f"the loss differs by {error:.1e}" if isfinite(error) else "it has an interface of its own"
-        reporter.event(
-            "changed",
-            f"The model's logits are not simply those of its output head ({why}), so its own full logits are "
-            "used, which needs more memory.",
-            "warning",
-            loss_error=error if isfinite(error) else None,
-        )
-
-
-def _typical_samples(loader: Loader) -> list[int]:
+def typical_samples(loader: Loader) -> list[int]:
     """Two samples of about median length that have targets (one, where there is no other)."""
     counted = np.flatnonzero(loader.samples.targets)
     ordered = counted[np.argsort(loader.samples.lengths[counted], kind="stable")]
     middle: list[int] = ordered[len(ordered) // 2 :][:2].tolist()
     return middle
-
-
-def head_error(loss: TokenLoss, batch: MicroBatch) -> float:
-    """The relative difference between the loss of the chunked head and that of the model's own logits."""
-    with torch.no_grad():
-        found = loss(batch).loss_sum
-        with _own_logits(loss):
-            expected = loss(batch).loss_sum
-    return relative_difference(found, expected, len(batch.targets))
-
-
-@contextlib.contextmanager
-def _own_logits(loss: TokenLoss) -> Iterator[None]:
-    """Within the block, the loss is computed from the model's own logits."""
-    head, loss.head = loss.head, None
-    try:
-        yield
-    finally:
-        loss.head = head
 
 
 def relative_difference(found: Tensor, expected: Tensor, targets: int) -> float:

@@ -242,6 +242,33 @@ def autocast(precision: RunPrecision, device: str) -> Any:
     return torch.autocast(device, dtype=AUTOCAST[precision])
 
 
+_SCALING_OF_WEIGHTS = "rescale_every"
+"""A field of RWKV's config: at inference, its model divides the weights of later layers by powers of two in
+place, and multiplies them again when it is trained."""
+
+
+def keep_weights(config: Any) -> None:
+    """Keeps a model from changing its weights at inference, so that evaluations and checkpoints see those
+    that were trained. `save` restores the field."""
+    if getattr(config, _SCALING_OF_WEIGHTS, 0):
+        config.accrue_rescale_every = config.rescale_every
+        config.rescale_every = 0
+
+
+def _restore_scaling(config: Any) -> None:
+    if hasattr(config, "accrue_rescale_every"):
+        config.rescale_every = config.accrue_rescale_every
+        del config.accrue_rescale_every
+
+
+def is_narrow(model: torch.nn.Module) -> bool:
+    """Whether some weights have fewer than 32 bits."""
+    return any(
+        weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
+        for weight in model.parameters()
+    )
+
+
 def save(
     model: Any, tokenizer: Any, target: Path, method: MethodSpec, base: str, revision: str | None = None
 ) -> tuple[str, ...]:
@@ -258,6 +285,7 @@ def save(
     for leftover in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(leftover)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
+    _restore_scaling(model.config)
     model.save_pretrained(partial)
     # Several chat templates would be saved in a folder, and a result consists of plain files.
     tokenizer.save_pretrained(partial, save_jinja_files=not isinstance(tokenizer.chat_template, dict))

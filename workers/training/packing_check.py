@@ -76,9 +76,9 @@ def check_packing(
     layouts = Layouts(loader.layout, replace(loader.layout, packed=False))
     if fallbacks.padded and loader.layout.packed:
         loader.layout = layouts.padded
-    if not loader.layout.packed or fallbacks.padded is False:
+    if not loader.layout.packed or (fallbacks.padded is False and fallbacks.packed_tokens >= most_tokens):
         return
-    fallbacks.padded = False
+    fallbacks.padded, fallbacks.packed_tokens = False, most_tokens
     for samples in _rows_to_check(loader, most_tokens, most_samples):
         own = _found_against(replica, samples, layouts) if replica.is_sharded or group.leads else None
         reason: str | None = group.broadcast(own)
@@ -198,11 +198,7 @@ def _errors_in_fp64(replica: Replica, samples: Sequence[Tokens], layouts: Layout
 
 def _rounding_of_weights(replica: Replica) -> float:
     """How much rounding may change a loss if the model computes in the precision of its weights."""
-    narrow = any(
-        weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
-        for weight in replica.model.parameters()
-    )
-    return _ROUNDING_IN_16_BITS if narrow else 1e-6
+    return _ROUNDING_IN_16_BITS if models.is_narrow(replica.model) else 1e-6
 
 
 def packing_errors(

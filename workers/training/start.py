@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import torch
 
 from app.contract.assignment import Assignment
-from app.contract.plan import Plan, RankPlan, TokenBudget
+from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
 from app.contract.reports import LearnedLimits
 from workers.run_directory import Reporter, RunDirectory
-from workers.training import base_model, checkpoint, guards
+from workers.training import base_model, checkpoint, guards, sweep
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batch_loader import Loader
@@ -22,10 +23,10 @@ from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
 from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
+from workers.training.head_check import check_head
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
     check_causality,
-    check_head,
     check_routing,
     check_that_it_runs,
     final_failures,
@@ -165,6 +166,7 @@ def _check_exactness(
         CannotTrain: the model cannot be trained exactly in micro-batches.
     """
     spec = assignment.spec
+    before = guards.digest_of_weights(replica.model) if group.leads and not replica.is_sharded else None
     with final_failures(group):
         check_routing(replica, loader, reporter)
         check_head(replica, loader, fallbacks, reporter, group)
@@ -172,16 +174,35 @@ def _check_exactness(
             check_that_it_runs(replica, loader)
         check_causality(replica, loader, group)
         most_tokens, most_samples = _most_tokens(assignment), spec.effective_batch_size
+        if spec.ramp.name != "constant":
+            most_samples = max(most_samples, spec.ramp.max_effective_batch_size)
         check_packing(replica, loader, most_tokens, most_samples, fallbacks, reporter, group)
+    changed = before is not None and guards.digest_of_weights(replica.model) != before
+    if group.broadcast(changed):
+        raise CannotTrain(
+            "model_fails",
+            "the model changes its own weights when it is evaluated, so that an evaluation or a checkpoint "
+            "would change what it learns: it cannot be trained",
+        )
 
 
 def _most_tokens(assignment: Assignment) -> int:
-    """Tokens of the largest micro-batch that is planned for any rank."""
-    plan, most = assignment.plan, assignment.plan.most_tokens or 0
+    """Tokens of the largest micro-batch that is planned for any rank. If the effective batch grows, a fixed
+    number of micro-batches grows in proportion, but is rounded down."""
+    plan, most = assignment.plan, 0
     for rank in plan.ranks:
         rule = rank.micro_batch_rule
-        full = rank.micro_batch_size * assignment.spec.data.max_length
-        most = max(most, rule.tokens if isinstance(rule, TokenBudget) else full)
+        samples = rank.micro_batch_size
+        if isinstance(rule, FixedCount):
+            together = rule.micro_batches * len(plan.ranks)
+            samples = max(samples, ceil(assignment.spec.effective_batch_size / together))
+        full = samples * assignment.spec.data.max_length
+        if assignment.spec.ramp.name != "constant":
+            full += full // 2
+        tokens = rule.tokens if isinstance(rule, TokenBudget) else full
+        if assignment.spec.tune is not None:
+            tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * sweep.LADDER[0])))
+        most = max(most, tokens)
     return most
 
 

@@ -161,6 +161,8 @@ class Fallbacks:
     yet."""
     padded: bool | None = None
     """Whether packing was replaced by padding; None if not checked yet."""
+    packed_tokens: int = 0
+    """Tokens of the longest packed row for which it was checked."""
     equivalence_error: float | None = None
     """The gradient error of the equivalence certificate, or None if it was not measured yet."""
 

@@ -29,7 +29,7 @@ ROUNDS = 3
 _SPAN = 4
 """The sweep uses enough samples to fill this many of the largest micro-batches, or else the whole window."""
 
-_LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
+LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 """Sizes to measure, relative to the planned one."""
 
 
@@ -107,7 +107,7 @@ def candidates(planned: int, most: int, lengths: Indices) -> list[int]:
     """
     longest, together = int(lengths.max()), int(lengths.max()) * len(lengths)
     highest = max(longest, min(most, together))
-    return sorted({min(max(round(planned * step), longest), highest) for step in _LADDER}, reverse=True)
+    return sorted({min(max(round(planned * step), longest), highest) for step in LADDER}, reverse=True)
 
 
 def _samples_to_measure(window: Indices, lengths: Indices, largest: int) -> Indices:
