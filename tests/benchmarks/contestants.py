@@ -35,7 +35,7 @@ def reset_peak() -> int:
 
 def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """This project's trainer, as a job runs it."""
-    from workers.run_directory import Reporter
+    from workers.reporter import Reporter
     from workers.training import certificate
     from workers.training.exceptions import InterruptionRequested
     from workers.training.fit import train
@@ -190,7 +190,7 @@ class InterleavedBaseline:
 
 def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The time of a window of 16 equal micro-batches without its optimizer, relative to 16 bare passes."""
-    from workers.run_directory import Reporter
+    from workers.reporter import Reporter
     from workers.training import accumulate
     from workers.training.start import start
     from workers.training.trackers import Trackers

@@ -37,7 +37,7 @@ from tests.benchmarks.true_peak import (
 )
 from tests.harness.live_bytes import peak_of
 from workers.profiling.profile import make_profile
-from workers.run_directory import Reporter
+from workers.reporter import Reporter
 from workers.training.fit import advance
 from workers.training.memory import MemoryWatch
 from workers.training.start import start

@@ -27,7 +27,8 @@ from app.planning.recipes import recipe_of
 from tests.harness.live_bytes import peak_of
 from tests.harness.runs import with_ranks
 from tests.harness.specs import cpu_plan, make_optimizer, make_spec
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training.accumulate import train_window
 from workers.training.distributed.buckets import Buckets
 from workers.training.distributed.group import ALONE, Group, ProcessGroup

@@ -21,7 +21,7 @@ from app.contract.plan import FixedSize
 from tests.benchmarks.material import write_docstrings
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
-from workers.run_directory import Reporter
+from workers.reporter import Reporter
 from workers.training.fit import fit
 
 RESULTS = Path(__file__).parent / "results"

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from app.contract.reports import Outcome
 from tests.harness.runs import events_of, log_of, start_trainer
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import fit as training
 from workers.training.exceptions import Interrupted
 from workers.training.loss import Forward

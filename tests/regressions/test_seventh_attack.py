@@ -37,7 +37,8 @@ from tests.harness.submissions import submitted
 from workers import ingest as ingestion
 from workers.children import are_gone, children_of
 from workers.ingest import Position
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 

@@ -48,7 +48,8 @@ from tests.harness.requests import JOB, PATH, key_for, service
 from tests.harness.runs import create_run, events_of
 from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.submissions import submitted
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import certificate
 from workers.training.batches import Groups
 from workers.training.budget import Budget

@@ -7,7 +7,8 @@ import pytest
 from app.contract.reports import Failure, LearnedLimits
 from tests.harness.runs import create_run, with_ranks
 from tests.harness.specs import cpu_plan, make_spec
-from workers.run_directory import OUT_OF_STEP, RunDirectory, SilentReporter
+from workers.reporter import SilentReporter
+from workers.run_directory import OUT_OF_STEP, RunDirectory
 from workers.training.budget import WINDOWS_BEFORE_GROWTH, Budget
 from workers.training.distributed import launcher
 from workers.training.distributed.group import ALONE

@@ -25,10 +25,10 @@ from tests.harness.training import events_of_kind, run_to_end, weights
 from workers.training.adapters import with_adapters
 from workers.training.base_model import load_tokenizer
 from workers.training.batches import Buckets, cut_window
-from workers.training.data import Tokeniser
 from workers.training.exceptions import CannotTrain
 from workers.training.model_files import stage, weight_files
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
+from workers.training.tokenising import Tokeniser
 
 pytestmark = pytest.mark.sqlite
 

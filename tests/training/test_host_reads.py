@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.contract.plan import FixedSize
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import accumulate
 from workers.training.replica import Replica
 from workers.training.start import start

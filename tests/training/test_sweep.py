@@ -16,7 +16,8 @@ from app.contract.spec import Tune
 from tests.harness.runs import create_run, events_of, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end, scale_losses, weights
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import fit, sweep
 from workers.training.start import start
 from workers.training.trackers import Trackers

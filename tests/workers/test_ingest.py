@@ -21,7 +21,8 @@ from tests.harness.log_lines import line
 from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
 from workers.ingest import Position, ingest
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 
 
 @pytest.fixture

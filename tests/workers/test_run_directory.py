@@ -5,7 +5,8 @@ import pytest
 
 from app.contract.reports import Failure, Outcome
 from tests.harness.runs import create_run, events_of
-from workers.run_directory import Reporter, RunDirectory, RunDirectoryInUse
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory, RunDirectoryInUse
 
 OUTCOME = Outcome(
     files=("a",), steps=1, first_loss=2.0, final_loss=1.0, trained_tokens=3, effective_batch_size=4

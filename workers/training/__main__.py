@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from app.contract.reports import Failure
+from workers.reporter import Reporter, SilentReporter
 from workers.run_directory import (
     DISK_FULL,
     DISK_FULL_FAILURE,
@@ -25,10 +26,8 @@ from workers.run_directory import (
     INTERRUPTED,
     LOST_RANK,
     OUT_OF_STEP,
-    Reporter,
     RunDirectory,
     RunDirectoryInUse,
-    SilentReporter,
 )
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from app.contract.reports import Outcome, ReplicaOutcome
-from workers.run_directory import Reporter, RunDirectory, SilentReporter
+from workers.reporter import Reporter, SilentReporter
+from workers.run_directory import RunDirectory
 from workers.training import base_model, checkpoint
 from workers.training import model as models
 from workers.training.distributed.independent import replicas_of

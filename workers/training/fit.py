@@ -9,7 +9,8 @@ from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
 from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
 from app.contract.spec import MAX_EVALUATIONS
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import (
     base_model,
     certificate,

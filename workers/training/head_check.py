@@ -12,7 +12,7 @@ from math import isfinite
 import numpy as np
 import torch
 
-from workers.run_directory import Reporter
+from workers.reporter import Reporter
 from workers.training import guards
 from workers.training import model as models
 from workers.training.batch_loader import Loader

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.run_directory import Reporter
+from workers.reporter import Reporter
 from workers.training import guards
 from workers.training import model as models
 from workers.training.batch_loader import Loader

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.contract.plan import TokenBudget
-from workers.run_directory import Reporter
+from workers.reporter import Reporter
 from workers.training import guards
 from workers.training import model as models
 from workers.training.batch_loader import Indices, Loader

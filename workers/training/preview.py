@@ -12,8 +12,9 @@ import numpy as np
 
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
 from app.contract.spec import DataSpec
-from workers.training.data import Prepared, Tokeniser, fit_length, read_examples
+from workers.training.data import Prepared, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
+from workers.training.tokenising import Tokeniser
 
 MAX_EXAMPLES = 1000
 """The maximum number of examples that are measured; in a larger file, they are spread evenly."""

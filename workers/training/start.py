@@ -12,7 +12,8 @@ import torch
 from app.contract.assignment import Assignment
 from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
 from app.contract.reports import LearnedLimits
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import base_model, checkpoint, guards, sweep
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of

@@ -10,7 +10,8 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
-from workers.run_directory import Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
 from workers.training import ramp
 from workers.training.batch_loader import Indices, Loader
 from workers.training.budget import Budget

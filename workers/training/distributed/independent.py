@@ -20,7 +20,8 @@ from app.contract.assignment import Assignment
 from app.contract.plan import RankPlan
 from app.contract.reports import EventLine, Failure, LogLine, RankLine
 from app.contract.spec import Shard
-from workers.run_directory import INTERRUPTED, Reporter, RunDirectory
+from workers.reporter import Reporter
+from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.distributed.launcher import start_process
 
 log = logging.getLogger("accrue.trainer")
