@@ -87,7 +87,7 @@ def test_the_service_imports_no_worker_and_no_torch(source: Path) -> None:
 @pytest.mark.parametrize("source", sorted(ROOT.glob("workers/training/**/*.py")), ids=module_of)
 def test_the_trainer_knows_the_contract_and_its_run_directory(source: Path) -> None:
     ours = within(imported(source), "app", "workers")
-    known = within(ours, "app.contract", "workers.training", "workers.run_directory")
+    known = within(ours, "app.contract", "workers.training", "workers.run_directory", "workers.reporter")
     assert not ours - known - {"workers", "app", "app.PACKAGES_FOLDER", "app.PACKAGE_PREFIX"}
     assert not within(imported(source), "sqlalchemy", "fastapi", "structlog", "pydantic_settings")
 

@@ -157,7 +157,7 @@ def _types_of_events() -> set[str]:
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            place = {"event": 0, "record_event": 2, "record_event_without_webhook": 2}.get(name)
+            place = {"event": 0, "record_event": 2, "record_event_without_webhook": 3}.get(name)
             given = [] if place is None else node.args[place : place + 1]
             if name == "EventLine":
                 given = [each.value for each in node.keywords if each.arg == "type"]

@@ -20,7 +20,7 @@ from app.contract.spec import MethodSpec, Spec, ValidationSpec
 from tests.harness.any_family import lay_any, long_rope, make_any, small_config
 from tests.harness.requests import PATH
 from tests.harness.runs import small_data
-from tests.harness.specs import make_schedule, make_spec
+from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end
 from workers.run_directory import RunDirectory
@@ -31,6 +31,7 @@ from workers.training.certificate import _few
 from workers.training.exceptions import CannotTrain
 from workers.training.loss import TokenLoss
 from workers.training.model import TOLERANCE, prepare_for_training
+from workers.training.optimizer import make_optimizer as build_optimizer
 from workers.training.packing_check import _with_other_tokens, fill_row
 from workers.training.tiny_gpt2 import make_tokenizer
 
@@ -323,3 +324,41 @@ def test_a_repeated_request_gets_its_answer_whatever_was_deleted_since(client: T
     assert (again.status_code, again.json()) == (200, first.json())
     other = client.post("/v1/fine_tuning/jobs", json={**body, "seed": 1}, headers=headers)
     assert "different request" in other.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "adafactor"])
+def test_a_step_changes_every_weight(name: Any, dtype: torch.dtype) -> None:
+    """torch's fused SGD leaves most weights in 16 bits unchanged on a CPU."""
+    weight = torch.nn.Parameter(torch.linspace(0.5, 1.0, 4097).to(dtype).view(17, 241))
+    before = weight.detach().clone()
+    optimizer = build_optimizer(make_optimizer(name, 0.1), [weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert (weight != before).all()
+
+
+def test_a_prompt_that_ends_by_itself_does_not_become_a_target() -> None:
+    tokenizer = made("first")
+    tokens, counts = tokens_of(tokenizer, {"prompt": "hello</s>", "completion": " "})
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert counts[-1]
+    assert not counts[tokens.index(tokenizer.eos_token_id)] or tokens.count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.sqlite
+@pytest.mark.filterwarnings("ignore")
+def test_mixing_that_16_bits_hide_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = MixtralSparseMoeBlock.forward
+
+    def mixing(self: Any, hidden_states: Tensor) -> Tensor:
+        found: Tensor = plain(self, hidden_states)
+        return found + 0.002 * hidden_states.mean(0, keepdim=True)
+
+    monkeypatch.setattr(MixtralSparseMoeBlock, "forward", mixing)
+    spec = make_spec(
+        data=small_data(), max_steps=2, effective_batch_size=8, certificate=True, aux_scope="none"
+    )
+    run = lay_any(tmp_path / "run", "mixtral", spec, rule=FixedCount(micro_batches=2), precision="bf16")
+    with pytest.raises(CannotTrain, match="computes a sample differently beside other samples"):
+        run_to_end(run)

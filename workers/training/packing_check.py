@@ -31,6 +31,8 @@ _CHECKED_TOKENS = 997
 """The most tokens of each of the two longest samples; not a multiple of the blocks that models use."""
 _MOST_OPERATIONS_IN_FP64 = 5e12
 """Of a forward pass on the host, which takes about a minute."""
+_MOST_WITHOUT_DOUBT = 1e11
+"""As many are spent in fp64 even if nothing is found in 16 bits, which hide small changes."""
 
 
 class PackingErrors(NamedTuple):
@@ -140,9 +142,13 @@ def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts
         if not guards.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
             raise
         return _found_against(replica, samples[: (len(samples) + 1) // 2], layouts)
-    if found.within(ROUNDING_IN_FP64, rounding):
+    is_precise = rounding < _ROUNDING_IN_16_BITS
+    seems_apart = found.within(ROUNDING_IN_FP64, rounding)
+    if seems_apart and (is_precise or _operations(replica, samples) > _MOST_WITHOUT_DOUBT):
         return None
     exact = _errors_in_fp64(replica, samples, layouts)
+    if exact is None and seems_apart:
+        return None
     if exact is not None and exact.within(ROUNDING_IN_FP64, ROUNDING_IN_FP64):
         return None
     change = max(exact or found)
@@ -184,8 +190,7 @@ def _errors_in_fp64(replica: Replica, samples: Sequence[Tokens], layouts: Layout
     large."""
     if replica.is_sharded:
         return None
-    operations = 2.0 * sum(each.numel() for each in replica.model.parameters()) * sum(map(len, samples))
-    if operations > _MOST_OPERATIONS_IN_FP64:
+    if _operations(replica, samples) > _MOST_OPERATIONS_IN_FP64:
         return None
     try:
         loss = TokenLoss(models.copy_in_fp64(replica.model))
@@ -194,6 +199,12 @@ def _errors_in_fp64(replica: Replica, samples: Sequence[Tokens], layouts: Layout
             return packing_errors(loss, samples, layouts, torch.device("cpu"))
     except (RuntimeError, TypeError, MemoryError):
         return None
+
+
+def _operations(replica: Replica, samples: Sequence[Tokens]) -> float:
+    """Of a forward pass of the samples."""
+    weights: int = sum(each.numel() for each in replica.model.parameters())
+    return 2.0 * weights * sum(map(len, samples))
 
 
 def _rounding_of_weights(replica: Replica) -> float:

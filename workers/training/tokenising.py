@@ -70,7 +70,7 @@ class Tokeniser:
     def _begun_and_ended(self, tokens: list[int], counts: list[bool]) -> tuple[list[int], list[bool]]:
         """Tokens between those that begin and end every text; a text that has them already keeps its own."""
         begun = len(self._start) if tokens[: len(self._start)] == self._start else 0
-        ended = tokens[begun:][-1:] == self._end
+        ended = tokens[begun:][-1:] == self._end and counts[-1]  # not that of a prompt without a completion
         inner = slice(begun, len(tokens) - ended)
         return (
             [*self._start, *tokens[inner], *self._end],
