@@ -23,7 +23,7 @@ from workers.training.loss_checks import relative_difference, typical_samples
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
-_CHECKED_TOKENS = 256
+_CHECKED_TOKENS = 64
 """The most tokens of the checked sample, so that its full logits fit into memory."""
 _TOLERANCE, _TOLERANCE_IN_16_BITS = 1e-5, 1e-2
 """Of the loss; and of logits that are scaled or capped, relative to the largest. 16 bits have a precision of
