@@ -28,6 +28,8 @@ from app.storage.session import Session
 from app.storage.tables import Job
 
 _DATABASE = "accrue.db"
+_BESIDE = ("-wal", "-shm", "-journal")
+"""Ends of the names of the files that SQLite keeps beside a database."""
 _FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
 
 
@@ -88,11 +90,12 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
     target = _sqlite_file(settings)
     if not (folder / _DATABASE).is_file():
         raise InvalidRequest(f"{folder} is not a backup: it contains no {_DATABASE}")
-    if target.exists():
-        raise InvalidRequest(
-            f"{target} exists already: stop the service and the workers, and move it away with its -wal "
-            "and -shm files"
-        )
+    for left in (target, *(target.with_name(f"{target.name}{suffix}") for suffix in _BESIDE)):
+        if left.exists():  # SQLite would apply the log of another database to the restored one
+            raise InvalidRequest(
+                f"{left} exists already: stop the service and the workers, and move {target.name} away with "
+                "its -wal and -shm files"
+            )
     wrong = _what_is_wrong(folder / _DATABASE)
     if wrong is not None:
         raise InvalidRequest(f"{folder / _DATABASE} is damaged: {wrong}")

@@ -207,3 +207,17 @@ def test_a_backup_with_a_pipe_is_refused(settings: Settings, database: Database,
     os.mkfifo(whole / "files" / "pipe")
     with pytest.raises(InvalidRequest, match="neither a file nor a folder"):
         backup.restore(elsewhere(settings, tmp_path / "other"), whole)
+
+
+@pytest.mark.parametrize("suffix", ["-wal", "-shm", "-journal"])
+def test_a_log_of_another_database_is_not_applied_to_a_restored_one(
+    settings: Settings, database: Database, tmp_path: Path, suffix: str
+) -> None:
+    submitted(database)
+    (settings.files_dir / "file-1").write_text("{}")
+    whole = backup.take(settings, tmp_path / "backup", runs=False).folder
+    other = elsewhere(settings, tmp_path / "other")
+    other.make_directories()
+    (other.data_dir / f"accrue.db{suffix}").write_bytes(b"of another database")
+    with pytest.raises(InvalidRequest, match=f"accrue.db{suffix} exists already"):
+        backup.restore(other, whole)
