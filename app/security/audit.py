@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -32,9 +31,7 @@ MAX_UNAUTHENTICATED_PER_MINUTE = 100
 """The maximum number of requests without a valid key that the log keeps per minute."""
 
 MAX_REFUSED_PER_MINUTE = 100
-"""The maximum number of refused requests (403, 404, 405) of one key that the log keeps per minute."""
-
-_CHANGED_NOTHING = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+"""The maximum number of refused requests (status 4xx) of one key that the log keeps per minute."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,8 @@ class AuditLog:
         """
         if not is_known and not self._has_room_for_unauthenticated():
             return
-        if is_known and record.status in _CHANGED_NOTHING and not self._has_room_for_refused(record.key_id):
+        refused = 400 <= record.status < 500
+        if is_known and refused and not self._has_room_for_refused(record.key_id):
             return
         try:
             self._waiting.put_nowait(record)

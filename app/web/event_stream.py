@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import structlog
 from anyio import to_thread
-from sqlalchemy import Integer, String, column, func, select, values
+from sqlalchemy import Integer, String, column, func, or_, select, values
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract.reports import WindowProgress
@@ -166,7 +166,7 @@ class EventStream:
             ready: the followers that have read all their events.
 
         Returns:
-            New events by the follower's index, and the indices of followers whose job was deleted.
+            New events by the follower's index, and the indices of followers that will get no others.
         """
         found: dict[int, list[JobEvent]] = {}
         if not ready:
@@ -190,7 +190,7 @@ class EventStream:
 
     def _count_new(self, session: Session, ready: Sequence[_Follower]) -> tuple[dict[int, int], list[int]]:
         """The number of new events of each follower that has any, counted up to `_AT_ONCE_EACH`; and the
-        followers whose job was deleted."""
+        followers that will get no others: their job was deleted, or has ended."""
         followed = (
             values(column("number", Integer), column("job_id", String), column("last", String))
             .data([(number, each.job_id, each.last) for number, each in enumerate(ready)])
@@ -205,8 +205,9 @@ class EventStream:
         count = select(func.count()).select_from(newer.subquery()).correlate(followed).scalar_subquery()
         rows = session.execute(select(followed.c.number, count)).all()
         without = select(followed.c.number).outerjoin(Job, Job.id == followed.c.job_id)
-        gone = list(session.scalars(without.where(Job.id.is_(None))))
-        return {number: own for number, own in rows if own}, gone
+        over = list(session.scalars(without.where(or_(Job.id.is_(None), Job.status.in_(ENDED)))))
+        found = {number: own for number, own in rows if own}
+        return found, [number for number in over if number not in found]
 
 
 def in_turns(counts: Mapping[int, int], keys: Mapping[int, str | None], most: int) -> list[int]:

@@ -1,6 +1,8 @@
 """Regression tests for the twenty-fourth attack."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, TokenBudget
 from app.contract.spec import MethodSpec, Spec, ValidationSpec
+from app.security.audit import MAX_REFUSED_PER_MINUTE, AuditLog, AuditRecord
+from app.storage.database import Database
 from tests.harness.any_family import lay_any, long_rope, make_any, small_config
-from tests.harness.requests import PATH
-from tests.harness.runs import small_data
+from tests.harness.requests import PATH, submit
+from tests.harness.runs import small_data, until
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end
@@ -362,3 +366,22 @@ def test_mixing_that_16_bits_hide_is_found(tmp_path: Path, monkeypatch: pytest.M
     run = lay_any(tmp_path / "run", "mixtral", spec, rule=FixedCount(micro_batches=2), precision="bf16")
     with pytest.raises(CannotTrain, match="computes a sample differently beside other samples"):
         run_to_end(run)
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 413, 422, 429])
+def test_refused_requests_of_a_key_do_not_fill_the_audit_log(database: Database, status: int) -> None:
+    log = AuditLog(database, 1.0)
+    for _ in range(3 * MAX_REFUSED_PER_MINUTE):
+        log.note(AuditRecord(time.time(), "key-1", "DELETE", "/x", status, "127.0.0.1", "req_1"))
+    assert log._waiting.qsize() <= 2 * MAX_REFUSED_PER_MINUTE  # of two minutes at most
+
+
+def test_a_stream_of_an_ended_job_ends_whatever_its_reader_has_read(client: TestClient) -> None:
+    job = submit(client)["training_id"]
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": "ftevent-zzzz"}
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(client.get, f"{PATH}/{job}/events", headers=headers)
+        until(lambda: bool(client.app.state.events._followers), 10)  # type: ignore[attr-defined]
+        assert client.post(f"{PATH}/{job}/cancel").status_code == 200
+        answer = reader.result(timeout=20)
+    assert answer.status_code == 200
