@@ -30,7 +30,7 @@ class Slots:
 
     def __init__(self, *, on_cpu: bool | None = None, cpu_devices: int = 1) -> None:
         self._cpu_devices = cpu_devices
-        self._on_cpu = not gpus.detected() if on_cpu is None else on_cpu
+        self._on_cpu = not gpus.detected_at_start() if on_cpu is None else on_cpu
         self._aside_until: dict[int | str, float] = {}
         self._seen_at: dict[int | str, float] = {}
 

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -19,6 +20,7 @@ log = structlog.get_logger("accrue.gpus")
 
 _FRESH_SECONDS = 2.0
 _TIMEOUT_SECONDS = 5.0
+_MAX_SECONDS_AT_START, _MAX_FAILURES_AT_START = 60.0, 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class DetectedGpu:
     load: float | None
     temperature_celsius: float | None
     compute_capability: float | None = None
+    part_of: tuple[int, str] | None = None
+    """The number and UUID of the GPU that a slice (MIG) is a part of."""
 
     @property
     def device(self) -> Device:
@@ -54,8 +58,7 @@ class _GpuMonitor:
 
     def look(self) -> list[DetectedGpu]:
         with self._lock:
-            hangs = self._asking is not None and self._asking.is_alive()
-            if not hangs and time.monotonic() - self._looked_at > _FRESH_SECONDS:
+            if not self.hangs and time.monotonic() - self._looked_at > _FRESH_SECONDS:
                 self._looked_at = time.monotonic()
                 self._asking = threading.Thread(target=self._ask, daemon=True, name="nvidia-smi")
                 self._asking.start()
@@ -63,6 +66,15 @@ class _GpuMonitor:
                 if self._asking.is_alive():
                     log.warning("nvidia-smi does not answer", seconds=_TIMEOUT_SECONDS)
             return self._seen
+
+    @property
+    def hangs(self) -> bool:
+        """Whether nvidia-smi has been called, and has not ended yet."""
+        return self._asking is not None and self._asking.is_alive()
+
+    @property
+    def has_answered(self) -> bool:
+        return self._answered_at < math.inf
 
     def silent_seconds(self) -> float:
         """How long ago nvidia-smi last answered; 0 if it never has."""
@@ -96,15 +108,34 @@ def _named(visible: str, gpus: list[DetectedGpu]) -> list[DetectedGpu]:
     a name without a GPU ends the list (CUDA C++ Programming Guide, section on environment variables)."""
     named: list[DetectedGpu] = []
     for name in map(str.strip, visible.split(",")):
-        found = [
-            gpu
-            for gpu in gpus
-            if name == str(gpu.id) or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
-        ]
-        if len(found) != 1:
+        found = [gpu for gpu in gpus if _is_named(name, gpu.id, gpu.uuid)]
+        slices = [gpu for gpu in gpus if gpu.part_of is not None and _is_named(name, *gpu.part_of)]
+        if len(found) > 1 or not (found or slices):
             break
-        named += found
+        named += found or slices[:1]  # CUDA uses the first slice of a GPU that is divided
     return [gpu for gpu in gpus if gpu in named]
+
+
+def _is_named(name: str, number: int, uuid: str) -> bool:
+    return name == str(number) or (name.startswith(("GPU-", "MIG-")) and uuid.startswith(name))
+
+
+def detected_at_start() -> list[DetectedGpu]:
+    """The GPUs of this machine, for which it waits if nvidia-smi is slow at first: without persistence mode,
+    it loads the driver."""
+    began, failures = time.monotonic(), 0
+    while True:
+        found = detected()
+        if found or _gauge.has_answered or shutil.which("nvidia-smi") is None:
+            break
+        failures += not _gauge.hangs
+        if failures == _MAX_FAILURES_AT_START or time.monotonic() - began > _MAX_SECONDS_AT_START:
+            break
+        time.sleep(_FRESH_SECONDS)
+    if not found and _gauge.look():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        log.warning("CUDA_VISIBLE_DEVICES names no GPU of this machine", value=visible)
+    return found
 
 
 def this_cpu() -> Device:
@@ -198,6 +229,7 @@ def _with_slices(whole: list[DetectedGpu], slices: list[_Slice]) -> list[Detecte
                 memory_total_bytes=own.memory_bytes,
                 memory_used_bytes=0,  # nvidia-smi reports that of the whole GPU
                 load=None,
+                part_of=(by_uuid[own.gpu_uuid].id, own.gpu_uuid),
             )
             for number, own in enumerate(known)
         ),
@@ -205,13 +237,17 @@ def _with_slices(whole: list[DetectedGpu], slices: list[_Slice]) -> list[Detecte
 
 
 def _slices() -> list[_Slice]:
-    """The slices that `nvidia-smi -L` lists below each GPU; none if it fails."""
+    """The slices that `nvidia-smi -L` lists below each GPU.
+
+    Raises:
+        ValueError: it fails, so that a divided GPU would look like a whole one.
+    """
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
+    except subprocess.SubprocessError as error:
+        raise ValueError("nvidia-smi -L failed") from error
     found, gpu = [], ""
     for line in listed.splitlines():
         uuid = re.search(r"UUID: ([^)\s]+)\)", line)

@@ -129,11 +129,12 @@ def pause(session: Session, job_id: str) -> Job:
     if job.status in ENDED:
         raise Conflict(f"Job {job_id} has ended ({job.status}): there is nothing to pause.")
     _check_not_ending(job)
+    for recorded in ("paused", "pause_requested"):
+        if is_recorded(session, job_id, recorded, times=MOST_PAUSES):
+            raise Conflict(f"Job {job_id} has been paused {MOST_PAUSES} times: cancel it instead.")
     if job.status == "running":
         _request(session, job, "pause")
     elif job.status == "queued":
-        if is_recorded(session, job_id, "paused", times=MOST_PAUSES):
-            raise Conflict(f"Job {job_id} has been paused {MOST_PAUSES} times: cancel it instead.")
         change(session, job, "paused")
         record_event(session, job, "paused", "Job paused.")
     return job

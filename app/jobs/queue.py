@@ -53,8 +53,8 @@ counts as expired."""
 
 
 def gpu_mask(gpu_ids: Iterable[int]) -> int:
-    """A set of GPUs as a number: bit n for GPU n."""
-    return sum(1 << gpu_id for gpu_id in set(gpu_ids))
+    """A set of GPUs as a number: bit n for GPU n. Those that no job can name are left out."""
+    return sum(1 << gpu_id for gpu_id in set(gpu_ids) if gpu_id <= MAX_GPU_ID)
 
 
 def gpus_of(mask: int) -> tuple[int, ...]:

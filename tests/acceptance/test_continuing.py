@@ -181,7 +181,7 @@ def test_what_cannot_be_continued_is_explained(accrue: Accrue, whole: Any, adapt
         assert answer.status_code == 422, answer.text
         return str(answer.json()["detail"])
 
-    assert "No job of yours made the model ftjob-nope" in refused("ftjob-nope")
+    assert "None of your jobs made the model ftjob-nope" in refused("ftjob-nope")
     assert "No job of yours" in refused(name_of(accrue, whole).replace("tiny", "huge"))
     assert "Steps of its checkpoints: 10, 8" in refused(f"{whole['id']}:ckpt-step-77")
     assert "has adapters with r 16" in refused(adapted["id"], method={"lora": {"r": 4}})

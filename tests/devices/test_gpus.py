@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from app.devices import gpus
-from app.planning.devices import GIB, Device
+from app.jobs.queue import gpu_mask
+from app.planning.devices import GIB, MAX_GPU_ID, Device
 from tests.harness.runs import until
 from workers.leases import _as_row
 from workers.slots import Slots
@@ -124,6 +125,13 @@ def test_slices_of_a_gpu_are_devices_with_their_own_memory(
     assert 9 * GIB < small.memory_total_bytes < 9.6 * GIB
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     assert [gpu.id for gpu in gpus.detected()] == [3]
+    for name in ("0", "GPU-aaaa"):  # CUDA uses the first slice
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+        assert [gpu.id for gpu in gpus.detected()] == [2]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.0)
+    nvidia_smi.write_text(f"#!/bin/sh\n{answers.replace('then cat', 'then exit 3; cat')}")
+    assert [gpu.id for gpu in gpus.detected()] == [1, 2, 3]  # not GPU 0 as a whole
 
 
 @pytest.mark.usefixtures("nvidia_smi")
@@ -183,3 +191,27 @@ def test_workers_store_devices_without_uuid() -> None:
     row = _as_row(Device(0, "A100", 40 * GIB, "cuda", uuid="GPU-aaaa"))
     assert Device(**row) == Device(0, "A100", 40 * GIB, "cuda")
     assert "uuid" not in row
+
+
+def test_a_worker_waits_for_an_nvidia_smi_that_is_slow_at_first(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.1)
+    answering = nvidia_smi.read_text()
+    nvidia_smi.write_text("#!/bin/sh\n[ $# = 1 ] || sleep 1\n" + answering.removeprefix("#!/bin/sh\n"))
+    monkeypatch.setattr(gpus, "_slices", list)
+    assert [device.id for device in Slots().usable()] == [0, 1]
+
+
+def test_a_worker_trains_on_the_cpu_if_nvidia_smi_fails_again_and_again(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "_FRESH_SECONDS", 0.05)
+    nvidia_smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: driver not loaded'\nexit 9\n")
+    assert [device.kind for device in Slots().usable()] == ["cpu"]
+
+
+def test_gpus_that_no_job_can_name_are_offered_without_a_number() -> None:
+    assert gpu_mask([0, MAX_GPU_ID, MAX_GPU_ID + 1, 200]) == 1 + (1 << MAX_GPU_ID)
+    assert gpu_mask(range(300)) < 2**63
