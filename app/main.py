@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.gzip import GZipMiddleware
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES
 
-from app import __version__
+from app import __version__, logs
 from app.datasets import file_routes, preview_routes
 from app.devices import routes as device_routes
 from app.errors import BadSetting
@@ -88,6 +88,8 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
             requests from this machine only.
     """
     settings = settings or get_settings()
+    if not structlog.is_configured():  # structlog's defaults would show local variables, and keys in them
+        logs.configure(settings.log_level, settings.log_format)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -172,11 +172,13 @@ def _catalogue_entry(name: str) -> tuple[KnownFrom, Architecture]:
 
 
 def _configs(folder: Path) -> list[Path]:
-    """The config.json files of models in a folder and its subfolders; each real folder is visited once."""
+    """The config.json files of models in a folder and its subfolders; each real folder is visited once, and
+    none that a link leads to elsewhere."""
     found: dict[Path, Path] = {}
+    whole = folder.resolve()
     for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json")):
         with contextlib.suppress(OSError, RuntimeError):
-            if path.is_file():
+            if path.is_file() and path.parent.resolve().is_relative_to(whole):
                 found.setdefault(path.parent.resolve(), path)
     return list(found.values())
 

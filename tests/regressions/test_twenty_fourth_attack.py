@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from fastapi.testclient import TestClient
 from safetensors.torch import load_file
@@ -19,7 +20,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, TokenBudget
 from app.contract.spec import MethodSpec, Spec, ValidationSpec
+from app.main import create_app
+from app.models.base_models import local_names
 from app.security.audit import MAX_REFUSED_PER_MINUTE, AuditLog, AuditRecord
+from app.settings import Settings
 from app.storage.database import Database
 from tests.harness.any_family import lay_any, long_rope, make_any, small_config
 from tests.harness.requests import PATH, submit
@@ -385,3 +389,22 @@ def test_a_stream_of_an_ended_job_ends_whatever_its_reader_has_read(client: Test
         assert client.post(f"{PATH}/{job}/cancel").status_code == 200
         answer = reader.result(timeout=20)
     assert answer.status_code == 200
+
+
+def test_an_embedded_service_does_not_log_local_variables(settings: Settings) -> None:
+    """Among them are the keys of requests."""
+    structlog.reset_defaults()
+    create_app(settings)
+    processors = structlog.get_config()["processors"]
+    assert structlog.processors.format_exc_info in processors
+
+
+def test_models_that_a_link_leads_to_elsewhere_are_not_listed(settings: Settings, tmp_path: Path) -> None:
+    folder = settings.models_dir
+    assert folder is not None
+    for place in (folder / "own", tmp_path / "elsewhere"):
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    assert "own" in local_names(settings)
+    assert "linked" not in local_names(settings)
