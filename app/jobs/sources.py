@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, not_, select
 
 from app.contract.spec import Spec
 from app.contract.states import ENDED
@@ -76,11 +76,26 @@ def check_unneeded(session: Session, job_id: str) -> None:
     raise Conflict(f"Jobs that have not ended start from the model of {job_id}: {some}. Cancel them first.")
 
 
-def needed(session: Session) -> set[str]:
-    """The ids of the jobs that unfinished jobs start from."""
-    unfinished = select(Job.spec["model"]).where(Job.status.not_in(ENDED), Job.model_name.startswith("ft:"))
-    models = session.scalars(unfinished, execution_options=OF_EVERYONE)
-    return {job_id for model in models for job_id in _sources(model)}
+def needed(session: Session, expired: ColumnElement[bool]) -> set[str]:
+    """The ids of the jobs that other jobs start from, or whose models the adapters of others belong to.
+
+    Args:
+        expired: which jobs are to be deleted themselves.
+    """
+    kept = select(Job.status, Job.spec["model"], Job.spec["method"], Job.result).where(
+        not_(expired), Job.model_name.startswith("ft:")
+    )
+    return {
+        job_id
+        for status, model, method, result in session.execute(kept, execution_options=OF_EVERYONE)
+        if status not in ENDED or (_is_adapter(method) and not is_model_deleted(result))
+        for job_id in _sources(model)
+    }
+
+
+def _is_adapter(method: dict[str, Any]) -> bool:
+    """Whether a job's model consists of adapters alone."""
+    return bool(method["lora"]) and not method["lora"]["merge"]
 
 
 def _sources_by_model(model: dict[str, Any]) -> set[str]:

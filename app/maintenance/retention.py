@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import and_, select
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.contract.states import ENDED
@@ -59,12 +59,15 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
 
 
 def delete_expired(database: Database, settings: Settings, days: float) -> int:
-    """Deletes jobs that ended more than `days` ago, then files of that age that no job uses; at most 100 of
-    each.
+    """Deletes jobs that ended more than `days` ago and that no kept job's model needs, then files of that age
+    that no job uses; at most 100 of each.
 
     Returns the total number deleted.
     """
-    old_jobs = select(Job.id).where(Job.status.in_(ENDED), Job.finished_at < database_now() - days * _DAY)
+    expired = and_(
+        Job.status.in_(ENDED), Job.finished_at.is_not(None), Job.finished_at < database_now() - days * _DAY
+    )
+    old_jobs = select(Job.id).where(expired)
     used = select(Job.file_id)
     evaluated = Job.spec["data"]["validation"]["file_id"].as_string()
     validation = select(evaluated).where(evaluated.is_not(None))
@@ -73,7 +76,7 @@ def delete_expired(database: Database, settings: Settings, days: float) -> int:
     )
     with database.reading() as session:
         job_ids = session.scalars(
-            old_jobs.where(Job.id.not_in(sources.needed(session))).limit(_AT_ONCE)
+            old_jobs.where(Job.id.not_in(sources.needed(session, expired))).limit(_AT_ONCE)
         ).all()
     gone = _delete_each(job_ids, lambda job_id: delete_job(database, settings, job_id))
     with database.reading() as session:

@@ -20,15 +20,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, TokenBudget
 from app.contract.spec import MethodSpec, Spec, ValidationSpec
+from app.jobs import sources
 from app.main import create_app
+from app.maintenance import retention
 from app.models.base_models import local_names
 from app.security.audit import MAX_REFUSED_PER_MINUTE, AuditLog, AuditRecord
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.tables import Job
 from tests.harness.any_family import lay_any, long_rope, make_any, small_config
 from tests.harness.requests import PATH, submit
 from tests.harness.runs import small_data, until
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
+from tests.harness.submissions import started_from, succeeded
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end
 from workers.run_directory import RunDirectory
@@ -408,3 +412,29 @@ def test_models_that_a_link_leads_to_elsewhere_are_not_listed(settings: Settings
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     assert "own" in local_names(settings)
     assert "linked" not in local_names(settings)
+
+
+@pytest.mark.parametrize(("merged", "model_deleted", "is_kept"), [
+    (False, False, True), (True, False, False), (False, True, False),
+])  # fmt: skip
+def test_the_base_of_a_kept_adapter_does_not_expire(
+    database: Database, settings: Settings, merged: bool, model_deleted: bool, is_kept: bool
+) -> None:
+    base, _ = succeeded(database, settings)
+    adapter = started_from(database, base)
+    lora = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=merged)
+    with database.writing() as session:
+        old, new = session.get_one(Job, base), session.get_one(Job, adapter)
+        old.finished_at = time.time() - 40 * 86400
+        new.status, new.finished_at = "succeeded", time.time()
+        new.spec = {**new.spec, "method": MethodSpec(name="lora", lora=lora).model_dump(mode="json")}
+        new.result = {"files": ["adapter_model.safetensors"], sources.MODEL_DELETED: model_deleted}
+    retention.delete_expired(database, settings, 30)
+    with database.reading() as session:
+        assert (session.get(Job, base) is not None) == is_kept
+    with database.writing() as session:
+        session.get_one(Job, adapter).finished_at = time.time() - 35 * 86400
+    retention.delete_expired(database, settings, 30)
+    retention.delete_expired(database, settings, 30)
+    with database.reading() as session:
+        assert session.get(Job, base) is None
