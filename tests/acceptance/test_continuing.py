@@ -182,7 +182,7 @@ def test_what_cannot_be_continued_is_explained(accrue: Accrue, whole: Any, adapt
         return str(answer.json()["detail"])
 
     assert "None of your jobs made the model ftjob-nope" in refused("ftjob-nope")
-    assert "No job of yours" in refused(name_of(accrue, whole).replace("tiny", "huge"))
+    assert "None of your jobs" in refused(name_of(accrue, whole).replace("tiny", "huge"))
     assert "Steps of its checkpoints: 10, 8" in refused(f"{whole['id']}:ckpt-step-77")
     assert "has adapters with r 16" in refused(adapted["id"], method={"lora": {"r": 4}})
     assert "choose lora" in refused(checkpoints(accrue, whole)[0], method="qlora").lower()
