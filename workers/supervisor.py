@@ -76,7 +76,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.locks = DeviceLocks(self.settings)
-        self.keeping = placement.Reservations()
+        self.reservations = placement.Reservations()
         self.launcher = Launcher(self.settings, self.database)
         self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.available)
 
@@ -261,12 +261,12 @@ class Supervisor:
         left = placement.seconds_left(session, [each.fence.job_id for each in own.values()]) if wanted else {}
         expected = {device: left.get(each.fence.job_id, 0.0) for device, each in own.items()}
         found = placement.tiers(
-            self.keeping.known(wanted),
+            self.reservations.known(wanted),
             [device.id for device in free],
             {device: max(_ALMOST_FREE_SECONDS, expected.get(device, 0.0)) for device in busy},
             most,
         )
-        self.keeping.note(found)
+        self.reservations.note(found)
         shrink_above = MAX_DEVICES if busy else most
         return [
             (offered, _offer(offered, tier.before_place, shrink_above if offered == free else MAX_DEVICES))
