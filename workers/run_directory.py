@@ -10,6 +10,7 @@ The trainer writes all others:
     events.jsonl     a line per event, over all attempts
     learned-0.json   what a rank has learned by running out of memory in this attempt
     shares.jsonl     a line per change of the ranks' shares of the work, over all attempts
+    tuning.jsonl     a line per decision about the token budget, over all attempts
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
     base_weights     a digest of the weights before the first step
@@ -33,7 +34,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -58,6 +59,7 @@ from app.contract.reports import (
     LogLine,
     Outcome,
     RankShares,
+    TuningStep,
     WindowProgress,
 )
 
@@ -111,6 +113,7 @@ _MAX_BYTES = {
     "cooling": 2**10,
     "log line": 2**20,
     "shares.jsonl": 2**24,
+    "tuning.jsonl": 2**24,
     "progress.json": 2**16,
     "failure.json": 2**16,
     "outcome.json": 2**20,
@@ -121,8 +124,9 @@ _MAX_BYTES = {
 
 _FOLDERS = (".base", "data", "checkpoints", "model")
 _FILES = (
-    "spec.json", "metrics.jsonl", "events.jsonl", "shares.jsonl", "base_model.json", "base_weights",
-    "progress.json", "completions.json", "outcome.json", "failure.json", "trainer.log", "at-work", "lock",
+    "spec.json", "metrics.jsonl", "events.jsonl", "shares.jsonl", "tuning.jsonl", "base_model.json",
+    "base_weights", "progress.json", "completions.json", "outcome.json", "failure.json",
+    "trainer.log", "at-work", "lock",
 )  # fmt: skip
 
 
@@ -259,26 +263,41 @@ class RunDirectory:
 
     def append_shares(self, shares: RankShares) -> None:
         """Records that ranks take these shares of a window from now on."""
-        with append_plain(self.path / "shares.jsonl") as file:
-            file.write(shares.model_dump_json().encode() + b"\n")
+        self._record("shares.jsonl", shares)
 
     def shares(self) -> list[RankShares]:
         """What `append_shares` has recorded."""
+        return self._recorded("shares.jsonl", RankShares)
+
+    def append_tuning(self, decision: TuningStep) -> None:
+        """Records a decision about the token budget."""
+        self._record("tuning.jsonl", decision)
+
+    def tuning(self) -> list[TuningStep]:
+        """What `append_tuning` has recorded."""
+        return self._recorded("tuning.jsonl", TuningStep)
+
+    def forget_decisions(self, after: int) -> None:
+        """Deletes the shares and token budgets recorded for steps after that one: no reported window used
+        them."""
+        for name, kind in (("shares.jsonl", RankShares), ("tuning.jsonl", TuningStep)):
+            recorded: Sequence[RankShares | TuningStep] = self._recorded(name, kind)
+            kept = [line for line in recorded if line.step <= after]
+            if len(kept) < len(recorded):
+                write_atomically(self.path / name, "".join(f"{line.model_dump_json()}\n" for line in kept))
+
+    def _record(self, name: str, line: BaseModel) -> None:
+        with append_plain(self.path / name) as file:
+            file.write(line.model_dump_json().encode() + b"\n")
+
+    def _recorded(self, name: str, kind: type[Content]) -> list[Content]:
         found = []
         with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, "shares.jsonl", max_bytes=_MAX_BYTES["shares.jsonl"]) or b""
+            content = read_plain(self.path, name, max_bytes=_MAX_BYTES[name]) or b""
             for line in content.splitlines():
                 with contextlib.suppress(ValidationError):  # torn by a kill
-                    found.append(RankShares.model_validate_json(line))
+                    found.append(kind.model_validate_json(line))
         return found
-
-    def keep_shares(self, until: int) -> None:
-        """Deletes the shares recorded for steps after `until`: no reported window used them."""
-        recorded = self.shares()
-        kept = [line for line in recorded if line.step <= until]
-        if len(kept) < len(recorded):
-            content = "".join(f"{line.model_dump_json()}\n" for line in kept)
-            write_atomically(self.path / "shares.jsonl", content)
 
     def last_step(self) -> int:
         """The step of the newest complete log line; 0 if there is none."""

@@ -111,6 +111,14 @@ class RankShares(Frozen):
     shares: tuple[Number, ...]
 
 
+class TuningStep(Frozen):
+    """A decision about the token budget, made after a step: a line of tuning.jsonl."""
+
+    step: Count
+    state: dict[str, Any]
+    """The trainer's own state after it (workers/training/state.py: LearnedTuning)."""
+
+
 class LogLine(Frozen):
     """One optimizer step. Counters (`step`, `micro_step`, `skipped`) run over the whole job;
     `samples`, `tokens`, `loss` and times are those of this step's window."""
@@ -218,7 +226,8 @@ class MeasuredSize(Frozen):
     tokens_per_second: Number
     """The samples' own tokens, padding not counted."""
     peak_bytes: Bytes
-    """Peak memory, including the optimizer's states: allocated on a GPU, of the process on a CPU."""
+    """Peak memory, including the optimizer's states: allocated on a GPU, of the process on a CPU; 0 if it was
+    not measured for this size."""
 
 
 class Tuning(Frozen):

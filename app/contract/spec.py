@@ -20,7 +20,8 @@ Overlength = Literal["truncate", "split", "error"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 AuxScope = Literal["window", "sequence", "none"]
 RunPrecision = Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"]
-Tune = Literal["first", "only"]
+Tune = Literal["while_training", "first", "only"]
+RequestedTune = Literal["while_training", "off", "first", "only"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
@@ -219,7 +220,8 @@ class Spec(Frozen):
     completions: int = 0
     """The number of held-out prompts that are completed before and after training."""
     tune: Tune | None = None
-    """first: measure micro-batch sizes after the first steps; only: measure them, and make no model."""
+    """while_training: try other micro-batch sizes in windows of the job; first: measure them after the first
+    steps; only: measure them, and make no model; None: use the planned size."""
 
     def batch_at(self, step: int) -> int:
         """The effective batch of an update (counted from 0), unless it depends on measurements.

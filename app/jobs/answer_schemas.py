@@ -143,7 +143,10 @@ class JobAnswer(Answer):
     error: ErrorAnswer | None
     waiting: Waiting | None
     tune: Tune | None = Field(
-        None, description="first: measure micro-batches after two steps, then go on; only: train no model"
+        None,
+        description="while_training: other micro-batches are tried in steps of the job; first: they are "
+        "measured after two steps; only: they are measured, and no model is trained; null: the planned size "
+        "is used",
     )
     links: Links
     learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")

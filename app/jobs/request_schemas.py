@@ -9,7 +9,7 @@ from app.contract.base import Flag, Request, ShortText
 from app.contract.model_reference import StartingModel
 from app.contract.spec import (
     GradientCompression,
-    Tune,
+    RequestedTune,
     ZeroStage,
 )
 from app.datasets.dataset_config import DatasetConfig
@@ -183,10 +183,12 @@ class JobOptions(AccumulationConfig):
         description="URL to notify, signed, when the job ends or is paused; null: ACCRUE_WEBHOOK_URL",
     )
     profile: Flag = Field(False, description="Profile one steady-state window with torch.profiler")
-    tune: Tune | None = Field(
+    tune: RequestedTune | None = Field(
         None,
-        description="Measure micro-batches of several sizes. first: then train with the smallest size that "
-        "is about as fast as the fastest; only: make no model",
+        description="How to find the fastest micro-batch. while_training: try other sizes in steps of the "
+        "job, if at least 100 are left (the default on one device, if the request leaves the micro-batch "
+        "open); off: use the planned size; first: measure several sizes after two steps, then train with the "
+        "smallest that is about as fast as the fastest; only: measure, and make no model",
     )
 
     @model_validator(mode="after")
@@ -257,7 +259,7 @@ class JobOptions(AccumulationConfig):
         given = {
             "distributed": self.distributed or self.multi_gpu_strategy or self.sharing().carried_out_as,
             "accumulation_steps for each device": self.accumulation_steps_by_device,
-            "tune": self.tune,
+            "tune": self.tune not in (None, "off"),
             "num_gpus auto": self.num_gpus == "auto",
         }
         if found := next((name for name, value in given.items() if value), None):

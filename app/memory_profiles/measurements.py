@@ -59,7 +59,7 @@ def note_run(session: Session, subject: Subject, plan: Plan) -> None:
     peak, tokens, steps = session.execute(
         select(func.max(StepMetric.peak_gb), func.max(StepMetric.largest_tokens), func.count()).where(own)
     ).one()
-    if peak is None or tokens is None or steps < _SETTLED_STEPS:
+    if not peak or tokens is None or steps < _SETTLED_STEPS:
         return
     seconds = StepMetric.data_seconds + StepMetric.forward_backward_seconds
     done, took = session.execute(
@@ -86,6 +86,7 @@ def points(session: Session, architecture: str, key: str, device_name: str | Non
             Measurement.architecture == architecture,
             Measurement.device_name == device_name,
             Measurement.key == key,
+            Measurement.measured_bytes > 0,
         )
         .order_by(Measurement.created_at.desc())
         .limit(_MAX_MEASUREMENTS)
@@ -173,13 +174,16 @@ def _is_plausible(subject: Subject, tokens: int, measured: int, predicted: int) 
     """Whether a measurement is plausible, since the plans of other jobs rely on it."""
     longest = int(subject.job.spec["effective_batch_size"]) * subject.sequence
     most = min(predicted * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE, subject.device.memory_bytes)
-    return 0 < tokens <= 2 * longest and predicted / _MAX_ERROR_FACTOR <= measured <= most
+    is_possible = measured == 0 or predicted / _MAX_ERROR_FACTOR <= measured <= most
+    return 0 < tokens <= 2 * longest and is_possible
 
 
 def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:
     """The relative errors of the newest measurements: measured / predicted - 1."""
     query = select(Measurement.measured_bytes, Measurement.predicted_bytes)
-    query = query.where(Measurement.device == device, Measurement.predicted_bytes > 0)
+    query = query.where(
+        Measurement.device == device, Measurement.predicted_bytes > 0, Measurement.measured_bytes > 0
+    )
     if source is not None:
         query = query.where(Measurement.source == source)
     rows = session.execute(query.order_by(Measurement.created_at.desc()).limit(_MAX_MEASUREMENTS)).all()

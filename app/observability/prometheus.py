@@ -120,7 +120,9 @@ def _prediction_error(session: Session) -> Metric:
     )
     error = func.avg(func.abs(Measurement.predicted_bytes * 1.0 / Measurement.measured_bytes - 1.0))
     rows = session.execute(
-        select(Measurement.source, Measurement.device, error).group_by(Measurement.source, Measurement.device)
+        select(Measurement.source, Measurement.device, error)
+        .where(Measurement.measured_bytes > 0)
+        .group_by(Measurement.source, Measurement.device)
     )
     for source, device, value in rows:
         family.add_metric([source, device], value)

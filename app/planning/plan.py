@@ -48,7 +48,7 @@ def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Qu
         effective_batch=spec.effective_batch_size,
         split=spec.split,
         constant_batch=spec.ramp.name == "constant",
-        tunes=spec.tune is not None,
+        tunes=spec.tune in ("first", "only"),
         shrink_to_fit=spec.auto_adjust_batch_size,
         compresses=spec.gradient_compression is not None,
     )

@@ -192,11 +192,12 @@ def solve(question: Question, known: Known) -> Solution:
     """
     estimate = _estimate(question, known)
     throughput = known.throughput(question.recipe, question.sequence)
+    hidden_size = known.architecture.hidden_size if known.architecture else None
     by_kind: dict[Device, Capacity] = {}
     for device in question.devices:
         alike = replace(device, id=0)
         if alike not in by_kind:
-            by_kind[alike] = capacity_of(alike, question, estimate, throughput)
+            by_kind[alike] = capacity_of(alike, question, estimate, throughput, hidden_size)
     capacities = [replace(by_kind[replace(device, id=0)], device=device) for device in question.devices]
     rules, sizes, adjusted = _split(question, capacities)
     ranks = [
@@ -222,29 +223,39 @@ def divided(recipe: Recipe, ranks: int, stage: ZeroStage) -> Recipe:
 
 
 def capacity_of(
-    device: Device, question: Question, estimate: Estimate, throughput: Throughput | None
+    device: Device,
+    question: Question,
+    estimate: Estimate,
+    throughput: Throughput | None,
+    hidden_size: int | None,
 ) -> Capacity:
-    """The capacity of one device."""
+    """The capacity of one device, for a model of that width (None: not known)."""
     limit, sequence = question.limits.budget(device.memory_bytes), question.sequence
     largest = largest_micro_batch(estimate, limit)
     alone = largest_micro_batch(estimate, limit, accumulating=False)
-    tokens = _useful_tokens(largest, question, device, throughput)
+
+    def useful(samples: int) -> int:
+        return _useful_tokens(samples, question, device, throughput, hidden_size)
+
+    tokens = useful(largest)
     return Capacity(
         device=device,
         limit_bytes=limit,
         largest=largest,
         largest_alone=alone,
         useful=max(1, tokens // sequence),
-        useful_alone=max(1, _useful_tokens(alone, question, device, throughput) // sequence),
+        useful_alone=max(1, useful(alone) // sequence),
         useful_tokens=tokens,
     )
 
 
-def _useful_tokens(largest: int, question: Question, device: Device, throughput: Throughput | None) -> int:
+def _useful_tokens(
+    largest: int, question: Question, device: Device, throughput: Throughput | None, hidden_size: int | None
+) -> int:
     """Tokens of the smallest micro-batch, up to `largest` samples, that is as fast as any larger one."""
     samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
     tokens = samples * question.sequence
-    useful = useful_tokens(throughput, device.kind, tokens)
+    useful = useful_tokens(throughput, device.kind, tokens, hidden_size)
     return min(tokens, ceil(useful / _BUDGET_STEP) * _BUDGET_STEP)
 
 

@@ -11,7 +11,6 @@ from app.contract.spec import OptimizerName, RunPrecision
 from app.planning import learning_rate
 from app.planning.learning_rate import LORA_LEARNING_RATE
 from app.planning.schemas import Recommendation
-from app.planning.throughput import CPU_TOKENS
 
 SIZES = {"small": 125_000_000, "medium": 350_000_000, "large": 760_000_000, "xl": 1_300_000_000}
 """Parameter counts by size name, from the GPT-3 paper (Brown et al. 2020, table 2.1)."""
@@ -212,8 +211,8 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch and not situation.swept:
         return _literature(
             micro,
-            f"small models on a CPU are hardly faster with more than {CPU_TOKENS} tokens at once; run "
-            "accrue tune to measure this model",
+            "a CPU is hardly faster with larger micro-batches of this model (rule of thumb); run accrue tune "
+            "to measure it",
             "medium",
         )
     if micro == situation.useful and micro < situation.micro_batch:

@@ -19,7 +19,7 @@ def why_not_sharded(spec: Spec) -> str | None:
         "mixed_precision pure_bf16": spec.precision == "pure_bf16",
         "accumulate_gradients_on_cpu": spec.accumulate_gradients_on_cpu,
         "compile": spec.compile,
-        "tune": spec.tune is not None,
+        "tune": spec.tune in ("first", "only"),
     }
     found = next((name for name, applies in reasons.items() if applies), None)
     return None if found is None else f"fsdp and {found} cannot be combined: leave one of them out"

@@ -417,6 +417,7 @@ class Measurement(Base):
     """The source of the prediction: measured, simulated or formula."""
     predicted_bytes: Mapped[int] = mapped_column(BigInteger)
     measured_bytes: Mapped[int] = mapped_column(BigInteger)
+    """0 if only the speed was measured."""
     """The peak of allocated memory on a GPU, or of the whole process on a CPU."""
     tokens_per_second: Mapped[float | None]
     """Tokens without padding, per second of forward and backward passes."""

@@ -15,6 +15,7 @@ from app.contract.spec import (
     Overlength,
     RampSpec,
     RequestedSplit,
+    RequestedTune,
     Spec,
     Strategy,
     Tune,
@@ -178,7 +179,7 @@ def freeze(
     distribution: Distribution,
     *,
     profile: bool = False,
-    tune: Tune | None = None,
+    tune: RequestedTune | None = None,
     measured_margin: float | None = None,
 ) -> Spec:
     """The spec of a job.
@@ -200,8 +201,7 @@ def freeze(
         recommended_batch(None if own.overlength == "split" else samples),
         by_device,
     )
-    if tune is not None:
-        _check_tunable(batch, training)
+    own_tune = _tune(tune, batch, config, training, distribution)
     spec = Spec(
         model=model,
         data=own,
@@ -247,7 +247,7 @@ def freeze(
         report_to=tuple(training.report_to),
         completions=training.completions if own.validation is not None and not training.compile else 0,
         profile=profile,
-        tune=tune,
+        tune=own_tune,
         strategy=distribution.strategy,
         average=distribution.average,
         zero_stage=distribution.zero_stage,
@@ -278,6 +278,29 @@ def _check_options(config: AccumulationConfig, training: TrainingConfig, data: D
             "compile and packing cannot be combined: each packed row has a different shape.",
             field="training_config.compile",
         )
+
+
+def _tune(
+    requested: RequestedTune | None,
+    batch: ResolvedBatch,
+    config: AccumulationConfig,
+    training: TrainingConfig,
+    distribution: Distribution,
+) -> Tune | None:
+    """How the job tunes its micro-batches; None: not at all. If nothing is requested, it tunes while
+    training wherever that cannot change the result.
+
+    Raises:
+        Unprocessable: tuning is requested, but the job does not leave the micro-batch open.
+    """
+    if requested == "off":
+        return None
+    if requested is not None:
+        _check_tunable(batch, training)
+        return requested
+    is_open = batch.steps is None and batch.micro_batch is None and distribution.steps_by_device is None
+    fixed = training.compile or distribution.devices != 1 or distribution.independent
+    return "while_training" if is_open and not fixed and config.clip_mode != "each_micro_batch" else None
 
 
 def _check_tunable(batch: ResolvedBatch, training: TrainingConfig) -> None:

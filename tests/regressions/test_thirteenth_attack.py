@@ -352,7 +352,7 @@ def test_shares_of_windows_that_were_never_reported_are_forgotten(tmp_path: Path
     run = create_run(tmp_path / "run", make_spec())
     for step in (20, 50, 60, 90):
         run.append_shares(RankShares(step=step, shares=(0.5, 0.5)))
-    run.keep_shares(55)
+    run.forget_decisions(after=55)
     assert [line.step for line in run.shares()] == [20, 50]
 
 

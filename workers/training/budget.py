@@ -172,6 +172,21 @@ class Budget:
         failed = self.learned.failed_tokens
         return most if failed is None else min(most, failed - 1)
 
+    @property
+    def planned_tokens(self) -> int:
+        """The plan's token budget.
+
+        Raises:
+            AssertionError: the plan gives none, but a number or a size of micro-batches.
+        """
+        rule = self._rank.micro_batch_rule
+        assert isinstance(rule, TokenBudget), "a split that was requested is not tuned"
+        return rule.tokens
+
+    def use_tuned(self, tokens: int) -> None:
+        """Sets the budget that the tuner has chosen for the next window."""
+        self.learned.tokens = None if tokens == self.planned_tokens else tokens
+
     def set_measured(self, tokens: int) -> None:
         """Sets the budget to the size that a sweep found to be the fastest."""
         if self.rule() != TokenBudget(tokens=tokens):

@@ -7,7 +7,7 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
+from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning, TuningStep
 from app.contract.spec import MAX_EVALUATIONS
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
@@ -34,12 +34,13 @@ from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.parameters import Parameters
-from workers.training.report import log_line, report_start
+from workers.training.report import log_line, report_start, report_tuning
 from workers.training.schedule import rate_factor
 from workers.training.start import start, whole_model
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
 from workers.training.training import Stop, Training
+from workers.training.tuner import Bounds, Measured
 
 EMA = 0.1
 """Weight of the newest loss in the moving average."""
@@ -111,7 +112,7 @@ def train(training: Training) -> None:
             cooling.wait_until_cool(training)
             continue
         measured = all(budget.learned.measured for budget in training.budgets)
-        if spec.tune is not None and not measured and state.step >= sweep.AFTER_STEPS:
+        if spec.tune == "first" and not measured and state.step >= sweep.AFTER_STEPS:
             sweep.apply(training, sweep.sweep(training))
         advance(training)
         _evaluate_if_due(training)
@@ -356,6 +357,7 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     _record_work(training, trained)
+    _tune(training, window, trained)
     lengths = loader.lengths(window)
     for rank, (budget, groups) in enumerate(zip(training.budgets, trained.groups_by_rank, strict=True)):
         if not groups:
@@ -396,6 +398,41 @@ def _record_work(training: Training, trained: Trained) -> None:
     percents = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
     message = f"The ranks' shares of each window now follow their measured speeds: {percents}."
     training.reporter.event("rank_shares", message, step=state.step, shares=shares)
+
+
+def _tune(training: Training, window: Indices, trained: Trained) -> None:
+    """Lets the tuner decide the next window's token budget."""
+    tuner, budget, loader, state = training.tuner, training.budget, training.loader, training.state
+    if training.assignment.spec.tune != "while_training" or training.group.size > 1:
+        return
+    if tuner.adapts and budget.learned.failed_tokens is not None:
+        tuner.give_up()
+    (work,) = trained.work
+    lengths, planned, before = loader.samples.lengths[window], budget.planned_tokens, tuner.learned.tokens
+    measured = Measured(
+        samples=work.samples,
+        tokens=work.tokens,
+        micro_batches=work.micro_batches,
+        largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
+        seconds=work.seconds,
+    )
+    own = loader.samples.lengths
+    bounds = Bounds(
+        planned=planned,
+        least=2 * int(own.mean()),
+        most=min(budget.most_worth_measuring, 2 * int(own.max()) * training.batch),
+        windows_left=training.steps_total - state.step,
+    )
+    is_first = tuner.learned.period == 0
+    decided = tuner.measure(state.step, measured, bounds)
+    if budget.learned.failed_tokens is None:
+        budget.use_tuned(tuner.next_tokens(planned))
+    if not decided:
+        return
+    training.run.append_tuning(TuningStep(step=state.step, state=tuner.state()))
+    found = tuner.result(planned)
+    if found is not None and (is_first or tuner.learned.tokens != before):
+        report_tuning(training, found, planned)
 
 
 def _note_loss(losses: Losses, loss: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from app.contract.plan import TokenBudget
-from app.contract.reports import LogLine, NoiseScale, RankLine
+from app.contract.reports import LogLine, NoiseScale, RankLine, Tuning
 from workers.training import memory
 from workers.training.accumulate import Trained, divide
 from workers.training.batch_loader import Indices
@@ -159,4 +159,21 @@ def _micro_means(training: Training, window: Indices, trained: Trained) -> tuple
     return tuple(
         part * whole / share if share else 0.0
         for part, share in zip(trained.closed.micro_losses, own, strict=True)
+    )
+
+
+def report_tuning(training: Training, found: Tuning, planned: int) -> None:
+    """Reports what trying other sizes of micro-batch has found, as an event."""
+    speeds = {each.token_budget: each.tokens_per_second for each in found.tried}
+    chosen, own = found.token_budget, speeds[found.token_budget]
+    relative = "as planned"
+    if chosen != planned:
+        relative = f"{own / speeds[planned]:.2f} times as fast" if planned in speeds else "faster"
+        relative += f" as the planned {planned}" if planned in speeds else f" than the planned {planned}"
+    others = ", ".join(f"{size} ({speeds[size]:,.0f}/s)" for size in sorted(speeds) if size != chosen)
+    training.reporter.event(
+        "tuned",
+        f"Micro-batches of at most {chosen} tokens are used ({own:,.0f} tokens/s; {relative}). Also tried: "
+        f"{others}.",
+        **found.model_dump(mode="json"),
     )

@@ -41,6 +41,7 @@ from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
 from workers.training.training import Stop, Training
+from workers.training.tuner import Tuner
 
 
 def start(
@@ -71,6 +72,7 @@ def start(
     loader = Loader(samples, validation, layout, replica.device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
+    until, recorded = _earlier_steps(run, group)
     budgets = [
         Budget(
             each,
@@ -95,7 +97,8 @@ def start(
         loader=loader,
         state=state,
         budgets=budgets,
-        shares=_shares(run, assignment, state, budgets, group),
+        shares=_shares(assignment, state, budgets, recorded, until),
+        tuner=_tuner(run, assignment, state, budgets, group, until),
         group=group,
     )
     return training, prepared
@@ -201,7 +204,7 @@ def _most_tokens(assignment: Assignment) -> int:
         if assignment.spec.ramp.name != "constant":
             full += full // 2
         tokens = rule.tokens if isinstance(rule, TokenBudget) else full
-        if assignment.spec.tune is not None:
+        if assignment.spec.tune is not None:  # sizes up to four times the planned one are tried
             tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * sweep.LADDER[0])))
         most = max(most, tokens)
     return most
@@ -223,22 +226,47 @@ def whole_model(training: Training) -> Any:
     return model
 
 
-def _shares(
-    run: RunDirectory, assignment: Assignment, state: RunState, budgets: Sequence[Budget], group: Group
-) -> Shares:
-    """Each rank's share of the work. Changes that earlier attempts recorded are applied again after the same
-    steps."""
-    until: int = group.broadcast(run.last_step() if group.size > 1 and group.leads else 0)
-    if group.size > 1 and group.leads:
-        run.keep_shares(until)
+def _earlier_steps(run: RunDirectory, group: Group) -> tuple[int, list[Any]]:
+    """The last step that an earlier attempt has reported, and the changes of the ranks' shares up to it, as
+    pairs of step and shares."""
+    until: int = group.broadcast(run.last_step() if group.leads else 0)
+    if group.leads:
+        run.forget_decisions(after=until)
     recorded: list[Any] = group.broadcast(
         [[each.step, each.shares] for each in run.shares()] if group.size > 1 and group.leads else []
     )
+    return until, recorded
+
+
+def _shares(
+    assignment: Assignment, state: RunState, budgets: Sequence[Budget], recorded: list[Any], until: int
+) -> Shares:
+    """Each rank's share of the work. Changes that earlier attempts recorded are applied again after the same
+    steps."""
     return Shares(
         [rank.share_of_tokens for rank in assignment.plan.ranks],
         state.shares,
         adapts=assignment.plan.strategy == "ddp" and not any(budget.fixes_count for budget in budgets),
         recorded={step: shares for step, shares in recorded if step > state.step},
+        until=until,
+    )
+
+
+def _tuner(
+    run: RunDirectory,
+    assignment: Assignment,
+    state: RunState,
+    budgets: Sequence[Budget],
+    group: Group,
+    until: int,
+) -> Tuner:
+    """What tries other sizes of micro-batch, on a single device whose plan leaves the size open."""
+    planned = isinstance(assignment.plan.ranks[group.rank].micro_batch_rule, TokenBudget)
+    fits = state.budgets[group.rank].failed_tokens is None and not state.fallbacks.checkpointing
+    return Tuner(
+        state.tuning,
+        adapts=assignment.spec.tune == "while_training" and group.size == 1 and planned and fits,
+        recorded={each.step: each.state for each in run.tuning()} if group.size == 1 else {},
         until=until,
     )
 

@@ -82,6 +82,43 @@ class LearnedBudget:
     """Whether a sweep has chosen the token budget."""
 
 
+@dataclass(frozen=True)
+class TriedSize:
+    """What the windows that were cut by one token budget measured, added up."""
+
+    token_budget: int
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    micro_batches: int = 0
+    """Of the window that had the most."""
+    largest_tokens: int = 0
+
+
+@dataclass
+class LearnedTuning:
+    """What trying other sizes of micro-batch has found so far (tuner.py)."""
+
+    tokens: int | None = None
+    """The fastest token budget found; None for the planned one."""
+    trial: int | None = None
+    """The budget that is being compared with it."""
+    speeds: list[float] = field(default_factory=list)
+    """Tokens per second of the trial's windows: at `tokens` and at `trial`, in turns."""
+    tried: list[TriedSize] = field(default_factory=list)
+    windows: int = 0
+    """Windows since the start, or since the last trials ended."""
+    period: int = 0
+    """The number of windows after which sizes are tried again; 0 before the first trials."""
+
+    def __post_init__(self) -> None:
+        self.tried = [each if isinstance(each, TriedSize) else TriedSize(**each) for each in self.tried]
+
+    def use(self, recorded: Mapping[str, Any]) -> None:
+        """Replaces the state by a recorded one."""
+        vars(self).update(vars(LearnedTuning(**recorded)))
+
+
 FIRST_PERIOD = 4
 """Windows that are measured before the ranks' shares are changed for the first time."""
 
@@ -199,6 +236,7 @@ class RunState:
     ranks: list[RankTotals] = field(default_factory=list)
     """What each rank has done; empty until the job trains on several ranks."""
     shares: LearnedShares = field(default_factory=LearnedShares)
+    tuning: LearnedTuning = field(default_factory=LearnedTuning)
 
     @property
     def step(self) -> int:

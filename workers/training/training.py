@@ -21,6 +21,7 @@ from workers.training.exceptions import InterruptionRequested
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.trackers import Trackers
+from workers.training.tuner import Tuner
 
 Stop = Callable[[], bool]
 """Whether a stop was requested."""
@@ -49,6 +50,7 @@ class Training:
     budgets: list[Budget]
     """One for each rank."""
     shares: Shares
+    tuner: Tuner
     group: Group
 
     @property

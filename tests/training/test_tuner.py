@@ -1,0 +1,200 @@
+"""Micro-batch sizes that are tried while training: which is kept, and that a resume repeats the decisions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.contract.reports import Tuning
+from tests.harness.runs import create_run, events_of, small_data, start_trainer, until
+from tests.harness.specs import make_spec
+from tests.harness.training import finished, interrupted_at, log_of_run, raw_log, run_to_end, weights
+from workers.run_directory import RunDirectory
+from workers.training import tuner
+from workers.training.state import VERSION, LearnedTuning, RunState, from_json
+from workers.training.tuner import Bounds, Measured, Tuner
+
+BOUNDS = Bounds(planned=512, least=100, most=10**6, windows_left=10**6)
+Speed = Callable[[int], float]
+
+
+def after(windows: int, speed: Speed, bounds: Bounds = BOUNDS, own: Tuner | None = None) -> Tuner:
+    """A tuner after windows whose speed depends on their budget alone."""
+    own = own or Tuner(LearnedTuning(), adapts=True)
+    for step in range(1, windows + 1):
+        own.measure(step, window_of(own, speed, bounds), bounds)
+    return own
+
+
+def window_of(own: Tuner, speed: Speed, bounds: Bounds = BOUNDS) -> Measured:
+    budget = own.next_tokens(bounds.planned)
+    return Measured(8, 1000, 4, min(budget, 700), 1000 / speed(budget))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "kept", "tried"),
+    [
+        ({512: 100.0, 1024: 99.0, 256: 98.0}, 512, {256, 512, 1024}),
+        ({512: 100.0, 1024: 104.0, 256: 104.0}, 512, {256, 512, 1024}),  # too little to switch
+        ({512: 100.0, 1024: 120.0, 2048: 119.0}, 1024, {512, 1024, 2048}),
+        ({512: 100.0, 1024: 120.0, 2048: 150.0}, 2048, {512, 1024, 2048}),  # 4,096 is too far from the plan
+        ({512: 100.0, 1024: 90.0, 256: 110.0, 128: 90.0}, 256, {128, 256, 512, 1024}),
+    ],
+)
+def test_the_fastest_size_is_kept(speeds: dict[int, float], kept: int, tried: set[int]) -> None:
+    own = after(40, speeds.__getitem__)
+    assert own.next_tokens(512) == kept
+    found = own.result(512)
+    assert found is not None
+    assert found.token_budget == kept
+    assert {each.token_budget: each.tokens_per_second for each in found.tried} == pytest.approx(
+        {size: speeds[size] for size in tried}
+    )
+
+
+def test_a_device_that_slows_down_does_not_change_the_size() -> None:
+    own, speed = Tuner(LearnedTuning(), adapts=True), 100.0
+    for step in range(1, 41):
+        own.measure(step, window_of(own, lambda _: speed), BOUNDS)  # noqa: B023
+        speed *= 0.97
+    assert own.next_tokens(512) == 512
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        replace(BOUNDS, windows_left=tuner.WORTH_TRYING - 1),
+        replace(BOUNDS, least=300, most=600),
+    ],
+)
+def test_nothing_is_tried_where_it_cannot_gain(bounds: Bounds) -> None:
+    own = after(40, lambda size: float(size), bounds)
+    assert own.next_tokens(512) == 512
+    assert own.result(512) is None
+
+
+def test_sizes_are_tried_again_later() -> None:
+    """Lengths and speeds change."""
+    own = after(40, lambda size: 100.0)
+    after(2 * tuner.FIRST_PERIOD, lambda size: float(size), own=own)
+    assert own.next_tokens(512) == 2048
+
+
+@given(
+    st.dictionaries(st.sampled_from([128, 256, 512, 1024, 2048]), st.floats(1.0, 1e6), min_size=5),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
+def test_a_resume_repeats_recorded_decisions_whatever_it_measures(
+    speeds: dict[int, float], checkpoint: int, crashed: int
+) -> None:
+    until_step = checkpoint + crashed
+    first = Tuner(LearnedTuning(), adapts=True)
+    recorded, budgets, saved = {}, [], LearnedTuning()
+    for step in range(1, until_step + 1):
+        budgets.append(first.next_tokens(512))
+        if first.measure(step, window_of(first, speeds.__getitem__), BOUNDS):
+            recorded[step] = first.state()
+        if step == checkpoint:
+            saved = LearnedTuning(**first.state())
+    again = Tuner(saved, adapts=True, recorded=recorded, until=until_step)
+    repeated = []
+    for step in range(checkpoint + 1, until_step + 1):
+        repeated.append(again.next_tokens(512))
+        assert not again.measure(step, window_of(again, lambda size: 1e6 / size), BOUNDS)
+    assert repeated == budgets[checkpoint:]
+    assert again.state() == first.state()
+
+
+def create(folder: Path, attempt: int = 1, steps: int = 40, **changes: Any) -> RunDirectory:
+    spec = make_spec(data=small_data(), tune="while_training", max_steps=steps, **changes)
+    return create_run(folder, spec, attempt=attempt)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, speed: Speed) -> None:
+    """Makes the tuner see speeds that depend on the budget alone, in a run that is short."""
+    honest = Tuner.measure
+
+    def measure(self: Tuner, step: int, window: Measured, bounds: Bounds) -> bool:
+        seconds = window.tokens / speed(self.next_tokens(bounds.planned))
+        return honest(self, step, replace(window, seconds=seconds), bounds)
+
+    monkeypatch.setattr(Tuner, "measure", measure)
+    monkeypatch.setattr(tuner, "WORTH_TRYING", 2)
+
+
+def test_a_run_keeps_the_fastest_size_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, lambda size: 1e6 / size)  # the smaller, the faster
+    tuned, plain = (
+        create(tmp_path / "tuned"),
+        create_run(tmp_path / "plain", make_spec(data=small_data(), max_steps=40)),
+    )
+    run_to_end(tuned)
+    run_to_end(plain)
+    (event,) = [event for event in events_of(tuned) if event["type"] == "tuned"]
+    found = Tuning.model_validate(event["data"])
+    assert found.token_budget < 512
+    assert f"at most {found.token_budget} tokens" in event["message"]
+    assert all(each.peak_bytes == 0 for each in found.tried)
+    ours, theirs = raw_log(tuned), raw_log(plain)
+    assert ours[-1]["micro_step"] > theirs[-1]["micro_step"]
+    assert ours[-1]["largest_tokens"] < theirs[-1]["largest_tokens"]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a["samples"], a["tokens"]) == (b["samples"], b["tokens"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_a_stopped_run_continues_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop writes a checkpoint in the middle of a trial; weights and decisions are those of a run that was
+    not stopped."""
+    pretend(monkeypatch, lambda size: 1e6 / size)
+    whole, stopped = create(tmp_path / "whole"), create(tmp_path / "stopped")
+    run_to_end(whole)
+    interrupted_at(stopped, 20)
+    at = len(raw_log(stopped))
+    assert 2 < at < 14, "not within a trial"
+    create(tmp_path / "stopped", attempt=2)
+    run_to_end(stopped)
+    assert [line["micro_step"] for line in raw_log(stopped)] == [
+        line["micro_step"] for line in raw_log(whole)
+    ]
+    ours, theirs = weights(stopped), weights(whole)
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def test_a_killed_run_cuts_the_windows_that_it_repeats_as_before(tmp_path: Path) -> None:
+    steps = tuner.WORTH_TRYING + 60
+    run = create(tmp_path / "run", steps=steps, save_every=10**6)
+    trainer = start_trainer(run)
+    until(lambda: len(log_of_run(run)) >= 9)
+    trainer.kill()
+    trainer.wait()
+    before = {line["step"]: line for line in raw_log(run)}
+    assert run.tuning(), "nothing was tried"
+    create(tmp_path / "run", attempt=2, steps=steps, save_every=10**6)
+    finished(run)
+    again = {line["step"]: line for line in raw_log(run) if line["attempt"] == 2}
+    assert set(again) == set(range(1, steps + 1))
+    for step, line in before.items():
+        same = ("loss", "grad_norm", "micro_step", "largest_tokens")
+        assert [line[name] for name in same] == [again[step][name] for name in same], step
+
+
+def test_running_out_of_memory_ends_the_trials() -> None:
+    own = after(5, lambda size: 100.0)
+    assert own.learned.trial == 1024
+    own.give_up()
+    after(40, lambda size: float(size), own=own)
+    assert own.next_tokens(512) == 512
+
+
+def test_a_checkpoint_keeps_the_trial() -> None:
+    state = RunState(tuning=after(5, lambda size: 100.0).learned)
+    assert from_json(state.to_json(), VERSION).tuning == state.tuning
+    assert state.tuning.trial == 1024
