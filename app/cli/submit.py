@@ -66,12 +66,14 @@ def submit(
     column: Columns = None,
     settings: Settings = None,
     tune: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--tune",
-            help="Measure micro-batch sizes first, and use the smallest that is about as fast as the fastest",
+            "--tune/--no-tune",
+            help="Measure micro-batch sizes before training, or use the planned size throughout; without "
+            "either, a job of 100 steps or more tries other sizes while it trains",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Check and plan the job without queueing it")] = False,
     watch_it: Annotated[bool, typer.Option("--watch/--no-watch", help="Follow the job to its end")] = False,
     url: Url = DEFAULT_URL,
@@ -91,7 +93,7 @@ def submit(
     }  # fmt: skip
     more = {
         "accumulation_steps": steps, "num_gpus": _devices(num_gpus), "dry_run": dry_run,
-        "tune": "first" if tune else None,
+        "tune": {True: "first", False: "off", None: None}[tune],
     }  # fmt: skip
     with Client(url) as client:
         job = _submit(client, file, model, batch, dataset, training, more, settings, columns_of(column))

@@ -317,6 +317,7 @@ def test_every_trainer_option_can_be_requested(client: TestClient, changes: dict
         ({"tune": "first"}, "tune", "leave accumulation_steps"),
         ({"tune": "only", "accumulation_steps": None, "micro_batch_size": 4}, "tune", "micro_batch_size out"),
         ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "without compile"),
+        ({"tune": "while_training"}, "tune", "leave accumulation_steps"),
     ],
     ids=str,
 )  # fmt: skip
@@ -329,6 +330,29 @@ def test_contradictory_fields_are_rejected_with_a_remedy(
     assert told in problem["message"]
     if field is not None:
         assert problem["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tunes"),
+    [
+        ({}, "while_training"),
+        ({"tune": "while_training"}, "while_training"),
+        ({"tune": "off"}, None),
+        ({"tune": "first"}, "first"),
+        ({"micro_batch_size": 2}, None),
+        ({"accumulation_steps": 2}, None),
+        ({"clip_mode": "each_micro_batch"}, None),
+        (training(compile=True), None),
+    ],
+    ids=str,
+)
+def test_a_job_tunes_while_training_if_that_leaves_its_result_alone(
+    client: TestClient, changes: dict[str, Any], tunes: str | None
+) -> None:
+    job = {**JOB, "accumulation_steps": None, **changes}
+    answer = client.post(f"{PATH}/with-accumulation", json=job)
+    assert answer.status_code == 202, answer.text
+    assert client.get(f"{PATH}/{answer.json()['id']}").json()["tune"] == tunes
 
 
 def test_a_validation_file_stays_while_a_job_needs_it(client: TestClient) -> None:

@@ -9,6 +9,7 @@ from app.contract.plan import Plan
 from app.contract.reports import MeasuredSize, Tuning
 from app.contract.spec import Spec
 from app.memory_profiles import measurements, profiles
+from app.observability.prometheus import Exposition
 from app.planning.devices import GIB, Device
 from app.planning.recipes import recipe_of
 from app.storage.database import Database
@@ -112,3 +113,25 @@ def test_a_sweep_determines_the_smallest_sufficient_micro_batch(database: Databa
         estimate = profiles.estimates(session, spec.model.architecture, "CPU")(recipe, spec.data.max_length)
         peak = estimate.memory(512 / spec.data.max_length).peak_process_bytes
         assert peak == pytest.approx(2 * GIB + 512 * 2**20, abs=2)
+
+
+def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: Database) -> None:
+    """Sizes that are tried while training: the process's peak is that of the largest one."""
+    tried = tuple(
+        MeasuredSize(
+            token_budget=tokens, micro_batches=4, largest_tokens=tokens, samples_per_second=rate / 64,
+            tokens_per_second=rate, peak_bytes=0,
+        )
+        for tokens, rate in ((512, 900.0), (256, 950.0), (128, 700.0))
+    )  # fmt: skip
+    with database.writing() as session:
+        job = session.get_one(Job, submitted(database))
+        subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
+        measurements.note_sweep(session, subject, Tuning(token_budget=256, samples=30, tried=tried))
+    with database.reading() as session:
+        assert measurements.points(session, subject.architecture, subject.key, CPU.name) == []
+        speeds = measurements.throughput(session, subject.key, CPU.name)
+        assert speeds is not None
+        assert speeds.points == ((128, 700.0), (256, 950.0), (512, 900.0))
+        assert measurements.mean_error(session, subject.estimate.source, "cpu") is None
+    assert "accrue_memory_prediction_error{" not in Exposition(database).text().decode()
