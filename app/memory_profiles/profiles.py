@@ -30,8 +30,8 @@ from app.storage.session import Session
 from app.storage.tables import Job, ProfileRequest, StoredProfile
 from app.storage.waits import Gone, never, until_found
 
-_PROFILER_VERSION = 2
-"""The version of the profiler; profiles made by other versions are not used."""
+_PROFILER_VERSION = {"cpu": 2, "cuda": 3}
+"""The version of the profiler, by device; profiles made by other versions are not used."""
 
 _CLAIM_SECONDS = 60.0
 """Seconds after which a claimed request that was not answered is given up."""
@@ -72,7 +72,8 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     own = recipe.model_dump_json(
         exclude={name for name, value in defaults.items() if getattr(recipe, name) == value}
     )
-    content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {_PROFILER_VERSION}"
+    version = _PROFILER_VERSION[recipe.device]
+    content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {version}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

@@ -16,6 +16,7 @@ from pydantic import Field, computed_field
 
 from app.contract.architecture import Architecture
 from app.contract.base import Frozen
+from app.contract.loss_chunks import rows_of_chunk
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import OptimizerName, Spec
@@ -37,10 +38,6 @@ _CPU_PROCESS = 600 * 2**20
 """Resident memory of a trainer with torch and transformers imported, before its model."""
 
 _CHECKPOINTS = 3
-
-LOSS_CHUNK = 2**23
-LEAST_LOSS_ROWS = 128
-"""The chunked loss holds the logits of LOSS_CHUNK / vocabulary positions at a time (training/loss.py)."""
 
 
 class Memory(Frozen):
@@ -126,7 +123,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         states = 0
     if recipe.optimizer_on_cpu:
         states = 0
-    rows = min(tokens, max(LEAST_LOSS_ROWS, LOSS_CHUNK // architecture.vocabulary))
+    rows = min(tokens, rows_of_chunk(architecture.vocabulary, recipe.device))
     rows = tokens if architecture.family in OWN_LOGITS else rows
     logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
     logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0

@@ -140,8 +140,7 @@ chosen_settings = st.builds(
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
     """Chunks of seven positions, so that a small window has many."""
-    monkeypatch.setattr(heads, "CHUNK_LOGITS", setting.chunk)
-    monkeypatch.setattr(heads, "MIN_ROWS", 7)
+    monkeypatch.setattr(heads, "rows_of_chunk", lambda vocabulary, _: max(7, setting.chunk // vocabulary))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

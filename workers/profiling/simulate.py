@@ -4,7 +4,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +104,9 @@ class Simulation:
         self._balance = balance_of(self._model, recipe.aux_scope)
         smoothing = 0.1 if recipe.label_smoothing else 0.0
         self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
-        self._head = None if config.get("model_type") in OWN_LOGITS else head_of(self._model)
-        if self._head is None:
-            self._token_loss.head = None
+        head = None if config.get("model_type") in OWN_LOGITS else head_of(self._model)
+        self._head = None if head is None else replace(head, device=recipe.device)
+        self._token_loss.head = self._head
         if self._balance is not None and not self._reports_routing():
             self._balance = None
             self._token_loss.stop_routing()

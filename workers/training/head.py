@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-CHUNK_LOGITS = 2**23
-"""The number of logits that are computed at a time: 32 MiB in fp32."""
-
-MIN_ROWS = 128
-"""The minimum number of positions in a chunk, so that the matrix products are efficient."""
+from app.contract.loss_chunks import rows_of_chunk
 
 
 @dataclass(frozen=True)
@@ -23,6 +19,8 @@ class Head:
     layer: nn.Linear
     scale: float
     cap: float | None
+    device: Literal["cpu", "cuda"] | None = None
+    """The kind of device whose chunks are used; None: that of the weight."""
 
     @property
     def weight(self) -> Tensor:
@@ -36,7 +34,8 @@ class Head:
     @property
     def rows(self) -> int:
         """Positions in a chunk."""
-        return max(MIN_ROWS, CHUNK_LOGITS // self.weight.shape[0])
+        kind = self.device or ("cpu" if self.weight.device.type == "cpu" else "cuda")
+        return rows_of_chunk(self.weight.shape[0], kind)
 
     @property
     def is_plain(self) -> bool:
