@@ -253,6 +253,8 @@ def _environment(devices: Sequence[Device], lifeline: int, silence_seconds: floa
 def _device_environment(devices: Sequence[Device]) -> dict[str, str]:
     """The environment of a process that uses devices."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
+    if any(device.expandable_segments for device in devices) and "PYTORCH_CUDA_ALLOC_CONF" not in passed:
+        passed.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no gaps between other sizes
     return {
         **passed,
         "CUDA_VISIBLE_DEVICES": ",".join(

@@ -217,6 +217,8 @@ class Spec(Frozen):
     log_gradients: bool
     report_to: tuple[Tracker, ...]
     profile: bool
+    deterministic: bool = False
+    """Whether a GPU's kernels give the same bits each time; a CPU's always do."""
     completions: int = 0
     """The number of held-out prompts that are completed before and after training."""
     tune: Tune | None = None

@@ -285,9 +285,10 @@ def _gputil():  # type: ignore[no-untyped-def]
 
 
 def _expandable_segments() -> bool:
-    """Whether this environment turns on PyTorch's expandable segments; PyTorch reads either variable."""
-    options = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return "expandable_segments:true" in options.replace(" ", "").lower()
+    """Whether trainers use PyTorch's expandable segments: they do, unless this environment sets the
+    allocator's options without them. PyTorch reads either variable."""
+    options = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+    return options is None or "expandable_segments:true" in options.replace(" ", "").lower()
 
 
 def _number(value: float) -> float | None:

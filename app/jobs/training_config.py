@@ -55,6 +55,12 @@ class TrainingConfig(Request):
     gradient_checkpointing: Flag = False
     compile: Flag = Field(False, description="torch.compile, with micro-batches of a few shapes")
     attention: Attention = "sdpa"
+    deterministic: Flag = Field(
+        False,
+        description="Every run of the job on the same kind of device gives the same bits, also on a GPU, "
+        "whose fastest kernels add up in any order; training is then slower, and always in the planned "
+        "micro-batches. On a CPU, this only turns tuning off",
+    )
     seed: int = Field(42, ge=0, lt=2**31)
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
     early_stopping: EarlyStopping | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 
 from app.contract.plan import Plan
 from app.contract.reports import Tuning
@@ -69,11 +69,20 @@ def note_run(session: Session, subject: Subject, plan: Plan) -> None:
 
 
 def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
-    """Stores what a sweep measured for each size."""
+    """Stores what a sweep measured for each size, or what was tried while training, which replaces what the
+    job tried before."""
+    earlier = delete(Measurement).where(
+        Measurement.job_id == subject.job.id,
+        Measurement.attempt == subject.job.attempt,
+        Measurement.kind == "sweep",
+        Measurement.measured_bytes == 0,
+    )
+    session.execute(earlier)
     for each in tuning.tried:
+        # Without its memory, a size stands for a budget, which a single long sample may exceed.
+        tokens = each.largest_tokens if each.peak_bytes else each.token_budget
         _keep(
-            session, subject, "sweep", each.largest_tokens, each.micro_batches, each.peak_bytes,
-            each.tokens_per_second,
+            session, subject, "sweep", tokens, each.micro_batches, each.peak_bytes, each.tokens_per_second
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from app.contract.accumulation import Precision
 from app.contract.memory_profile import Recipe
-from app.contract.spec import MethodSpec, OptimizerName, RunPrecision, Spec
+from app.contract.spec import Attention, MethodSpec, OptimizerName, RunPrecision, Spec
 from app.planning.devices import Device
 
 _WITHOUT_BF16 = re.compile(
@@ -63,7 +63,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         spec.optimizer.name,
         spec.method,
         gradient_checkpointing=spec.gradient_checkpointing,
-        attention=spec.attention,
+        attention=_attention(spec, device),
         momentum=spec.optimizer.name == "sgd" and bool(spec.optimizer.momentum),
         freeze=spec.freeze,
         packing=spec.data.packing,
@@ -74,6 +74,13 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
         optimizer_on_cpu=spec.use_cpu_offload and device.kind == "cuda",
     )
+
+
+def _attention(spec: Spec, device: Device) -> Attention:
+    """The attention whose memory a step takes: deterministic attention in fp32 holds all scores on a GPU, as
+    eager attention does (workers/training/attention.py)."""
+    wide = precision_for(spec.precision, device) in ("fp32", "tf32")
+    return "eager" if spec.deterministic and device.kind == "cuda" and wide else spec.attention
 
 
 def unsupported(device: Literal["cpu", "cuda"], *, quantised: bool, optimizer: str) -> list[str]:

@@ -247,6 +247,7 @@ def freeze(
         report_to=tuple(training.report_to),
         completions=training.completions if own.validation is not None and not training.compile else 0,
         profile=profile,
+        deterministic=training.deterministic,
         tune=own_tune,
         strategy=distribution.strategy,
         average=distribution.average,
@@ -296,14 +297,30 @@ def _tune(
     if requested == "off":
         return None
     if requested is not None:
-        _check_tunable(batch, training)
+        _check_tunable(requested, batch, config, training)
         return requested
     is_open = batch.steps is None and batch.micro_batch is None and distribution.steps_by_device is None
-    fixed = training.compile or distribution.devices != 1 or distribution.independent
-    return "while_training" if is_open and not fixed and config.clip_mode != "each_micro_batch" else None
+    several = distribution.devices != 1 or distribution.independent
+    fixed = several or training.compile or training.deterministic
+    counts = config.clip_mode == "each_micro_batch" or config.accumulation_scheduler == "noise_scale"
+    return "while_training" if is_open and not fixed and not counts else None
 
 
-def _check_tunable(batch: ResolvedBatch, training: TrainingConfig) -> None:
+def _check_tunable(
+    tune: Tune, batch: ResolvedBatch, config: AccumulationConfig, training: TrainingConfig
+) -> None:
+    if tune == "while_training" and config.accumulation_scheduler == "noise_scale":
+        raise Unprocessable(
+            "accumulation_scheduler noise_scale measures the noise scale with micro-batches, whose size "
+            "tune while_training changes: choose another scheduler, or leave tune out.",
+            field="tune",
+        )
+    if tune == "while_training" and training.deterministic:
+        raise Unprocessable(
+            "tune while_training chooses micro-batches by measured time, so that no two runs need be equal: "
+            "leave it or deterministic out.",
+            field="tune",
+        )
     if batch.steps is not None or batch.micro_batch is not None:
         raise Unprocessable(
             "tune chooses the micro-batch: leave accumulation_steps and micro_batch_size out.", field="tune"

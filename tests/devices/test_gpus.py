@@ -36,7 +36,7 @@ def test_gpus_are_seen_with_their_memory() -> None:
     assert (first.name, first.memory_total_bytes, first.load) == ("NVIDIA A100-SXM4-80GB", 80 * GIB, 0.35)
     assert (first.memory_used_bytes, first.temperature_celsius) == (GIB, 41.0)
     assert second.load is None
-    assert second.device == Device(1, "NVIDIA RTX A5000", 24 * GIB, "cuda")
+    assert second.device == Device(1, "NVIDIA RTX A5000", 24 * GIB, "cuda", expandable_segments=True)
 
 
 @pytest.mark.parametrize("answer", ["Failed to initialize NVML: version mismatch", "garbage, 1"])
@@ -79,6 +79,19 @@ def test_an_allocator_whose_segments_grow_is_planned_for(name: str, monkeypatch:
     assert gpus.detected()[0].device.expandable_segments
     monkeypatch.setenv(name, "expandable_segments:False")
     assert not gpus.detected()[0].device.expandable_segments
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_segments_grow_by_default_in_plans_and_in_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    device = gpus.detected()[0].device
+    assert device.expandable_segments
+    assert _device_environment([device])["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    device = gpus.detected()[0].device
+    assert not device.expandable_segments
+    assert "PYTORCH_ALLOC_CONF" not in _device_environment([device])
 
 
 def test_a_hanging_nvidia_smi_does_not_block_callers(

@@ -318,6 +318,11 @@ def test_every_trainer_option_can_be_requested(client: TestClient, changes: dict
         ({"tune": "only", "accumulation_steps": None, "micro_batch_size": 4}, "tune", "micro_batch_size out"),
         ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "without compile"),
         ({"tune": "while_training"}, "tune", "leave accumulation_steps"),
+        (
+            {"tune": "while_training", "accumulation_steps": None, **training(deterministic=True)},
+            "tune",
+            "no two runs",
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -343,6 +348,9 @@ def test_contradictory_fields_are_rejected_with_a_remedy(
         ({"accumulation_steps": 2}, None),
         ({"clip_mode": "each_micro_batch"}, None),
         (training(compile=True), None),
+        (training(deterministic=True), None),
+        ({"accumulation_scheduler": "noise_scale", "max_effective_batch_size": 64}, None),
+        ({"tune": "first", **training(deterministic=True)}, "first"),
     ],
     ids=str,
 )

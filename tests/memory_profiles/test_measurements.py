@@ -119,7 +119,7 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
     """Sizes that are tried while training: the process's peak is that of the largest one."""
     tried = tuple(
         MeasuredSize(
-            token_budget=tokens, micro_batches=4, largest_tokens=tokens, samples_per_second=rate / 64,
+            token_budget=tokens, micro_batches=4, largest_tokens=600, samples_per_second=rate / 64,
             tokens_per_second=rate, peak_bytes=0,
         )
         for tokens, rate in ((512, 900.0), (256, 950.0), (128, 700.0))
@@ -127,6 +127,7 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
     with database.writing() as session:
         job = session.get_one(Job, submitted(database))
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
+        measurements.note_sweep(session, subject, Tuning(token_budget=256, samples=30, tried=tried[:1]))
         measurements.note_sweep(session, subject, Tuning(token_budget=256, samples=30, tried=tried))
     with database.reading() as session:
         assert measurements.points(session, subject.architecture, subject.key, CPU.name) == []

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.training import model as models
 from workers.training.__main__ import _DEVICE_LOST
+from workers.training.device import check_cuda
 from workers.training.exceptions import CannotTrain
 from workers.training.guards import is_out_of_memory
 
@@ -46,7 +46,7 @@ def test_a_torch_without_cuda_cannot_use_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(CannotTrain, match="built without CUDA"):
-        models.check_cuda()
+        check_cuda()
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_a_gpu_that_was_there_and_is_gone_is_lost(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", fail)
     with pytest.raises(RuntimeError if is_lost else CannotTrain) as raised:
-        models.check_cuda()
+        check_cuda()
     assert any(sign in str(raised.value).lower() for sign in _DEVICE_LOST) == is_lost

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from app.contract.reports import Tuning
 from tests.harness.runs import create_run, events_of, small_data, start_trainer, until
 from tests.harness.specs import make_spec
@@ -56,12 +57,29 @@ def test_the_fastest_size_is_kept(speeds: dict[int, float], kept: int, tried: se
     )
 
 
-def test_a_device_that_slows_down_does_not_change_the_size() -> None:
-    own, speed = Tuner(LearnedTuning(), adapts=True), 100.0
+@pytest.mark.parametrize(
+    "speed_at",
+    [
+        lambda step: 100.0 * 0.97**step,  # a device that slows down
+        lambda step: 100.0 * 1.03**step,
+        lambda step: 100.0 if step % 2 else 60.0,  # every other window differs
+        lambda step: 60.0 if step % 2 else 100.0,
+        lambda step: 100.0 if step % 7 else 20.0,  # something else ran meanwhile
+    ],
+)
+def test_what_happens_to_both_sizes_does_not_change_the_size(speed_at: Speed) -> None:
+    own = Tuner(LearnedTuning(), adapts=True)
     for step in range(1, 41):
-        own.measure(step, window_of(own, lambda _: speed), BOUNDS)  # noqa: B023
-        speed *= 0.97
+        own.measure(step, window_of(own, lambda _: speed_at(step)), BOUNDS)  # noqa: B023
+    assert own.learned.trial is None
     assert own.next_tokens(512) == 512
+
+
+def test_short_windows_are_not_compared() -> None:
+    own = after(3, lambda size: 100.0)
+    before = own.state()
+    assert not own.measure(4, window_of(own, lambda size: 1e6), replace(BOUNDS, is_comparable=False))
+    assert own.state() == {**before, "windows": before["windows"] + 1}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +210,68 @@ def test_running_out_of_memory_ends_the_trials() -> None:
     own.give_up()
     after(40, lambda size: float(size), own=own)
     assert own.next_tokens(512) == 512
+    assert own.result(512) is None
+
+
+def test_a_recorded_trial_does_not_begin_again_after_running_out_of_memory() -> None:
+    first = after(5, lambda size: 100.0)
+    again = Tuner(LearnedTuning(), adapts=False, recorded={2: first.state()}, until=5)
+    for step in range(1, 6):
+        again.measure(step, window_of(again, lambda size: 100.0), BOUNDS)
+        assert again.next_tokens(512) == 512
+
+
+def test_no_trial_begins_with_too_few_windows_left() -> None:
+    own = Tuner(LearnedTuning(), adapts=True)
+    for step in range(1, 41):
+        left = tuner.WORTH_TRYING + 9 - step
+        own.measure(step, window_of(own, lambda size: float(size)), replace(BOUNDS, windows_left=left))
+    assert len(own.learned.tried) == 2
+
+
+@pytest.mark.parametrize(
+    "rule", [FixedCount(micro_batches=1), FixedCount(micro_batches=4), FixedSize(samples=2)], ids=str
+)
+def test_a_plan_without_a_budget_is_not_tuned(tmp_path: Path, rule: MicroBatchRule) -> None:
+    """The planner fixes the count where a batch fits only as one micro-batch."""
+    run = create(tmp_path / "run")
+    with_rule(run, rule)
+    run_to_end(run)
+    assert not run.tuning()
+
+
+def test_a_plan_for_another_device_discards_what_was_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, lambda size: 1e6 / size)
+    run = create(tmp_path / "run", steps=80)
+    interrupted_at(run, 20)
+    assert run.tuning()
+    create(tmp_path / "run", attempt=2, steps=80)
+    with_rule(run, TokenBudget(tokens=300))
+    run_to_end(run)
+    events = [event for event in events_of(run) if event["type"] == "tuned"]
+    assert [each["token_budget"] for each in events[-1]["data"]["tried"]] == [600, 300, 150, 75]
+
+
+def with_rule(run: RunDirectory, rule: MicroBatchRule) -> None:
+    assignment = run.assignment()
+    (rank,) = assignment.plan.ranks
+    changed = rank.model_copy(update={"micro_batch_rule": rule})
+    plan = assignment.plan.model_copy(update={"ranks": (changed,)})
+    run.write_assignment(assignment.model_copy(update={"plan": plan}))
+
+
+def test_where_micro_batches_must_not_shrink_only_smaller_ones_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without auto_adjust_batch_size, running out of memory would end the job."""
+    pretend(monkeypatch, lambda size: float(size))
+    run = create(tmp_path / "run", auto_adjust_batch_size=False)
+    run_to_end(run)
+    tried = {each["token_budget"] for line in run.tuning() for each in line.state["tried"]}
+    assert tried
+    assert max(tried) == 512
 
 
 def test_a_checkpoint_keeps_the_trial() -> None:

@@ -24,6 +24,7 @@ from workers.profiling.recorder import Recorder
 from workers.profiling.tape import Tape
 from workers.profiling.unroll import REPEATED, unroll
 from workers.training import model as models
+from workers.training.attention import heads_repeated
 from workers.training.auto_class import auto_class
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
@@ -254,7 +255,7 @@ class Simulation:
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
-            with recorder:
+            with heads_repeated(recipe.device, recipe.precision), recorder:
                 self._make_states(recorder, optimizer, parameters)
                 self._window(recorder, step, rows, sequence)
             return recorder.stop()

@@ -49,6 +49,9 @@ _DEVICE_LOST = (
 )  # fmt: skip
 """CUDA's messages for errors of the device, not of the program (CUDA runtime API, error codes)."""
 
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+"""What PyTorch says of an operation that deterministic algorithms exclude, after the operation's name."""
+
 
 class InterruptSignal:
     """True once SIGTERM or SIGINT has come; the run then ends at the next micro-batch."""
@@ -222,6 +225,13 @@ def _crash(error: Exception, run: RunDirectory) -> Failure:
     else:
         first = (str(error).strip().splitlines() or [""])[0][:300]
         first = first.replace(str(run.path.parent.parent), "data").replace(str(Path.cwd()), ".")
+    if isinstance(error, RuntimeError) and _NOT_DETERMINISTIC in first:
+        operation = first.split(_NOT_DETERMINISTIC)[0].strip()
+        message = (
+            f"this model cannot be trained with deterministic: true on a GPU: {operation} gives other bits "
+            "each time. Leave deterministic out: a resume then equals an uninterrupted run up to rounding"
+        )
+        return Failure(code="not_deterministic", message=message, permanent=True)
     lost = isinstance(error, RuntimeError) and any(sign in first.lower() for sign in _DEVICE_LOST)
     code = "device_lost" if lost else "trainer_crashed"
     return Failure(code=code, message=f"{type(error).__name__}: {first}", permanent=False)

@@ -19,6 +19,7 @@ from workers.training import (
     cooling,
     evaluation,
     guards,
+    memory,
     noise_scale,
     profile,
     ramp,
@@ -96,6 +97,7 @@ def train(training: Training) -> None:
     """Trains window after window, with the evaluations and checkpoints that are due between them."""
     spec, state = training.assignment.spec, training.state
     saved_at = state.step
+    memory.reset_peak(training.replica.device)  # that of loading and of the checks is not a step's
     _evaluate_if_due(training)  # repeats an evaluation that was interrupted
     while not training.finished:
         stop, finish, is_hot = training.group.any(
@@ -403,12 +405,13 @@ def _record_work(training: Training, trained: Trained) -> None:
 def _tune(training: Training, window: Indices, trained: Trained) -> None:
     """Lets the tuner decide the next window's token budget."""
     tuner, budget, loader, state = training.tuner, training.budget, training.loader, training.state
-    if training.assignment.spec.tune != "while_training" or training.group.size > 1:
+    spec, planned = training.assignment.spec, state.tuning.planned
+    if planned is None:  # the job is not tuned
         return
     if tuner.adapts and budget.learned.failed_tokens is not None:
         tuner.give_up()
     (work,) = trained.work
-    lengths, planned, before = loader.samples.lengths[window], budget.planned_tokens, tuner.learned.tokens
+    lengths, own = loader.samples.lengths[window], loader.samples.lengths
     measured = Measured(
         samples=work.samples,
         tokens=work.tokens,
@@ -416,12 +419,14 @@ def _tune(training: Training, window: Indices, trained: Trained) -> None:
         largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
         seconds=work.seconds,
     )
-    own = loader.samples.lengths
+    most = min(budget.most_worth_measuring, 2 * int(own.max()) * training.batch)
     bounds = Bounds(
         planned=planned,
         least=2 * int(own.mean()),
-        most=min(budget.most_worth_measuring, 2 * int(own.max()) * training.batch),
+        most=most if spec.auto_adjust_batch_size else min(most, planned),
         windows_left=training.steps_total - state.step,
+        is_comparable=len(window) >= _COMPARABLE_SHARE * training.batch
+        and (trained.measurement is None or spec.noise_scale_every == 1),
     )
     is_first = tuner.learned.period == 0
     decided = tuner.measure(state.step, measured, bounds)
@@ -431,8 +436,12 @@ def _tune(training: Training, window: Indices, trained: Trained) -> None:
         return
     training.run.append_tuning(TuningStep(step=state.step, state=tuner.state()))
     found = tuner.result(planned)
-    if found is not None and (is_first or tuner.learned.tokens != before):
+    if found is not None and (is_first or found.token_budget != tuner.learned.before):
         report_tuning(training, found, planned)
+
+
+_COMPARABLE_SHARE = 0.75
+"""A window with fewer than this share of the effective batch's samples is not compared with others."""
 
 
 def _note_loss(losses: Losses, loss: float) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from app.contract.model_reference import LoraSpec
-from app.contract.plan import Plan, RankPlan
 from app.contract.spec import MethodSpec, RunPrecision
 from workers.run_directory import sync
 from workers.training.adapters import adapted_through_their_weights, with_adapters
@@ -192,47 +191,6 @@ def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise CannotTrain("freeze", "freeze leaves nothing to train")
-
-
-def device_of(plan: Plan, rank: RankPlan) -> torch.device:
-    """The device of a plan; on a GPU the memory limit is enforced from here on."""
-    if plan.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
-    if plan.device == "cpu":
-        if plan.threads:
-            torch.set_num_threads(plan.threads)
-        return torch.device("cpu")
-    check_cuda()
-    # The supervisor shows each rank only its own GPU; torchrun shows all of them.
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local if local < torch.cuda.device_count() else 0)
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, rank.memory_limit_bytes / total), device)
-    return device
-
-
-def check_cuda() -> None:
-    """Checks that this process can use a GPU.
-
-    Raises:
-        CannotTrain: this torch, or the driver, can use none.
-        RuntimeError: the GPU that was there is gone; its message is that of a lost device.
-    """
-    if torch.cuda.is_available():
-        return
-    why = "it was built without CUDA"
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            why = str(error).strip().splitlines()[0]
-        if "driver" not in why.lower():
-            raise RuntimeError(f"device is lost: {why}")
-    raise CannotTrain(
-        "no_cuda",
-        f"nvidia-smi shows a GPU, but this torch cannot use it ({why}): install a CUDA build of torch that "
-        "the driver supports, or hide the GPU from the worker with CUDA_VISIBLE_DEVICES= to train on the CPU",
-    )
 
 
 def autocast(precision: RunPrecision, device: str) -> Any:

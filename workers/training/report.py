@@ -165,15 +165,17 @@ def _micro_means(training: Training, window: Indices, trained: Trained) -> tuple
 def report_tuning(training: Training, found: Tuning, planned: int) -> None:
     """Reports what trying other sizes of micro-batch has found, as an event."""
     speeds = {each.token_budget: each.tokens_per_second for each in found.tried}
-    chosen, own = found.token_budget, speeds[found.token_budget]
-    relative = "as planned"
-    if chosen != planned:
-        relative = f"{own / speeds[planned]:.2f} times as fast" if planned in speeds else "faster"
-        relative += f" as the planned {planned}" if planned in speeds else f" than the planned {planned}"
+    chosen = found.token_budget
+    told = []
+    if chosen in speeds:
+        told.append(f"{speeds[chosen]:,.0f} tokens/s")
+    if chosen == planned:
+        told.append("as planned")
+    elif chosen in speeds and planned in speeds:
+        told.append(f"{speeds[chosen] / speeds[planned]:.2f} times as fast as the planned {planned}")
     others = ", ".join(f"{size} ({speeds[size]:,.0f}/s)" for size in sorted(speeds) if size != chosen)
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {chosen} tokens are used ({own:,.0f} tokens/s; {relative}). Also tried: "
-        f"{others}.",
+        f"Micro-batches of at most {chosen} tokens are used ({'; '.join(told)}). Also tried: {others}.",
         **found.model_dump(mode="json"),
     )

@@ -21,6 +21,7 @@ from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, Buckets
 from workers.training.budget import Budget
 from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
+from workers.training.device import device_of
 from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
@@ -142,7 +143,7 @@ def _replica(
 ) -> tuple[Replica, RunState]:
     """This rank's model and optimizer, with the weights and the state of the newest checkpoint."""
     spec, plan = assignment.spec, assignment.plan
-    device = models.device_of(plan, plan.ranks[group.rank])
+    device = device_of(plan, plan.ranks[group.rank], deterministic=spec.deterministic)
     balance = balance_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     parameters = place_parameters(assignment, token_loss, device, group)
@@ -261,12 +262,22 @@ def _tuner(
     until: int,
 ) -> Tuner:
     """What tries other sizes of micro-batch, on a single device whose plan leaves the size open."""
-    planned = isinstance(assignment.plan.ranks[group.rank].micro_batch_rule, TokenBudget)
-    fits = state.budgets[group.rank].failed_tokens is None and not state.fallbacks.checkpointing
+    plan, learned, budget = assignment.plan, state.tuning, state.budgets[group.rank]
+    rule = plan.ranks[group.rank].micro_batch_rule
+    tunes = assignment.spec.tune == "while_training" and group.size == 1
+    if not tunes or not isinstance(rule, TokenBudget):
+        return Tuner(learned, adapts=False)
+    most = plan.most_tokens or rule.tokens
+    if learned.planned not in (None, rule.tokens) or max(learned.tokens or 0, learned.trial or 0) > most:
+        learned.use({})  # it was learned on another device
+        if budget.failed_tokens is None:
+            budget.tokens = None
+    learned.planned = rule.tokens
+    recorded = {each.step: each.state for each in run.tuning()}
     return Tuner(
-        state.tuning,
-        adapts=assignment.spec.tune == "while_training" and group.size == 1 and planned and fits,
-        recorded={each.step: each.state for each in run.tuning()} if group.size == 1 else {},
+        learned,
+        adapts=budget.failed_tokens is None and not state.fallbacks.checkpointing,
+        recorded={step: own for step, own in recorded.items() if own.get("planned") == rule.tokens},
         until=until,
     )
 

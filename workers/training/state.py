@@ -110,6 +110,10 @@ class LearnedTuning:
     """Windows since the start, or since the last trials ended."""
     period: int = 0
     """The number of windows after which sizes are tried again; 0 before the first trials."""
+    before: int | None = None
+    """The budget at the beginning of the last trials."""
+    planned: int | None = None
+    """The plan's budget; what was learned for another plan is of no use."""
 
     def __post_init__(self) -> None:
         self.tried = [each if isinstance(each, TriedSize) else TriedSize(**each) for each in self.tried]

@@ -2,14 +2,15 @@
 the fastest.
 
 How a window is cut never changes its gradient, so that a trial costs nothing but the time it loses. Twice the
-budget is tried first, then half, and so on from the faster one. The two sizes of a trial take turns, and
-the median of their speeds' ratios decides, so that a device that slows down affects both. What the tuner
-decides depends on measured time, so that every decision is recorded: an attempt that repeats windows cuts
-them as before.
+budget is tried first, then half, and so on from the faster one. The two sizes of a trial take turns, in an
+order that treats both alike if the device slows down or if every other window differs, and the median of
+their speeds' ratios decides. What the tuner decides depends on measured time, so that every decision is
+recorded: an attempt that repeats windows cuts them as before.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import log
 from statistics import median
 from typing import Any
 
@@ -19,11 +20,13 @@ from workers.training.state import LearnedTuning, TriedSize
 WARM_UP = 2
 """Windows before the first trial: the optimizer's states exist then, and kernels are chosen."""
 
-PAIRS = 3
-"""How often the two sizes of a trial take turns."""
+TURNS = (False, True, True, False, False, True, True, False)
+"""Whether each window of a trial is cut by the other size (true) or by the current one."""
 
 WORTH_SWITCHING = 1.05
 """A size replaces the current one if it is at least this many times as fast."""
+
+_GAIN = log(WORTH_SWITCHING)
 
 WORTH_TRYING = 100
 """Trials begin only if at least this many windows are left, which can gain what the trials may lose."""
@@ -60,6 +63,8 @@ class Bounds:
     most: int
     """A larger one is not expected to fit, or the whole window already fits into one micro-batch."""
     windows_left: int
+    is_comparable: bool = True
+    """Whether this window is like most others; an epoch's short last window is not."""
 
 
 class Tuner:
@@ -86,8 +91,8 @@ class Tuner:
     def next_tokens(self, planned: int) -> int:
         """The token budget of the next window."""
         learned = self.learned
-        current = learned.tokens or planned
-        return learned.trial if learned.trial is not None and len(learned.speeds) % 2 else current
+        is_other = learned.trial is not None and TURNS[len(learned.speeds)]
+        return (learned.trial if is_other else learned.tokens) or planned
 
     def measure(self, step: int, window: Measured, bounds: Bounds) -> bool:
         """Takes a window into account that was cut by `next_tokens`.
@@ -103,14 +108,17 @@ class Tuner:
         if step <= self._until:
             if step in self._recorded:
                 learned.use(self._recorded[step])
+                if not self.adapts:
+                    self.give_up()
             return False
         if learned.trial is not None:
-            self._note(window, bounds)
-            return True
+            if bounds.is_comparable:
+                self._note(window, bounds)
+            return bounds.is_comparable
         due = learned.windows >= (learned.period or WARM_UP)
         if not (self.adapts and due and bounds.windows_left >= WORTH_TRYING):
             return False
-        learned.tried = []
+        learned.tried, learned.before = [], learned.tokens or bounds.planned
         self._begin(bounds)
         return True
 
@@ -126,7 +134,7 @@ class Tuner:
     def result(self, planned: int) -> Tuning | None:
         """What the last trials have found; None while they go on, or if nothing could be tried."""
         learned = self.learned
-        if learned.trial is not None or not learned.tried:
+        if learned.trial is not None or not learned.tried or not self.adapts:
             return None
         return Tuning(
             token_budget=learned.tokens or planned,
@@ -149,11 +157,12 @@ class Tuner:
         assert learned.trial is not None
         self._add(self.next_tokens(bounds.planned), window)
         learned.speeds.append(window.tokens / max(window.seconds, 1e-9))
-        if len(learned.speeds) < 2 * PAIRS:
+        if len(learned.speeds) < len(TURNS):
             return
-        current, other = learned.speeds[::2], learned.speeds[1::2]
-        ratio = median(theirs / ours for ours, theirs in zip(current, other, strict=True))
-        if ratio >= WORTH_SWITCHING:
+        turns = list(zip(learned.speeds, TURNS, strict=True))
+        current = [speed for speed, is_other in turns if not is_other]
+        other = [speed for speed, is_other in turns if is_other]
+        if median(log(theirs / ours) for ours, theirs in zip(current, other, strict=True)) >= _GAIN:
             learned.tokens = learned.trial
         self._begin(bounds)
 
@@ -164,9 +173,8 @@ class Tuner:
         done = {each.token_budget for each in learned.tried}
         sizes = (2 * current, current // 2)
         most = min(bounds.most, LARGEST_STEP * bounds.planned)
-        learned.trial = next(
-            (size for size in sizes if min(bounds.least, current) <= size <= most and size not in done), None
-        )
+        possible = (size for size in sizes if min(bounds.least, current) <= size <= most and size not in done)
+        learned.trial = next(possible, None) if bounds.windows_left >= WORTH_TRYING else None
         learned.speeds = []
         if learned.trial is None:
             learned.windows, learned.period = 0, max(FIRST_PERIOD, 2 * learned.period)
