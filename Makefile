@@ -41,7 +41,8 @@ test-faults: $(STAMP) ## Inject the faults that take long, on SQLite and on Post
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py tests/acceptance/test_rank_faults.py
 	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
 
-test-gpu: $(STAMP) ## Run the tests that need an NVIDIA GPU; without one, they are skipped
+test-gpu: $(STAMP) ## Run what needs an NVIDIA GPU: tests, and the acceptance test (10 minutes); else say so
+	$(BIN)/python -m tests.gpu.acceptance
 	$(BIN)/python -m pytest tests/gpu
 
 test-fuzz: $(STAMP) ## Send thousands of requests generated from the OpenAPI document (about 5 minutes)

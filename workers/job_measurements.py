@@ -7,7 +7,6 @@ from typing import Any
 import structlog
 from sqlalchemy.exc import DBAPIError
 
-from app.contract.plan import Plan
 from app.contract.reports import Tuning
 from app.contract.spec import Spec
 from app.jobs import transitions
@@ -29,7 +28,7 @@ def store_run(session: Session, running: Running) -> None:
         spec = Spec.model_validate(job.spec)
         if job.attempt == running.fence.attempt and spec.strategy != "independent":
             subject = profiles.subject(session, job, spec, running.devices[0])
-            measurements.note_run(session, subject, Plan.model_validate(job.plan))
+            measurements.note_run(session, subject)
 
 
 def store_sweep(session: Session, running: Running, tuning: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ The trainer writes all others:
     learned-0.json   what a rank has learned by running out of memory in this attempt
     shares.jsonl     a line per change of the ranks' shares of the work, over all attempts
     tuning.jsonl     a line per decision about the token budget, over all attempts
+    trial            while a window tries another token budget
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
     base_weights     a digest of the weights before the first step
@@ -31,6 +32,7 @@ Needs only the standard library and pydantic.
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import threading
 import time
@@ -56,7 +58,6 @@ from app.contract.reports import (
     Completions,
     Failure,
     LearnedLimits,
-    LogLine,
     Outcome,
     RankShares,
     TuningStep,
@@ -92,7 +93,10 @@ SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
 out."""
 
 
-_FINISH, _COOLING = "finish", "cooling"
+_FINISH, _COOLING, _TRIAL = "finish", "cooling", "trial"
+
+_STEP = re.compile(rb'\{"attempt":\d+,"step":(\d+),.*\}$')
+"""A whole line of the log; it may be torn by a kill."""
 
 GPU_NAMES_VARIABLE = "ACCRUE_GPU_NAMES"
 """The environment variable that names a trainer's GPUs for CUDA, such as 0=GPU-f33a…,1=MIG-7c01…."""
@@ -126,7 +130,7 @@ _FOLDERS = (".base", "data", "checkpoints", "model")
 _FILES = (
     "spec.json", "metrics.jsonl", "events.jsonl", "shares.jsonl", "tuning.jsonl", "base_model.json",
     "base_weights", "progress.json", "completions.json", "outcome.json", "failure.json",
-    "trainer.log", "at-work", "lock",
+    "trainer.log", "at-work", "trial", "lock",
 )  # fmt: skip
 
 
@@ -278,13 +282,30 @@ class RunDirectory:
         return self._recorded("tuning.jsonl", TuningStep)
 
     def forget_decisions(self, after: int) -> None:
-        """Deletes the shares and token budgets recorded for steps after that one: no reported window used
-        them."""
+        """Deletes the shares and token budgets recorded for steps after that one, which no reported window
+        used, and lines that a kill has torn."""
         for name, kind in (("shares.jsonl", RankShares), ("tuning.jsonl", TuningStep)):
             recorded: Sequence[RankShares | TuningStep] = self._recorded(name, kind)
-            kept = [line for line in recorded if line.step <= after]
-            if len(kept) < len(recorded):
-                write_atomically(self.path / name, "".join(f"{line.model_dump_json()}\n" for line in kept))
+            kept = "".join(f"{line.model_dump_json()}\n" for line in recorded if line.step <= after)
+            if recorded and kept.encode() != read_plain(self.path, name, max_bytes=_MAX_BYTES[name]):
+                write_atomically(self.path / name, kept)
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Marks a window that tries another token budget: the mark stays only if the process is killed."""
+        mark = self.path / _TRIAL
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def take_killed_trial(self) -> bool:
+        """Whether an attempt was killed within such a window. It is asked once."""
+        mark = self.path / _TRIAL
+        is_marked = mark.exists()
+        mark.unlink(missing_ok=True)
+        return is_marked
 
     def _record(self, name: str, line: BaseModel) -> None:
         with append_plain(self.path / name) as file:
@@ -300,16 +321,18 @@ class RunDirectory:
         return found
 
     def last_step(self) -> int:
-        """The step of the newest complete log line; 0 if there is none."""
+        """The last step that any attempt has reported; 0 if there is none. An attempt that repeats windows
+        reports earlier steps again."""
+        last, rest = 0, b""
         with (
             contextlib.suppress(FileNotFoundError, NotPlain),
             open_plain(self.path, self.metrics.name) as file,
         ):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_BYTES["log line"]))
-            for line in reversed(file.read().splitlines()):
-                with contextlib.suppress(ValidationError):
-                    return LogLine.model_validate_json(line).step
-        return 0
+            while block := file.read(_MAX_BYTES["log line"]):
+                *lines, rest = (rest + block).split(b"\n")
+                found = (_STEP.match(line) for line in lines)
+                last = max([last, *(int(each[1]) for each in found if each)])
+        return last
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
         """The content of a file, or None if it does not exist or is not a plain file."""

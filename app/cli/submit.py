@@ -70,7 +70,7 @@ def submit(
         typer.Option(
             "--tune/--no-tune",
             help="Measure micro-batch sizes before training, or use the planned size throughout; without "
-            "either, a job of 100 steps or more tries other sizes while it trains",
+            "either, a job of more than 100 steps tries other sizes while it trains",
             show_default=False,
         ),
     ] = None,

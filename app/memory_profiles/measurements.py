@@ -10,7 +10,6 @@ from typing import Literal
 
 from sqlalchemy import delete, func, select
 
-from app.contract.plan import Plan
 from app.contract.reports import Tuning
 from app.planning.devices import GIB, Device
 from app.planning.estimate import Estimate, MeasuredPeak
@@ -53,7 +52,7 @@ class Subject:
         return memory.peak_process_bytes if self.device.kind == "cpu" else memory.peak_allocated_bytes
 
 
-def note_run(session: Session, subject: Subject, plan: Plan) -> None:
+def note_run(session: Session, subject: Subject) -> None:
     """Stores what an attempt measured at its largest micro-batch, once it has reached its steady state."""
     own = (StepMetric.job_id == subject.job.id) & (StepMetric.attempt == subject.job.attempt)
     peak, tokens, steps = session.execute(
@@ -65,7 +64,12 @@ def note_run(session: Session, subject: Subject, plan: Plan) -> None:
     done, took = session.execute(
         select(func.sum(StepMetric.input_tokens), func.sum(seconds)).where(own, StepMetric.step > 1)
     ).one()
-    _keep(session, subject, "run", tokens, plan.accumulation_steps, int(peak * GIB), done / took)
+    micro_batches = session.scalar(
+        select(func.max(StepMetric.gradient_accumulation_steps)).where(
+            own, StepMetric.largest_tokens == tokens
+        )
+    )
+    _keep(session, subject, "run", tokens, micro_batches or 1, int(peak * GIB), done / took)
 
 
 def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
@@ -79,6 +83,8 @@ def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
     )
     session.execute(earlier)
     for each in tuning.tried:
+        if not each.peak_bytes and each.token_budget < tuning.token_budget:
+            continue  # otherwise plans would take it if it is hardly slower, and shrink from job to job
         # Without its memory, a size stands for a budget, which a single long sample may exceed.
         tokens = each.largest_tokens if each.peak_bytes else each.token_budget
         _keep(

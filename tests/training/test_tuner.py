@@ -1,21 +1,24 @@
 """Micro-batch sizes that are tried while training: which is kept, and that a resume repeats the decisions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
-from app.contract.reports import Tuning
-from tests.harness.runs import create_run, events_of, small_data, start_trainer, until
+from app.contract.reports import Tuning, TuningStep
+from tests.harness.runs import create_run, events_of, small_data, start_trainer, until, with_ranks
 from tests.harness.specs import make_spec
 from tests.harness.training import finished, interrupted_at, log_of_run, raw_log, run_to_end, weights
 from workers.run_directory import RunDirectory
-from workers.training import tuner
+from workers.training import accumulate, fit, tuner
+from workers.training.replica import Replica
 from workers.training.state import VERSION, LearnedTuning, RunState, from_json
 from workers.training.tuner import Bounds, Measured, Tuner
 
@@ -129,7 +132,8 @@ def test_a_resume_repeats_recorded_decisions_whatever_it_measures(
 
 
 def create(folder: Path, attempt: int = 1, steps: int = 40, **changes: Any) -> RunDirectory:
-    spec = make_spec(data=small_data(), tune="while_training", max_steps=steps, **changes)
+    fields = {"data": small_data(), "tune": "while_training", "max_steps": steps, **changes}
+    spec = make_spec(**fields)
     return create_run(folder, spec, attempt=attempt)
 
 
@@ -252,6 +256,110 @@ def test_a_plan_for_another_device_discards_what_was_learned(
     run_to_end(run)
     events = [event for event in events_of(run) if event["type"] == "tuned"]
     assert [each["token_budget"] for each in events[-1]["data"]["tried"]] == [600, 300, 150, 75]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda run: with_rule(run, FixedCount(micro_batches=1)), lambda run: with_ranks(run, [0.5, 0.5])],
+)
+def test_a_tuned_run_goes_on_under_a_plan_that_is_not_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[RunDirectory], object]
+) -> None:
+    pretend(monkeypatch, lambda size: 1e6 / size)
+    run = create(tmp_path / "run")
+    interrupted_at(run, 40)
+    done = len(raw_log(run))
+    assert run.tuning()
+    create(tmp_path / "run", attempt=2)
+    change(run)
+    finished(run)
+    assert len(raw_log(run)) == 40
+    assert all(line.step <= done for line in run.tuning())
+
+
+def test_a_size_that_was_tried_when_the_process_was_killed_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may have killed it for lack of memory. The windows before it are cut as before."""
+    pretend(monkeypatch, lambda size: float(size))
+    run = create(tmp_path / "run", steps=60, save_every=10**6)
+    trials = 0
+
+    class Killed(BaseException):
+        pass
+
+    def train_window(training: Any, *given: Any) -> Any:
+        nonlocal trials
+        trials += training.tuner.is_on_trial
+        if trials == 4:
+            raise Killed
+        return accumulate.train_window(training, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "train_window", train_window)
+        patch.setattr(RunDirectory, "on_trial", on_trial_until_killed)
+        with pytest.raises(Killed):
+            run_to_end(run)
+    before = raw_log(run)
+    create(tmp_path / "run", attempt=2, steps=60, save_every=10**6)
+    run_to_end(run)
+    again = [line for line in raw_log(run) if line["attempt"] == 2]
+    assert [line["loss"] for line in again[: len(before)]] == [line["loss"] for line in before]
+    assert [line["micro_step"] for line in again[: len(before)]] == [line["micro_step"] for line in before]
+    assert len(again) == 60
+    assert not run.take_killed_trial()
+    assert max(line.step for line in run.tuning()) <= len(before)
+
+
+@contextmanager
+def on_trial_until_killed(run: RunDirectory) -> Iterator[None]:
+    """As a kill would leave it."""
+    (run.path / "trial").touch()
+    yield
+    (run.path / "trial").unlink()
+
+
+def test_out_of_memory_in_a_trial_leaves_the_current_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, lambda size: float(size))
+    run = create(tmp_path / "run")
+    with_rule(run, TokenBudget(tokens=128))
+    honest = Replica.add
+
+    def add(self: Replica, batch: Any) -> None:
+        if batch.input_ids.numel() > 128:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        honest(self, batch)
+
+    monkeypatch.setattr(Replica, "add", add)
+    run_to_end(run)
+    assert len([event for event in events_of(run) if event["type"] == "out_of_memory"]) == 1
+    assert len(raw_log(run)) == 40
+    plain = create(tmp_path / "plain", tune=None)
+    with_rule(plain, TokenBudget(tokens=128))
+    run_to_end(plain)
+    ours, theirs = raw_log(run), raw_log(plain)
+    assert [line["largest_tokens"] for line in ours[20:]] == [line["largest_tokens"] for line in theirs[20:]]
+
+
+def test_decisions_survive_two_kills_within_one_checkpoint_interval(tmp_path: Path) -> None:
+    """The second attempt reports earlier steps again before it is killed, too."""
+    run = create(tmp_path / "run")
+    lines = [LINE.format(attempt=1, step=step) for step in range(1, 31)]
+    lines += [LINE.format(attempt=2, step=step) for step in range(1, 11)]
+    run.metrics.write_text("".join(lines) + '{"attempt":2,"step":99')
+    assert run.last_step() == 30
+    for step in (5, 28, 31):
+        run.append_tuning(TuningStep(step=step, state={}))
+    with (run.path / "tuning.jsonl").open("a") as file:
+        file.write('{"step": 3')
+    run.forget_decisions(after=run.last_step())
+    run.append_tuning(TuningStep(step=31, state={}))
+    assert [line.step for line in run.tuning()] == [5, 28, 31]
+
+
+LINE = '{{"attempt":{attempt},"step":{step},"micro_step":1}}\n'
 
 
 def with_rule(run: RunDirectory, rule: MicroBatchRule) -> None:

@@ -1,5 +1,6 @@
 """The run, top to bottom: load, resume, certify, then window after window until the steps are made."""
 
+import contextlib
 from math import isfinite
 
 import numpy as np
@@ -154,7 +155,8 @@ def advance(training: Training) -> None:
     elif spec.profile and state.step == profile.AT_STEP - 1 and training.group.leads:
         trained = _profiled(training, window, denominator)
     else:
-        trained = train_window(training, window, denominator)
+        with training.run.on_trial() if training.tuner.is_on_trial else contextlib.nullcontext():
+            trained = train_window(training, window, denominator)
     state.position.advance(len(window), len(samples))
     state.progress.micro_step += len(trained.groups) if trained else 0
     if trained is None or not trained.closed.applied:
@@ -408,8 +410,12 @@ def _tune(training: Training, window: Indices, trained: Trained) -> None:
     spec, planned = training.assignment.spec, state.tuning.planned
     if planned is None:  # the job is not tuned
         return
-    if tuner.adapts and budget.learned.failed_tokens is not None:
+    failed = budget.learned.failed_tokens
+    if tuner.adapts and failed is not None:
         tuner.give_up()
+        current = tuner.next_tokens(planned)
+        if current < failed:  # the size that failed was on trial, and the current one is known to fit
+            budget.use_tuned(current)
     (work,) = trained.work
     lengths, own = loader.samples.lengths[window], loader.samples.lengths
     measured = Measured(
@@ -430,7 +436,7 @@ def _tune(training: Training, window: Indices, trained: Trained) -> None:
     )
     is_first = tuner.learned.period == 0
     decided = tuner.measure(state.step, measured, bounds)
-    if budget.learned.failed_tokens is None:
+    if failed is None:
         budget.use_tuned(tuner.next_tokens(planned))
     if not decided:
         return

@@ -73,7 +73,7 @@ def start(
     loader = Loader(samples, validation, layout, replica.device, spec.seed)
     loader.shrink_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
-    until, recorded = _earlier_steps(run, group)
+    until, recorded = _earlier_steps(run, assignment, group)
     budgets = [
         Budget(
             each,
@@ -227,10 +227,11 @@ def whole_model(training: Training) -> Any:
     return model
 
 
-def _earlier_steps(run: RunDirectory, group: Group) -> tuple[int, list[Any]]:
+def _earlier_steps(run: RunDirectory, assignment: Assignment, group: Group) -> tuple[int, list[Any]]:
     """The last step that an earlier attempt has reported, and the changes of the ranks' shares up to it, as
     pairs of step and shares."""
-    until: int = group.broadcast(run.last_step() if group.leads else 0)
+    decides = group.size > 1 or assignment.spec.tune == "while_training"
+    until: int = group.broadcast(run.last_step() if decides and group.leads else 0)
     if group.leads:
         run.forget_decisions(after=until)
     recorded: list[Any] = group.broadcast(
@@ -262,23 +263,30 @@ def _tuner(
     until: int,
 ) -> Tuner:
     """What tries other sizes of micro-batch, on a single device whose plan leaves the size open."""
-    plan, learned, budget = assignment.plan, state.tuning, state.budgets[group.rank]
+    plan, learned = assignment.plan, state.tuning
+    budget = state.budgets[0]  # a job that was tuned had one rank
     rule = plan.ranks[group.rank].micro_batch_rule
     tunes = assignment.spec.tune == "while_training" and group.size == 1
-    if not tunes or not isinstance(rule, TokenBudget):
-        return Tuner(learned, adapts=False)
-    most = plan.most_tokens or rule.tokens
-    if learned.planned not in (None, rule.tokens) or max(learned.tokens or 0, learned.trial or 0) > most:
-        learned.use({})  # it was learned on another device
+    planned = rule.tokens if tunes and isinstance(rule, TokenBudget) else None
+    most = plan.most_tokens or planned or 0
+    is_of_another_plan = learned.planned not in (None, planned)
+    if is_of_another_plan or max(learned.tokens or 0, learned.trial or 0) > most:
+        learned.use({})
         if budget.failed_tokens is None:
             budget.tokens = None
-    learned.planned = rule.tokens
+    if planned is None:
+        return Tuner(learned, adapts=False)
+    learned.planned = planned
+    was_killed = run.take_killed_trial()
     recorded = {each.step: each.state for each in run.tuning()}
     return Tuner(
         learned,
-        adapts=budget.failed_tokens is None and not state.fallbacks.checkpointing,
-        recorded={step: own for step, own in recorded.items() if own.get("planned") == rule.tokens},
+        adapts=budget.failed_tokens is None
+        and not state.fallbacks.checkpointing
+        and not (was_killed and state.step >= until),
+        recorded={step: own for step, own in recorded.items() if own.get("planned") == planned},
         until=until,
+        ends=was_killed,
     )
 
 

@@ -75,6 +75,8 @@ class Tuner:
         adapts: whether anything is tried.
         recorded: the states after earlier attempts' decisions, by step.
         until: the last step that an earlier attempt has made; up to it, only recorded decisions are made.
+        ends: whether the trials end for good after that step: an attempt was killed within one, perhaps for
+            lack of memory.
     """
 
     def __init__(
@@ -84,15 +86,19 @@ class Tuner:
         adapts: bool,
         recorded: Mapping[int, Mapping[str, Any]] | None = None,
         until: int = 0,
+        ends: bool = False,
     ) -> None:
         self.learned, self.adapts = learned, adapts
-        self._recorded, self._until = recorded or {}, until
+        self._recorded, self._until, self._ends = recorded or {}, until, ends
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the next window tries another size."""
+        return self.learned.trial is not None and TURNS[len(self.learned.speeds)]
 
     def next_tokens(self, planned: int) -> int:
         """The token budget of the next window."""
-        learned = self.learned
-        is_other = learned.trial is not None and TURNS[len(learned.speeds)]
-        return (learned.trial if is_other else learned.tokens) or planned
+        return (self.learned.trial if self.is_on_trial else self.learned.tokens) or planned
 
     def measure(self, step: int, window: Measured, bounds: Bounds) -> bool:
         """Takes a window into account that was cut by `next_tokens`.
@@ -108,8 +114,8 @@ class Tuner:
         if step <= self._until:
             if step in self._recorded:
                 learned.use(self._recorded[step])
-                if not self.adapts:
-                    self.give_up()
+            if not self.adapts or (self._ends and step == self._until):
+                self.give_up()
             return False
         if learned.trial is not None:
             if bounds.is_comparable:

@@ -1,0 +1,120 @@
+"""Everything that Accrue promises of a GPU, measured in at most ten minutes:
+
+    python -m tests.gpu.acceptance [--device cpu] [--only part …] [--out gpu.json]
+
+It needs torch, transformers, pyarrow and pydantic; no service, no network and no pytest. Results are written
+after each part, so that a run that is cut off leaves what it has measured. A line for each check says whether
+it holds. With `--device cpu`, parts that need CUDA are reported as not run, and the others run on small
+models, which shows that they work.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tests.gpu import kernels, runs
+from tests.gpu.checks import Check, Place
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+Part = Callable[[Place], tuple[dict[str, Any], list[Check]]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part of the acceptance test."""
+
+    name: str
+    run: Part
+    on: Literal["both", "cuda"] = "both"
+
+
+PARTS = (
+    Entry("environment", kernels.environment),
+    Entry("attention", kernels.attention),
+    Entry("loss", kernels.loss),
+    Entry("memory", kernels.memory, "cuda"),
+    Entry("throughput of a step", kernels.steps, "cuda"),
+    Entry("throughput beside Trainer", runs.throughput),
+    Entry("reads from the device", runs.reads, "cuda"),
+    Entry("resume", runs.resume),
+    Entry("certificate", runs.certificates),
+    Entry("features", runs.features),
+    Entry("out of memory", runs.out_of_memory, "cuda"),
+)
+
+
+def accept(place: Place, parts: tuple[Entry, ...], out: Path | None) -> list[Check]:
+    """Runs the parts, and prints and writes their results. A part that fails becomes a check that does not
+    hold."""
+    checks: list[Check] = []
+    result: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if place.kind == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "parts": {},
+    }
+    for part in parts:
+        if part.on == "cuda" and place.kind == "cpu":
+            print(f"-- {part.name}: not run, needs CUDA", flush=True)
+            result["parts"][part.name] = "not run: needs CUDA"
+        else:
+            result["parts"][part.name] = _result_of(part, place, checks)
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        place.clear()
+    return checks
+
+
+def _result_of(part: Entry, place: Place, checks: list[Check]) -> dict[str, Any]:
+    """Runs a part, and adds its checks to the others."""
+    print(f"-- {part.name}", flush=True)
+    began = time.perf_counter()
+    try:
+        figures, found = part.run(place)
+    except Exception as error:
+        traceback.print_exc()
+        told = f"{type(error).__name__}: {error}"
+        figures, found = {}, [Check(f"{part.name} runs", told, "runs", False)]
+    checks += found
+    for check in found:
+        print(f"   {check.line}", flush=True)
+    seconds = round(time.perf_counter() - began, 1)
+    return {"seconds": seconds, "figures": figures, "checks": [asdict(check) for check in found]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--only", nargs="*", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument("--out", type=Path, help="where to write the results; on a GPU, with the others")
+    given = parser.parse_args(arguments)
+    out: Path | None = given.out
+    if given.device == "cuda":
+        if not torch.cuda.is_available():
+            print("There is no NVIDIA GPU here. --device cpu tries the parts that need none.")
+            return 0
+        out = out or RESULTS / f"gpu-{torch.cuda.get_device_name().lower().replace(' ', '-')}.json"
+    parts = tuple(part for part in PARTS if given.only is None or part.name in given.only)
+    with tempfile.TemporaryDirectory() as folder:
+        checks = accept(Place(given.device, Path(folder)), parts, out)
+    failed = [check for check in checks if not check.holds]
+    print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold.")
+    for check in failed:
+        print(check.line)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

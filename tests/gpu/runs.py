@@ -1,0 +1,273 @@
+"""Parts of the acceptance test that train: beside Trainer, resumed, certified, and with every feature."""
+
+import shutil
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.contract.model_reference import LoraSpec
+from app.contract.plan import FixedSize, TokenBudget
+from app.contract.spec import MethodSpec, RunPrecision
+from tests.gpu.checks import Check, Place, at_least, at_most, events_of, log_of, spec_with, train
+from tests.harness.specs import make_optimizer, make_schedule
+
+LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
+
+_EFFECTIVE_BATCH = 64
+_TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
+
+
+def _llama(layers: int, width: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": width, "intermediate_size": 8 * width // 3 // 64 * 64 or 64,
+        "num_hidden_layers": layers, "num_attention_heads": max(1, width // 64),
+        "num_key_value_heads": max(1, width // 128), "vocab_size": 512, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257, **changes,
+    }  # fmt: skip
+
+
+def throughput(place: Place) -> tuple[dict[str, Any], list[Check]]:
+    """Samples per second beside transformers' Trainer, at a fixed length and at lengths like Alpaca's, in
+    turns."""
+    config = _llama(16, 1024, vocab_size=32000) if place.is_gpu else _llama(2, 128)
+    model = place.model("throughput", config)
+    windows, precision = (6, "bf16") if place.is_gpu else (2, "fp32")
+    count = windows * _EFFECTIVE_BATCH
+    random = np.random.default_rng(11)
+    alike = np.clip(random.lognormal(4.3, 0.6, count), 8, 900 if place.is_gpu else 200).astype(int).tolist()
+    cases = {"fixed": [510 if place.is_gpu else 62] * count, "like Alpaca's": alike}
+    figures: dict[str, Any] = {}
+    checks = []
+    for name, lengths in cases.items():
+        ours: list[float] = []
+        theirs: dict[int, list[float]] = {8: [], 32: []}
+        for turn in range(2):
+            rows = FixedSize(samples=32) if name == "fixed" else TokenBudget(tokens=32 * 512)
+            if not place.is_gpu:
+                rows = FixedSize(samples=8) if name == "fixed" else TokenBudget(tokens=512)
+            ours.append(
+                _ours(place, f"speed-{len(figures)}-{turn}", model, lengths, rows, windows, precision)
+            )
+            for each in theirs:
+                theirs[each].append(_theirs(place, model, lengths, each, precision))
+        best = max(max(rates) for rates in theirs.values())
+        figures[name] = {"accrue": ours, "trainer": theirs}
+        bound = 1.0 if name == "fixed" else 1.3
+        if place.is_gpu:
+            checks.append(at_least(f"speed relative to Trainer, {name} lengths", max(ours) / best, bound))
+    return figures, checks
+
+
+def _ours(
+    place: Place, name: str, model: Path, lengths: list[int], rule: Any, windows: int, precision: Any
+) -> float:
+    """Samples per second after the first window, which warms up."""
+    spec = spec_with(
+        effective_batch_size=_EFFECTIVE_BATCH, max_steps=windows, certificate=False, save_every=10**6,
+        noise_scale_every=None, schedule=make_schedule("constant"),
+        precision="bf16" if precision == "bf16" else "no",
+    )  # fmt: skip
+    run = place.run(name, spec, model=model, lengths=lengths, precision=precision, rule=rule)
+    train(run)
+    log = log_of(run)
+    return sum(line["samples"] for line in log[1:]) / (log[-1]["time"] - log[0]["time"])
+
+
+def _theirs(place: Place, model: Path, lengths: list[int], rows: int, precision: str) -> float:
+    """Trainer's samples per second, after its first step."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    made = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sdpa")
+    random = np.random.default_rng(3)
+    data = [{"input_ids": random.integers(0, 255, length + 1).tolist()} for length in lengths]
+
+    class Times(TrainerCallback):  # type: ignore[misc]
+        ended: list[float]
+
+        def __init__(self) -> None:
+            self.ended = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            place.wait()
+            self.ended.append(time.time())
+
+    times = Times()
+    trainer = Trainer(
+        model=made,
+        args=TrainingArguments(
+            output_dir=str(place.folder / "trainer"), per_device_train_batch_size=rows,
+            gradient_accumulation_steps=_EFFECTIVE_BATCH // rows, num_train_epochs=1, learning_rate=1e-4,
+            lr_scheduler_type="constant", max_grad_norm=1.0, save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=not place.is_gpu, bf16=precision == "bf16" and place.is_gpu,
+            logging_strategy="no", optim="adamw_torch_fused", dataloader_pin_memory=place.is_gpu,
+        ),
+        train_dataset=data,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        callbacks=[times],
+    )  # fmt: skip
+    trainer.train()
+    return _EFFECTIVE_BATCH * (len(times.ended) - 1) / (times.ended[-1] - times.ended[0])
+
+
+def reads(place: Place) -> tuple[dict[str, Any], list[Check]]:
+    """How often the host waits for the device in a window, by PyTorch's own count."""
+    waits = 0
+
+    def noted(message: Any, *_: Any, **__: Any) -> None:
+        nonlocal waits
+        waits += "synchroniz" in str(message)
+
+    run = place.run(
+        "reads", spec_with(max_steps=4, certificate=False, noise_scale_every=None), precision="bf16",
+        rule=FixedSize(samples=2),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = noted
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    micro_batches = log_of(run)[-1]["micro_step"]
+    each = waits / micro_batches
+    return {"waits": waits, "micro_batches": micro_batches}, [at_most("waits per micro-batch", each, 1.0)]
+
+
+def resume(place: Place) -> tuple[dict[str, Any], list[Check]]:
+    """A stopped run beside one that was not: bit-identical where kernels are deterministic, as on a CPU;
+    otherwise the difference of the weights is reported."""
+    figures, checks = {}, []
+    for deterministic in (False, True):
+        spec = spec_with(max_steps=12, certificate=False, deterministic=deterministic, precision="bf16")
+        precision: RunPrecision = "bf16" if place.is_gpu else "fp32"
+        rule = FixedSize(samples=3)
+        name = f"deterministic-{deterministic}"
+        whole = place.run(f"whole-{name}", spec, precision=precision, rule=rule)
+        train(whole)
+        stopped = place.run(f"stopped-{name}", spec, precision=precision, rule=rule)
+        assert train(stopped, stop_after=30) is None, "the run ended before it was stopped"
+        train(place.run(f"stopped-{name}", spec, precision=precision, rule=rule, attempt=2))
+        difference = _difference(whole.model, stopped.model)
+        figures[name] = difference
+        exact = deterministic or not place.is_gpu
+        checks.append(at_most(f"difference after a resume, {name}", difference, 0.0 if exact else 1e-2))
+        place.clear()
+    return figures, checks
+
+
+def _difference(one: Path, other: Path) -> float:
+    """The difference of two models' weights, relative to their norm."""
+    from safetensors.torch import load_file
+
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    apart = sum(float((first[name].double() - second[name].double()).square().sum()) for name in second)
+    return float((apart / sum(float(weight.double().square().sum()) for weight in second.values())) ** 0.5)
+
+
+def certificates(place: Place) -> tuple[dict[str, Any], list[Check]]:
+    """The certificate's error over depth and precision: none may fail, and none may come near failing."""
+    depths = (2, 8, 24) if place.is_gpu else (2, 6)
+    precisions: tuple[RunPrecision, ...] = (
+        ("fp32", "tf32", "bf16", "fp16") if place.is_gpu else ("fp32", "bf16")
+    )
+    figures, checks = {}, []
+    for depth in depths:
+        model = place.model(f"depth-{depth}", _llama(depth, 256))
+        for precision in precisions:
+            name = f"{depth} layers, {precision}"
+            spec = spec_with(max_steps=1, schedule=make_schedule("constant"))
+            run = place.run(
+                f"certificate-{depth}-{precision}", spec, model=model, precision=precision,
+                rule=TokenBudget(tokens=256),
+            )  # fmt: skip
+            train(run)
+            (event,) = events_of(run, "certificate")
+            error = float(event["data"]["gradient_error"])
+            figures[name] = event["data"]
+            checks.append(at_most(f"certificate, {name}", error, _TOLERANCE[precision]))
+    return figures, checks
+
+
+def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
+    """Five steps with each feature; the loss must be finite, and what is not installed is left out."""
+    lora, qlora = MethodSpec(name="lora", lora=LORA), MethodSpec(name="qlora", lora=LORA)
+    cases: dict[str, tuple[RunPrecision, dict[str, Any]]] = {
+        "full": ("fp32", {}),
+        "bf16": ("bf16", {}),
+        "pure bf16": ("pure_bf16", {"precision": "pure_bf16"}),
+        "lora": ("bf16", {"method": lora}),
+        "checkpointing": ("bf16", {"gradient_checkpointing": True}),
+        "label smoothing": ("bf16", {"label_smoothing": 0.1}),
+        "packing": ("bf16", {"data": spec_with().data.model_copy(update={"packing": True})}),
+        "gradients on the host": ("bf16", {"accumulate_gradients_on_cpu": True}),
+        "optimizer on the host": ("bf16", {"use_cpu_offload": True}),
+        "eager attention": ("bf16", {"attention": "eager"}),
+        "profile": ("bf16", {"profile": True}),
+        "sgd": ("bf16", {"optimizer": make_optimizer("sgd")}),
+        "tuning": ("bf16", {"tune": "first"}),
+    }
+    if place.is_gpu:
+        cases |= {
+            "fp16": ("fp16", {"precision": "fp16"}),
+            "tf32": ("tf32", {"precision": "tf32"}),
+            "compile": ("bf16", {"compile": True}),
+        }
+        if find_spec("bitsandbytes"):
+            cases["qlora"] = ("bf16", {"method": qlora})
+            cases["adamw_8bit"] = ("bf16", {"optimizer": make_optimizer("adamw_8bit")})
+    if find_spec("pytorch_optimizer"):
+        cases["lion"] = ("bf16", {"optimizer": make_optimizer("lion")})
+    model = place.model("features", _llama(2, 128))
+    figures, checks = {}, []
+    for name, (precision, changes) in cases.items():
+        folder = f"feature-{name.replace(' ', '-')}"
+        began = time.perf_counter()
+        try:
+            run = place.run(folder, spec_with(max_steps=5, **changes), model=model, precision=precision)
+            train(run)
+            losses = [line["loss"] for line in log_of(run)]
+            ends = len(losses) == 5 and all(np.isfinite(losses))
+            checks.append(Check(name, f"{losses[-1]:.4f}", "5 finite losses", bool(ends)))
+            figures[name] = {"losses": losses, "seconds": time.perf_counter() - began}
+        except Exception as error:
+            checks.append(
+                Check(name, f"{type(error).__name__}: {str(error)[:200]}", "5 finite losses", False)
+            )
+        shutil.rmtree(place.folder / folder, ignore_errors=True)
+        place.clear()
+    return figures, checks
+
+
+def out_of_memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
+    """A run whose planned micro-batch does not fit under a cap: it must go on with smaller ones, and train
+    the same."""
+    model = place.model("memory", _llama(4, 512, vocab_size=32000))
+    lengths = [510] * 128
+    spec = spec_with(effective_batch_size=64, max_steps=4, save_every=10**6, precision="bf16")
+    asked: dict[str, Any] = {"model": model, "lengths": lengths, "precision": "bf16"}
+    free = place.run("uncapped", spec, rule=TokenBudget(tokens=64 * 512), **asked)
+    train(free)
+    place.clear()
+    used = int(max(line["peak_gb"] for line in log_of(free)) * 2**30)
+    capped = place.run("capped", spec, rule=TokenBudget(tokens=64 * 512), limit_bytes=used // 2, **asked)
+    train(capped)
+    failures = len(events_of(capped, "out_of_memory"))
+    difference = _difference(free.model, capped.model)
+    return {"failures": failures, "peak_bytes": used, "difference": difference}, [
+        at_least("replays after running out of memory", float(failures), 1.0),
+        at_most("difference of the weights", difference, 1e-2),
+    ]
