@@ -1,11 +1,13 @@
 """`accrue doctor`: checks this installation, and says how to fix each problem."""
 
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +55,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     else:
         yield from _database_checks(settings)
     yield _gpus()
+    yield _torch()
     yield _models(settings)
 
 
@@ -169,6 +172,28 @@ def _gpus() -> Finding:
     return Finding(
         "GPUs", "warning", f"nvidia-smi is installed but shows no GPU ({why}): jobs train on the CPU"
     )
+
+
+def _torch() -> Finding:
+    """Which build of torch trainers use. It is read from torch's files, since importing it takes seconds."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return Finding("torch", "ok", "not installed: this machine can run the service, but no worker")
+    text = Path(found.origin).with_name("version.py").read_text()
+    own = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
+    version, runtime = own.get("__version__", "of an unknown version"), own.get("cuda") or own.get("hip")
+    if runtime is not None:
+        kind = "CUDA" if "cuda" in own else "ROCm"
+        return Finding(
+            "torch", "ok", f"{version}, for {kind} {runtime}: the driver must support that version"
+        )
+    if gpus.detected():
+        return Finding(
+            "torch",
+            "error",
+            f"{version} is a build for CPUs, but there is a GPU: install a CUDA build (pytorch.org says how)",
+        )
+    return Finding("torch", "ok", f"{version}, for CPUs")
 
 
 def _models(settings: Settings) -> Finding:

@@ -18,8 +18,9 @@ from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end, weights
 from workers.profiling.depth import Depth
 from workers.profiling.simulate import Simulation
-from workers.training import attention, device
+from workers.training import attention, device, start
 from workers.training.__main__ import _crash
+from workers.training.exceptions import CannotTrain
 
 GPU = Device(0, "NVIDIA H100", 80 * GIB, "cuda", compute_capability=9.0)
 
@@ -93,3 +94,18 @@ def test_deterministic_attention_in_fp32_is_planned_with_all_scores() -> None:
     assert recipe_of(spec.model_copy(update={"precision": "no"}), GPU).attention == "eager"
     assert recipe_of(spec.model_copy(update={"precision": "bf16"}), GPU).attention == "sdpa"
     assert recipe_of(spec, Device("cpu", "CPU", 8 * GIB, "cpu")).attention == "sdpa"
+
+
+@pytest.mark.parametrize("where", ["place_parameters", "check_head", "check_causality"])
+def test_a_model_that_does_not_fit_ends_the_job_with_remedies(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, no smaller micro-batch can help."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(start, where, fails)
+    with pytest.raises(CannotTrain, match=r"before the first step.*predicted peak for one sample") as failed:
+        run_to_end(create_run(tmp_path / "run", make_spec(data=small_data())))
+    assert failed.value.code == "out_of_memory"

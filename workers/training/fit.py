@@ -60,7 +60,12 @@ def fit(
         Interrupted: a stop was requested; a checkpoint was written.
     """
     with Trackers(assignment.spec.report_to if group.leads else (), assignment, run.path) as trackers:
-        training, prepared = start(run, assignment, reporter, trackers, stop, group)
+        try:
+            training, prepared = start(run, assignment, reporter, trackers, stop, group)
+        except RuntimeError as error:
+            if not guards.is_out_of_memory(error):
+                raise
+            raise guards.start_out_of_memory_error(assignment.plan) from None
         report_start(training, prepared)
         try:
             with final_failures(group):

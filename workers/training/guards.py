@@ -170,15 +170,32 @@ def check_weights_changed(model: nn.Module, before: str | None) -> None:
 
 def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
+    requested = "leave auto_adjust_batch_size on, " if samples > 1 else ""
+    return CannotTrain(
+        "out_of_memory",
+        f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, even "
+        f"with gradient checkpointing: {requested}{_remedies(plan)}",
+    )
+
+
+def start_out_of_memory_error(plan: Plan) -> CannotTrain:
+    """The error of a job whose model does not fit, or cannot be checked on one sample."""
+    rank = plan.ranks[0]
+    return CannotTrain(
+        "out_of_memory",
+        "out of memory before the first step, when the model was loaded and checked on one sample (the plan "
+        f"expects {rank.predicted_peak_bytes / GIB:.2f} GiB for a step, and "
+        f"{rank.memory_limit_bytes / GIB:.2f} GiB may be used): {_remedies(plan)}",
+    )
+
+
+def _remedies(plan: Plan) -> str:
     remedies = [
         f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
         for other in plan.alternatives
         if not other.change.startswith("gradient_checkpointing")
     ]
-    requested = "leave auto_adjust_batch_size on, " if samples > 1 else ""
-    return CannotTrain(
-        "out_of_memory",
-        f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, even "
-        f"with gradient checkpointing: {requested}use a GPU with more memory, or make one of these changes "
-        f"(predicted peak for one sample): {'; '.join(remedies) or 'a smaller model'}",
+    return (
+        "use a GPU with more memory, or make one of these changes (predicted peak for one sample): "
+        f"{'; '.join(remedies) or 'a smaller model'}"
     )

@@ -1,0 +1,39 @@
+"""What `accrue doctor` says of the torch that trainers use."""
+
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from app.devices import gpus
+from app.maintenance import doctor
+from app.planning.devices import GIB, Device
+
+CUDA = (
+    "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+)
+CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+ROCM = "__version__ = '2.13.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "verdict", "message"),
+    [
+        (CUDA, True, "ok", "2.13.0+cu130, for CUDA 13.0"),
+        (ROCM, False, "ok", "for ROCm 7.1"),
+        (CPU, False, "ok", "2.13.0+cpu, for CPUs"),
+        (CPU, True, "error", "install a CUDA build"),
+        (None, True, "ok", "no worker"),
+    ],
+)
+def test_the_build_of_torch_is_reported(
+    text: str | None, gpu: bool, verdict: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(text or "")
+    found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py")) if text is not None else None
+    monkeypatch.setattr(doctor, "find_spec", lambda _: found)
+    seen = [Device(0, "NVIDIA L4", 24 * GIB, "cuda")] if gpu else []
+    monkeypatch.setattr(gpus, "detected", lambda: seen)
+    finding = doctor._torch()
+    assert finding.verdict == verdict
+    assert message in finding.message
