@@ -9,11 +9,12 @@ from app.devices import gpus
 from app.maintenance import doctor
 from app.planning.devices import GIB, Device
 
-CUDA = (
-    "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+VERSION = (
+    "__version__ = {version!r}\ndebug = False\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = {hip!r}\n"
 )
-CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
-ROCM = "__version__ = '2.13.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n"
+CUDA = VERSION.format(version="2.13.0+cu130", cuda="13.0", hip=None)
+CPU = VERSION.format(version="2.13.0+cpu", cuda=None, hip=None)
+ROCM = VERSION.format(version="2.13.0+rocm7.1", cuda=None, hip="7.1")
 
 
 @pytest.mark.parametrize(
