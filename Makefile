@@ -66,8 +66,9 @@ accuracy: $(STAMP) ## Compare predicted with true memory, and write tables and a
 	$(BIN)/python -m tests.benchmarks.accuracy --families
 	$(BIN)/python -m tests.benchmarks.recommended
 
-bench-trainer: $(STAMP) ## Compare the trainer's speed with transformers' Trainer (about 20 minutes)
+bench-trainer: $(STAMP) ## Compare the trainer's speed with transformers' Trainer (about 40 minutes)
 	$(BIN)/python -m tests.benchmarks.trainer
+	$(BIN)/python -m tests.benchmarks.shapes --save
 
 bench-queue: $(STAMP) ## Measure claims and stored log lines per second
 	$(BIN)/python -m tests.benchmarks.queue

@@ -119,6 +119,10 @@ def test_planning_is_pure(source: Path) -> None:
         ("app.cli", {"torch", "fastapi", "sqlalchemy"}),
         ("workers.supervisor", {"torch", "transformers"}),
         ("app.contract.spec", {"torch", "sqlalchemy", "fastapi", "pydantic_settings"}),
+        (
+            "tests.gpu.acceptance, workers.training.fit",  # they run on machines that have little installed
+            {"fastapi", "sqlalchemy", "typer", "structlog", "rich", "pytest", "datasets"},
+        ),
     ],
 )
 def test_modules_do_not_load_forbidden_packages(module: str, forbidden: set[str]) -> None:

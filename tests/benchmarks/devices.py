@@ -32,6 +32,7 @@ from tests.benchmarks.material import (
     Size,
     create_run,
     make_model,
+    texts_in,
     write_docstrings,
 )
 from tests.harness.runs import start_ranks, with_ranks
@@ -175,7 +176,7 @@ def measure(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as base:
         material = Path(base)
         write_docstrings(material / "data.jsonl", MODEL.windows * EFFECTIVE_BATCH)
-        make_model(MODEL, material / "model", material / "data.jsonl")
+        make_model(MODEL, material / "model", texts_in(material / "data.jsonl"))
         for number in range(rounds):
             for name, contestant in OURS.items():
                 per_token = found[FIRST][0]["per_token"] if found else 0.0

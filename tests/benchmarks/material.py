@@ -13,6 +13,7 @@ from app.cli import demo_data
 from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule
 from app.contract.spec import RequestedSplit, Spec
+from app.planning.architectures import from_config
 from tests.harness.specs import cpu_plan, make_optimizer, make_schedule, make_spec
 from workers.run_directory import RunDirectory
 from workers.training.batches import epoch_order
@@ -31,20 +32,22 @@ class Size:
     layers: int
     width: int
     windows: int
+    vocabulary: int = VOCABULARY
+    max_length: int = MAX_LENGTH
 
 
 SIZES = {"small": Size(4, 256, 8), "medium": Size(8, 512, 3)}
 
 
 @cache
-def _docstrings() -> list[str]:
+def docstrings() -> list[str]:
     return [sample.completion for sample in demo_data.samples()]
 
 
 def write_docstrings(path: Path, samples: int, fixed: int | None = None) -> None:
     """Writes docstrings as texts. `fixed`: joins and recuts them so that each is longer than that many
     tokens."""
-    texts = _docstrings()
+    texts = docstrings()
     order = np.random.default_rng(SEED).permutation(len(texts))
     if fixed is not None:
         joined = " ".join(texts[i] for i in order)
@@ -68,17 +71,21 @@ def make_tokenizer(texts: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[1])
 
 
-def make_model(size: Size, folder: Path, data: Path) -> None:
-    """A Llama from its config, with a tokenizer learned from the data, in a folder."""
+def texts_in(path: Path) -> list[str]:
+    """The texts of a training file."""
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def make_model(size: Size, folder: Path, texts: list[str]) -> None:
+    """A Llama from its config, with a tokenizer learned from texts, in a folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     tokenizer = make_tokenizer(texts)
     config = LlamaConfig(
         hidden_size=size.width, intermediate_size=size.width * 8 // 3, num_hidden_layers=size.layers,
-        num_attention_heads=size.width // 64, num_key_value_heads=size.width // 64, vocab_size=VOCABULARY,
-        max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
+        num_attention_heads=size.width // 64, num_key_value_heads=size.width // 64,
+        vocab_size=size.vocabulary, max_position_embeddings=size.max_length, tie_word_embeddings=True,
         bos_token_id=0, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     torch.manual_seed(SEED)
@@ -115,6 +122,9 @@ def create_run(
         }
     )
     spec = spec.model_copy(update={"data": own})
+    architecture = from_config(json.loads((model / "config.json").read_text()))
+    reference = spec.model.model_copy(update={"architecture": architecture})
+    spec = spec.model_copy(update={"model": reference, "tune": "while_training" if cut is None else None})
     run = RunDirectory(folder)
     plan = cpu_plan(spec, cut, threads=threads)
     run.write_assignment(

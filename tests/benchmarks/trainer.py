@@ -20,7 +20,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.material import EFFECTIVE_BATCH, MAX_LENGTH, SIZES, Size, make_model, write_docstrings
+from tests.benchmarks.material import (
+    EFFECTIVE_BATCH,
+    MAX_LENGTH,
+    SIZES,
+    Size,
+    make_model,
+    texts_in,
+    write_docstrings,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -63,7 +71,7 @@ def measure(size: Size, base: Path, rounds: int) -> dict[str, Any]:
     variable, fixed, model = base / "data.jsonl", base / "fixed.jsonl", base / "model"
     write_docstrings(variable, size.windows * EFFECTIVE_BATCH)
     write_docstrings(fixed, 3 * EFFECTIVE_BATCH, FIXED_LENGTH)
-    make_model(size, model, variable)
+    make_model(size, model, texts_in(variable))
     common = {"model": str(model), "windows": size.windows, "data": str(variable), "max_length": MAX_LENGTH}
     held = {"model": str(model), "windows": 3, "data": str(fixed), "max_length": FIXED_LENGTH}
     contestants = {
