@@ -2,7 +2,7 @@
 
 The job's default plan, with nothing set by hand, runs against transformers' Trainer with and without grouping
 by length, at several batch sizes. Shapes and mixes were chosen before any was measured. All runs of a case
-have the same model, data, effective batch of 64, AdamW and fp32, and each is a process of its own; the figures
+have the same model, data, effective batch of 64, AdamW and fp32, and each is a process of its own. Figures
 are medians of the rounds, in which the contestants take turns. Writes results/shapes.json and shapes.md.
 """
 

@@ -15,9 +15,11 @@ from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import interrupted_at, run_to_end, scale_losses, weights
 from workers.run_directory import RunDirectory
 from workers.training import model as models
+from workers.training.batches import epoch_order
 from workers.training.checkpoint import newest_first
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.model import recompute_activations
+from workers.training.tiny_gpt2 import make_tokenizer
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -140,8 +142,6 @@ def test_a_sample_with_non_finite_loss_is_reported_and_training_continues(
     lines = data.read_text().splitlines()
     lines[17] = json.dumps({"text": "Q is the marker"})
     data.write_text("\n".join(lines))
-    from workers.training.tiny_gpt2 import make_tokenizer
-
     poison(monkeypatch, make_tokenizer()("Q").input_ids[0])
     run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=None, epochs=1))
     outcome = run_to_end(run)
@@ -149,6 +149,26 @@ def test_a_sample_with_non_finite_loss_is_reported_and_training_continues(
     assert [event["data"]["samples"] for event in skipped] == [[17]]
     assert outcome.steps == 2
     assert json.loads(run.metrics.read_text().splitlines()[-1])["skipped"] in (0, 1)
+
+
+def test_a_skipped_first_window_does_not_leave_a_job_without_its_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    write_texts(data)
+    spec = make_spec(data=small_data(), max_steps=3, certificate=True)
+    lines = data.read_text().splitlines()
+    lines[epoch_order(40, spec.seed, 0)[0]] = json.dumps({"text": "Q is the marker"})
+    data.write_text("\n".join(lines))
+    poison(monkeypatch, make_tokenizer()("Q").input_ids[0])
+    run = create_run(tmp_path / "run", spec)
+    outcome = run_to_end(run)
+    certificates = [
+        event["data"]["gradient_error"] for event in events_of(run) if event["type"] == "certificate"
+    ]
+    assert certificates[0] is None
+    assert len(certificates) == 2
+    assert outcome.equivalence_error == certificates[1] <= 1e-5
 
 
 def test_a_run_that_diverges_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

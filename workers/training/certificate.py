@@ -107,7 +107,7 @@ class _Failed(Exception):
 
 
 def certify(training: Training) -> None:
-    """Compares the first window's gradient under the plan with that of a smaller split, before the first
+    """Compares the next window's gradient under the plan with that of a smaller split, before the first
     step. With several ranks, rank 0 computes the smaller split alone. Both are sent exactly; what
     compression changes is measured separately.
 
@@ -279,7 +279,7 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
     error, tolerance = certified.gradient_error, models.TOLERANCE[training.assignment.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
     if not np.isfinite(error):
-        message = "No certificate: the first window's gradient is not finite."
+        message = "No certificate yet: the window's gradient is not finite. The next window is compared."
         training.reporter.event("certificate", message, "warning", **{**figures, "gradient_error": None})
         return
     training.state.fallbacks.equivalence_error = error

@@ -122,6 +122,9 @@ def train(training: Training) -> None:
         measured = all(budget.learned.measured for budget in training.budgets)
         if spec.tune == "first" and not measured and state.step >= sweep.AFTER_STEPS:
             sweep.apply(training, sweep.sweep(training))
+        if not state.step and state.progress.skipped:  # no window so far had a gradient to compare
+            with final_failures(training.group):
+                certificate.certify(training)
         advance(training)
         _evaluate_if_due(training)
         if state.step % spec.save_every == 0 and state.step > saved_at:
