@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 from anyio import to_thread
-from fastapi import APIRouter, Form, Path, Request, UploadFile
+from fastapi import APIRouter, Form, Path, Query, Request, UploadFile
 from fastapi.responses import FileResponse, Response
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Select, select
@@ -33,7 +33,6 @@ from app.web.dependencies import (
     CurrentIdempotentRequest,
     CurrentSettings,
     FileOf,
-    Limit,
     Slowly,
     StreamOf,
 )
@@ -141,26 +140,38 @@ def _stored(
     return made
 
 
+FileLimit = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of files")]
+"""As many as OpenAI's interface allows."""
+
+_MOST_RESULTS = 100
+"""Their sizes are counted one by one."""
+
+
 @router.get("", summary="List files")
 async def list_files(
     slowly: Slowly,
     database: CurrentDatabase,
-    limit: Limit = 20,
+    limit: FileLimit = 20,
     after: After = None,
     purpose: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
 ) -> Page[FileAnswer]:
-    """Uploaded files; with `purpose=fine-tune-results`, the step metrics of jobs that succeeded."""
+    """Uploaded files, the newest first unless `order=asc`; with `purpose=fine-tune-results`, the step metrics
+    of jobs that succeeded, at most 100 at a time."""
+    oldest_first = order == "asc"
     if purpose == RESULTS:
-        return await slowly(lambda: _list_results(database, limit, after))
+        return await slowly(lambda: _list_results(database, min(limit, _MOST_RESULTS), after, oldest_first))
     query = select(File).where(File.inline.is_(False))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
-    return await to_thread.run_sync(_page, database, query, limit, after)
+    return await to_thread.run_sync(_page, database, query, limit, after, oldest_first)
 
 
-def _page(database: Database, query: "Select[Any]", limit: int, after: str | None) -> Page[FileAnswer]:
+def _page(
+    database: Database, query: "Select[Any]", limit: int, after: str | None, oldest_first: bool
+) -> Page[FileAnswer]:
     with database.reading() as session:
-        return page(session, query, File.id, limit, after, answer)
+        return page(session, query, File.id, limit, after, answer, oldest_first=oldest_first)
 
 
 @router.get("/{file_id}", summary="A file")
@@ -215,7 +226,7 @@ def answer(row: File) -> FileAnswer:
     )
 
 
-def _list_results(database: Database, limit: int, after: str | None) -> Page[FileAnswer]:
+def _list_results(database: Database, limit: int, after: str | None, oldest_first: bool) -> Page[FileAnswer]:
     query = select(Job).where(Job.status == "succeeded")
     last = after and (job_of_result_file(after) or after)
     jobs: list[Job] = []
@@ -225,7 +236,7 @@ def _list_results(database: Database, limit: int, after: str | None) -> Page[Fil
         return _result_without_size(job)
 
     with database.reading() as session:
-        found = page(session, query, Job.id, limit, last, noted)
+        found = page(session, query, Job.id, limit, last, noted, oldest_first=oldest_first)
     data = [_result(database, job) for job in jobs]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return found.model_copy(update={"data": data, "first_id": first_id, "last_id": last_id})

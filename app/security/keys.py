@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import structlog
 from sqlalchemy import ColumnElement, and_, or_, select, update
 
 from app.errors import NotFound
@@ -17,6 +18,8 @@ from app.storage.database import Database, database_now
 from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Key
+
+log = structlog.get_logger("accrue.keys")
 
 PREFIX = "ak_"
 _KNOWN_FOR_SECONDS = 1.0
@@ -152,8 +155,15 @@ class Keyring:
             if time.monotonic() < self._noted.get(key_id, 0.0):
                 return
             self._noted[key_id] = time.monotonic() + _USE_NOTED_EVERY_SECONDS
-        with self._database.writing() as session:
-            session.execute(update(Key).where(Key.id == key_id).values(last_used_at=database_now()))
+        # Beside the request, which may only read: a write may have to wait for another process.
+        threading.Thread(target=self._write_use, args=(key_id,), name="key-use", daemon=True).start()
+
+    def _write_use(self, key_id: str) -> None:
+        try:
+            with self._database.writing() as session:
+                session.execute(update(Key).where(Key.id == key_id).values(last_used_at=database_now()))
+        except Exception:
+            log.warning("the use of a key could not be recorded", key=key_id, exc_info=True)
 
 
 def _digest(key: str) -> str:

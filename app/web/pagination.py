@@ -1,4 +1,4 @@
-"""Keyset pagination of lists, newest first."""
+"""Keyset pagination of lists, newest first unless requested otherwise."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,11 +19,14 @@ def page(
     limit: int,
     after: str | None,
     answer: Callable[[Row], Item],
+    *,
+    oldest_first: bool = False,
 ) -> Page[Item]:
     """One page of a query, by an id column whose values sort by time of creation."""
     if after is not None:
-        query = query.where(key < after)
-    rows: Sequence[Row] = session.scalars(query.order_by(key.desc()).limit(limit + 1)).all()
+        query = query.where(key > after if oldest_first else key < after)
+    ordered = query.order_by(key if oldest_first else key.desc())
+    rows: Sequence[Row] = session.scalars(ordered.limit(limit + 1)).all()
     data = [answer(row) for row in rows[:limit]]
     return Page(
         data=data,

@@ -170,6 +170,10 @@ def test_the_openai_client_uploads_and_lists_files(shared: Accrue) -> None:
     assert client.files.retrieve(file.id).filename == "mine.jsonl"
     assert client.files.content(file.id).read() == b'{"text": "a"}\n'
     assert file.id in {each.id for each in client.files.list()}
+    ids = [each.id for each in client.files.list(order="asc", limit=10_000, purpose="fine-tune")]
+    assert ids == sorted(ids)
+    assert ids == [each.id for each in client.files.list(order="asc", limit=1, purpose="fine-tune")]
+    assert ids[::-1] == [each.id for each in client.files.list(order="desc", limit=2, purpose="fine-tune")]
     assert client.files.delete(file.id).deleted
     with pytest.raises(NotFoundError, match="No file has the id"):
         client.files.retrieve(file.id)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Key
 from tests.harness.requests import JOB, PATH, key_for
+from tests.harness.runs import until
 
 OPEN = {"/healthz", "/readyz"}
 """Routes that need no key: anybody may ask whether the service is up."""
@@ -156,11 +158,29 @@ def test_a_key_that_was_revoked_or_expired_opens_nothing(client: TestClient, dat
 def test_only_the_digest_of_a_key_is_stored(client: TestClient, database: Database) -> None:
     header = key_for(database)
     client.get(PATH, headers=header)
-    with database.reading() as session:
-        (row,) = session.query(Key).all()
+
+    def used() -> Key | None:
+        with database.reading() as session:
+            row: Key | None = session.query(Key).filter(Key.last_used_at.is_not(None)).one_or_none()
+        return row
+
+    until(lambda: used() is not None)
+    row = used()
+    assert row is not None
     kept = json.dumps({column.name: getattr(row, column.name) for column in Key.__table__.columns})
     assert header["Authorization"].split()[1] not in kept
-    assert row.last_used_at is not None
+
+
+def test_a_request_does_not_wait_until_the_use_of_its_key_is_recorded(
+    client: TestClient, database: Database
+) -> None:
+    """Another process may hold the lock for writing for seconds."""
+    header = key_for(database)
+    with database.writing() as session:
+        session.execute(update(Key).values(last_used_at=1.0))
+        began = time.monotonic()
+        assert client.get(PATH, headers=header).status_code == 200
+        assert time.monotonic() - began < 2.0
 
 
 def test_a_mistyped_key_is_recognised_by_its_checksum() -> None:
