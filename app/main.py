@@ -104,6 +104,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         app.state.group_commit.start()
         webhooks.start()
         retention.start()
+        await app.state.rates.check()
         yield
         retention.close()
         webhooks.close()

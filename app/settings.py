@@ -150,7 +150,7 @@ class Settings(BaseSettings):
     @field_validator("rate_limit_storage")
     @classmethod
     def _redis_client_is_installed(cls, value: str) -> str:
-        if not value.startswith("memory:") and find_spec("coredis") is None:
+        if not value.startswith("memory:") and find_spec("redis") is None:
             raise ValueError("needs the Redis client: pip install 'accrue[redis]'")
         return value
 

@@ -300,12 +300,14 @@ class RunDirectory:
         finally:
             mark.unlink(missing_ok=True)
 
-    def take_killed_trial(self) -> bool:
-        """Whether an attempt was killed within such a window. It is asked once."""
-        mark = self.path / _TRIAL
-        is_marked = mark.exists()
-        mark.unlink(missing_ok=True)
-        return is_marked
+    @property
+    def was_killed_on_trial(self) -> bool:
+        """Whether an attempt was killed within such a window."""
+        return (self.path / _TRIAL).exists()
+
+    def clear_trial(self) -> None:
+        """Removes the mark, once its consequence is recorded."""
+        (self.path / _TRIAL).unlink(missing_ok=True)
 
     def _record(self, name: str, line: BaseModel) -> None:
         with append_plain(self.path / name) as file:

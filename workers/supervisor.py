@@ -225,9 +225,10 @@ class Supervisor:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
             log.exception("the trainer could not be started", job=job.id)
-            if is_full(error):
+            passing = _passing_reason(error)
+            if passing is not None:
                 with contextlib.suppress(LostJob), self.database.writing() as session:
-                    queue.postpone(session, fence, DISK_FULL_FAILURE.message, RETRY_SECONDS["disk_full"])
+                    queue.postpone(session, fence, passing, RETRY_SECONDS["disk_full"])
                 return True
             permanent = isinstance(error, DamagedRunDirectory)
             failure = Failure(code="not_started", message=why_not_started(error), permanent=permanent)
@@ -393,6 +394,16 @@ class Supervisor:
 def _offer(devices: Sequence[Device], before_place: float = inf, shrink_above: int = MAX_DEVICES) -> Offer:
     gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
     return Offer(len(devices), gpu_ids, before_place, shrink_above)
+
+
+def _passing_reason(error: Exception) -> str | None:
+    """Why a job could not be started now, for a reason that is not the job's and may pass; None if it may
+    not."""
+    if is_full(error):
+        return DISK_FULL_FAILURE.message
+    if isinstance(error, DBAPIError) and is_unavailable(error):
+        return "the database could not be used when the job was to start"
+    return None
 
 
 def _chosen(job: Job, free: list[Device]) -> list[Device]:

@@ -3,10 +3,12 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
+import structlog
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, select
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.background import BackgroundTask
 
 from app.contract.base import Page
@@ -48,6 +50,8 @@ from app.web.dependencies import (
 from app.web.event_stream import EventStream
 from app.web.pagination import page
 from app.web.sessions import SessionRoute
+
+log = structlog.get_logger("accrue.service")
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
@@ -224,6 +228,8 @@ async def _as_sent_events(
             await authenticate(request)
         except AccrueError:
             return
+        except SQLAlchemyError:
+            log.warning("the key of an event stream could not be checked again", exc_info=True)
         if event is None:
             yield format_sse_event(comment="still here")
         elif isinstance(event, WindowProgress):  # no id: clients must not resume from it

@@ -179,9 +179,15 @@ def _torch() -> Finding:
     found = find_spec("torch")
     if found is None or found.origin is None:
         return Finding("torch", "ok", "not installed: this machine can run the service, but no worker")
-    text = Path(found.origin).with_name("version.py").read_text()
-    own = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
-    version, runtime = own.get("__version__", "of an unknown version"), own.get("cuda") or own.get("hip")
+    try:
+        text = Path(found.origin).with_name("version.py").read_text()
+    except (OSError, ValueError):
+        text = ""
+    own = dict(re.findall(r"""^(__version__|cuda|hip)\b[^=\n]*= ["']([^"']+)["']""", text, re.MULTILINE))
+    version, runtime = own.get("__version__"), own.get("cuda") or own.get("hip")
+    if version is None:
+        message = f"{found.origin} is not a whole installation of torch: install it again"
+        return Finding("torch", "error", message)
     if runtime is not None:
         kind = "CUDA" if "cuda" in own else "ROCm"
         return Finding(

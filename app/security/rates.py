@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("accrue.service")
 
 _STORAGE_SECONDS = 1.0
+_WARN_EVERY_SECONDS = 60.0
 
 
 class RateLimiter:
@@ -30,6 +31,7 @@ class RateLimiter:
             storage: `memory://`, or a Redis URL.
         """
         self._limit_text, self._storage = limit, storage
+        self._warned_at = -math.inf
 
     @cached_property
     def _limit(self) -> "RateLimitItem":
@@ -43,7 +45,8 @@ class RateLimiter:
         from limits.storage import storage_from_string
 
         # The event loop must not wait for Redis: limits' own asynchronous storages.
-        return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}"))
+        own = {} if self._storage.startswith("memory:") else {"implementation": "redispy"}
+        return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}", **own))
 
     async def count(self, key_id: str, requests: int = 1) -> None:
         """Counts a request, or one that costs as much as several. If the storage does not answer, the
@@ -60,10 +63,32 @@ class RateLimiter:
                 if await self._limiter.hit(self._limit, key_id, cost=cost):
                     return
                 again = (await self._limiter.get_window_stats(self._limit, key_id)).reset_time
+                longest = self._limit.get_expiry()
+                seconds = max(1, math.ceil(min(again - time.time(), longest)))  # clocks may differ
         except Exception as error:  # the type depends on the storage's client library
-            log.warning("requests are not counted: the rate limit's storage fails", error=str(error)[:200])
+            self._warn(error)
             return
-        seconds = max(1, math.ceil(again - time.time()))
         raise TooManyRequests(
             f"This key has reached its limit of {self._limit}: wait {seconds} s.", retry_after_seconds=seconds
         )
+
+    async def check(self) -> None:
+        """Tries the storage once, and logs an error if it does not work: requests would not be counted."""
+        if not self._limit_text:
+            return
+        try:
+            async with asyncio.timeout(_STORAGE_SECONDS):
+                await self._limiter.test(self._limit, "")
+        except Exception as error:
+            self._warned_at = time.monotonic()
+            log.error("requests are not limited: the rate limit's storage fails", error=_told(error))
+
+    def _warn(self, error: Exception) -> None:
+        """Warns at most once a minute."""
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_SECONDS:
+            self._warned_at = time.monotonic()
+            log.warning("requests are not counted: the rate limit's storage fails", error=_told(error))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]

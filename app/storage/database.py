@@ -323,18 +323,27 @@ def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
     connection.exec_driver_sql("RELEASE SAVEPOINT part")
 
 
+_LOCK_MILLISECONDS = 5000
+"""PostgreSQL: who waits longer for a row holds a connection that others need, and is told to try again."""
+_POOL_SIZE, _POOL_OVERFLOW, _POOL_SECONDS = 10, 30, 10.0
+"""PostgreSQL: together as many connections as the service has threads, of which the first stay open."""
+
+
 def _engine(url: str, timeout_seconds: float, idle_seconds: float) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
         _check_driver(url)
         milliseconds = round(1000 * timeout_seconds)
         limits = {
-            "lock_timeout": milliseconds,
+            "lock_timeout": min(milliseconds, _LOCK_MILLISECONDS),
             "statement_timeout": milliseconds,
             "idle_in_transaction_session_timeout": round(1000 * idle_seconds),
         }
         return create_engine(
             url,
             pool_pre_ping=True,
+            pool_size=_POOL_SIZE,
+            max_overflow=_POOL_OVERFLOW,
+            pool_timeout=min(timeout_seconds, _POOL_SECONDS),
             connect_args={
                 "connect_timeout": max(2, round(timeout_seconds)),
                 "options": " ".join(f"-c {name}={value}" for name, value in limits.items()),

@@ -297,7 +297,7 @@ def _tune(
     if requested == "off":
         return None
     if requested is not None:
-        _check_tunable(requested, batch, config, training)
+        _check_tunable(requested, batch, config, training, distribution)
         return requested
     is_open = batch.steps is None and batch.micro_batch is None and distribution.steps_by_device is None
     several = distribution.devices != 1 or distribution.independent
@@ -307,18 +307,32 @@ def _tune(
 
 
 def _check_tunable(
-    tune: Tune, batch: ResolvedBatch, config: AccumulationConfig, training: TrainingConfig
+    tune: Tune,
+    batch: ResolvedBatch,
+    config: AccumulationConfig,
+    training: TrainingConfig,
+    distribution: Distribution,
 ) -> None:
+    if tune == "while_training" and (distribution.devices != 1 or distribution.independent):
+        raise Unprocessable(
+            "tune while_training needs a single device: leave it out, or request one device.", field="tune"
+        )
+    if tune != "only" and config.clip_mode == "each_micro_batch":
+        raise Unprocessable(
+            "clip_mode each_micro_batch makes the training depend on the micro-batch, which tune chooses by "
+            "measured time: leave one of them out.",
+            field="tune",
+        )
     if tune == "while_training" and config.accumulation_scheduler == "noise_scale":
         raise Unprocessable(
             "accumulation_scheduler noise_scale measures the noise scale with micro-batches, whose size "
             "tune while_training changes: choose another scheduler, or leave tune out.",
             field="tune",
         )
-    if tune == "while_training" and training.deterministic:
+    if tune != "only" and training.deterministic:
         raise Unprocessable(
-            "tune while_training chooses micro-batches by measured time, so that no two runs need be equal: "
-            "leave it or deterministic out.",
+            "tune chooses micro-batches by measured time, so that no two runs need be equal: leave it or "
+            "deterministic out.",
             field="tune",
         )
     if batch.steps is not None or batch.micro_batch is not None:

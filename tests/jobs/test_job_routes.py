@@ -318,10 +318,11 @@ def test_every_trainer_option_can_be_requested(client: TestClient, changes: dict
         ({"tune": "only", "accumulation_steps": None, "micro_batch_size": 4}, "tune", "micro_batch_size out"),
         ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "without compile"),
         ({"tune": "while_training"}, "tune", "leave accumulation_steps"),
-        (
-            {"tune": "while_training", "accumulation_steps": None, **training(deterministic=True)},
-            "tune",
-            "no two runs",
+        ({"tune": "while_training", "accumulation_steps": None, "num_gpus": 2}, "tune", "single device"),
+        ({"tune": "first", "accumulation_steps": None, "clip_mode": "each_micro_batch"}, "tune", "depend"),
+        *(
+            ({"tune": tune, "accumulation_steps": None, **training(deterministic=True)}, "tune", "two runs")
+            for tune in ("while_training", "first")
         ),
     ],
     ids=str,
@@ -350,7 +351,7 @@ def test_contradictory_fields_are_rejected_with_a_remedy(
         (training(compile=True), None),
         (training(deterministic=True), None),
         ({"accumulation_scheduler": "noise_scale", "max_effective_batch_size": 64}, None),
-        ({"tune": "first", **training(deterministic=True)}, "first"),
+        ({"tune": "only", **training(deterministic=True)}, "only"),
     ],
     ids=str,
 )

@@ -24,13 +24,16 @@ ROCM = VERSION.format(version="2.13.0+rocm7.1", cuda=None, hip="7.1")
         (ROCM, False, "ok", "for ROCm 7.1"),
         (CPU, False, "ok", "2.13.0+cpu, for CPUs"),
         (CPU, True, "error", "install a CUDA build"),
+        (CPU.replace("'", '"'), False, "ok", "2.13.0+cpu, for CPUs"),
+        ("# nothing", False, "error", "install it again"),
+        ("\udcff", False, "error", "install it again"),
         (None, True, "ok", "no worker"),
     ],
 )
 def test_the_build_of_torch_is_reported(
     text: str | None, gpu: bool, verdict: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "version.py").write_text(text or "")
+    (tmp_path / "version.py").write_text(text or "", errors="surrogateescape")
     found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py")) if text is not None else None
     monkeypatch.setattr(doctor, "find_spec", lambda _: found)
     seen = [Device(0, "NVIDIA L4", 24 * GIB, "cuda")] if gpu else []

@@ -1,5 +1,6 @@
 """Micro-batch sizes that are tried while training: which is kept, and that a resume repeats the decisions."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -307,8 +308,15 @@ def test_a_size_that_was_tried_when_the_process_was_killed_is_not_tried_again(
     assert [line["loss"] for line in again[: len(before)]] == [line["loss"] for line in before]
     assert [line["micro_step"] for line in again[: len(before)]] == [line["micro_step"] for line in before]
     assert len(again) == 60
-    assert not run.take_killed_trial()
+    assert not run.was_killed_on_trial
     assert max(line.step for line in run.tuning()) <= len(before)
+    # A third attempt, also without a checkpoint, cuts all windows as the second did.
+    create(tmp_path / "run", attempt=3, steps=60, save_every=10**6)
+    shutil.rmtree(run.checkpoints)
+    run_to_end(run)
+    third = [line for line in raw_log(run) if line["attempt"] == 3]
+    assert [line["micro_step"] for line in third] == [line["micro_step"] for line in again]
+    assert [line["loss"] for line in third] == [line["loss"] for line in again]
 
 
 @contextmanager
@@ -317,6 +325,21 @@ def on_trial_until_killed(run: RunDirectory) -> Iterator[None]:
     (run.path / "trial").touch()
     yield
     (run.path / "trial").unlink()
+
+
+def test_trials_stay_ended_in_later_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda size: float(size))
+    run = create(tmp_path / "run", steps=60)
+    interrupted_at(run, 12)
+    (run.path / "trial").touch()
+    done = len(raw_log(run))
+    for attempt in (2, 3):
+        create(tmp_path / "run", attempt=attempt, steps=60)
+        interrupted_at(run, 20)
+    create(tmp_path / "run", attempt=4, steps=60)
+    run_to_end(run)
+    assert len(raw_log(run)) == 60
+    assert max(line.step for line in run.tuning()) <= done
 
 
 def test_out_of_memory_in_a_trial_leaves_the_current_size(

@@ -1,12 +1,17 @@
 """Limits per key, the audit log, and the headers of every answer."""
 
 import asyncio
+import shutil
+import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from fastapi.testclient import TestClient
 
-from app.errors import BadSetting
+from app.errors import BadSetting, TooManyRequests
 from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
 from app.web.middleware import _address
@@ -49,6 +54,56 @@ def test_an_invalid_rate_limit_prevents_startup(
 @pytest.mark.parametrize("limit", ["1/second", "6000/minute", "10/hour", "100000/day"])
 def test_every_rate_limit_accepted_by_settings_works(limit: str) -> None:
     asyncio.run(RateLimiter(Settings(rate_limit=limit).rate_limit, "memory://").count("key-1"))
+
+
+def test_a_storage_that_does_not_answer_is_reported_at_the_start_and_blocks_nobody() -> None:
+    limiter = RateLimiter("1/minute", f"redis://127.0.0.1:{free_port()}")
+
+    async def start_and_count() -> None:
+        await limiter.check()
+        for _ in range(3):
+            await limiter.count("key-1")
+
+    with structlog.testing.capture_logs() as logs:
+        asyncio.run(start_and_count())
+    (told,) = logs  # not once for each request
+    assert told["log_level"] == "error"
+    assert "connect" in told["error"].lower()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of connections left open
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server")
+def test_two_services_share_one_count(tmp_path: Path) -> None:
+    port = free_port()
+    server = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", tmp_path])
+    try:
+        until(lambda: is_listening(port))
+
+        async def refused_after() -> int:
+            both = [RateLimiter("5/minute", f"redis://127.0.0.1:{port}") for _ in range(2)]
+            for number in range(20):
+                try:
+                    await both[number % 2].count("key-1")
+                except TooManyRequests:
+                    return number
+            return 20
+
+        assert asyncio.run(refused_after()) == 5
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as found:
+        return found.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_queued_jobs_per_key_are_limited(settings: Settings) -> None:

@@ -54,17 +54,26 @@ _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
 
 class InterruptSignal:
-    """True once SIGTERM or SIGINT has come; the run then ends at the next micro-batch."""
+    """True once SIGTERM or SIGINT has come; the run then ends at the next micro-batch.
 
-    def __init__(self) -> None:
+    Args:
+        ends_early: end this process at once if the signal comes before the run asks for the first time: it
+            is still loading libraries, which can take long, and has done nothing yet.
+    """
+
+    def __init__(self, *, ends_early: bool = False) -> None:
         self.received = False
+        self._ends_early = ends_early
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if self._ends_early:
+            os._exit(INTERRUPTED)
 
     def __call__(self) -> bool:
+        self._ends_early = False
         return self.received
 
 
@@ -74,8 +83,9 @@ def main() -> int:
     run = RunDirectory(parser.parse_args().run_dir.absolute())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     limit()
-    stop = InterruptSignal()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    is_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    stop = InterruptSignal(ends_early=is_rank)
+    if is_rank:
         _end_at_once(_as_rank(run, stop))
     if (part := os.environ.get(PART_VARIABLE)) is not None:
         return _as_part(run, stop, part)

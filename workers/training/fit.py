@@ -421,6 +421,7 @@ def _tune(training: Training, window: Indices, trained: Trained) -> None:
     failed = budget.learned.failed_tokens
     if tuner.adapts and failed is not None:
         tuner.give_up()
+        training.run.append_tuning(TuningStep(step=state.step, state=tuner.state()))
         current = tuner.next_tokens(planned)
         if current < failed:  # the size that failed was on trial, and the current one is known to fit
             budget.use_tuned(current)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
-from app.contract.reports import LearnedLimits
+from app.contract.reports import LearnedLimits, TuningStep
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import base_model, checkpoint, guards, sweep
@@ -39,7 +40,7 @@ from workers.training.optimizer import make_optimizer
 from workers.training.packing_check import check_packing
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
-from workers.training.state import Fallbacks, LearnedBudget, RunState
+from workers.training.state import Fallbacks, LearnedBudget, LearnedTuning, RunState
 from workers.training.trackers import Trackers
 from workers.training.training import Stop, Training
 from workers.training.tuner import Tuner
@@ -277,16 +278,20 @@ def _tuner(
     if planned is None:
         return Tuner(learned, adapts=False)
     learned.planned = planned
-    was_killed = run.take_killed_trial()
+    if run.was_killed_on_trial:  # perhaps for lack of memory; whatever happens next, nothing is tried again
+        known = [each.state for each in run.tuning() if each.step <= until]
+        ended = LearnedTuning(**(known[-1] if known else asdict(learned)))
+        ended.end()
+        run.append_tuning(TuningStep(step=until, state=asdict(ended)))
+        run.clear_trial()
+        if state.step >= until:
+            learned.end()
     recorded = {each.step: each.state for each in run.tuning()}
     return Tuner(
         learned,
-        adapts=budget.failed_tokens is None
-        and not state.fallbacks.checkpointing
-        and not (was_killed and state.step >= until),
+        adapts=budget.failed_tokens is None and not state.fallbacks.checkpointing,
         recorded={step: own for step, own in recorded.items() if own.get("planned") == planned},
         until=until,
-        ends=was_killed,
     )
 
 

@@ -114,6 +114,8 @@ class LearnedTuning:
     """The budget at the beginning of the last trials."""
     planned: int | None = None
     """The plan's budget; what was learned for another plan is of no use."""
+    ended: bool = False
+    """Whether nothing is tried any more, since a size ran out of memory, or the process was killed in it."""
 
     def __post_init__(self) -> None:
         self.tried = [each if isinstance(each, TriedSize) else TriedSize(**each) for each in self.tried]
@@ -121,6 +123,10 @@ class LearnedTuning:
     def use(self, recorded: Mapping[str, Any]) -> None:
         """Replaces the state by a recorded one."""
         vars(self).update(vars(LearnedTuning(**recorded)))
+
+    def end(self) -> None:
+        """Ends the trials for good."""
+        self.trial, self.speeds, self.ended = None, [], True
 
 
 FIRST_PERIOD = 4

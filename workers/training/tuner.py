@@ -75,8 +75,6 @@ class Tuner:
         adapts: whether anything is tried.
         recorded: the states after earlier attempts' decisions, by step.
         until: the last step that an earlier attempt has made; up to it, only recorded decisions are made.
-        ends: whether the trials end for good after that step: an attempt was killed within one, perhaps for
-            lack of memory.
     """
 
     def __init__(
@@ -86,10 +84,14 @@ class Tuner:
         adapts: bool,
         recorded: Mapping[int, Mapping[str, Any]] | None = None,
         until: int = 0,
-        ends: bool = False,
     ) -> None:
-        self.learned, self.adapts = learned, adapts
-        self._recorded, self._until, self._ends = recorded or {}, until, ends
+        self.learned, self._adapts = learned, adapts
+        self._recorded, self._until = recorded or {}, until
+
+    @property
+    def adapts(self) -> bool:
+        """Whether anything is tried."""
+        return self._adapts and not self.learned.ended
 
     @property
     def is_on_trial(self) -> bool:
@@ -114,7 +116,7 @@ class Tuner:
         if step <= self._until:
             if step in self._recorded:
                 learned.use(self._recorded[step])
-            if not self.adapts or (self._ends and step == self._until):
+            if not self.adapts:
                 self.give_up()
             return False
         if learned.trial is not None:
@@ -130,8 +132,7 @@ class Tuner:
 
     def give_up(self) -> None:
         """Ends the trials for good: memory decides the budget from now on."""
-        self.adapts = False
-        self.learned.trial, self.learned.speeds = None, []
+        self.learned.end()
 
     def state(self) -> dict[str, Any]:
         """The learned state, for the record."""
