@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
@@ -24,15 +25,15 @@ from app.planning.recommendations import (
 from app.planning.schemas import Recommendations
 from app.settings import Settings
 from app.storage.session import Session
-from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading
+from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
 from app.web.sessions import SessionRoute
 
 router = APIRouter(tags=["performance"], route_class=SessionRoute)
 
 
 @router.get("/performance/recommendations", summary="Recommended values, each with its evidence")
-def recommendations(
-    session: Reading,
+async def recommendations(
+    slowly: Slowly,
     database: CurrentDatabase,
     settings: CurrentSettings,
     model_size: Annotated[
@@ -70,26 +71,32 @@ def recommendations(
             field="target_batch_size",
         )
     target = target_effective_batch_size if target_batch_size is None else target_batch_size
-    job = transitions.get(session, training_id) if training_id is not None else None
-    if job is not None:
-        model_name = job.model_name
-        architecture = Architecture.model_validate(job.spec["model"]["architecture"])
-    elif model_name is not None:
-        architecture = starting_models.find_for_planning(model_name, database, settings).architecture
-    else:
-        architecture = architecture_of_size(model_size or "small")
-    requested = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
-    requested = requested if job is None else requested.completed_from(job)
-    devices = _devices(session, settings, declared, num_gpus)
-    recommended = recommend(situation(session, architecture, requested, devices, model_name, job))
-    return Recommendations(
-        model_name=model_name,
-        model_size=model_size,
-        parameters=architecture.parameters,
-        **recommended,
-        submission=submission(recommended, requested.method or "full", len(devices)),
-        advice=advice_for(session, job) if job is not None else [],
-    )
+
+    def found() -> Recommendations:
+        with database.reading() as session:
+            job = transitions.get(session, training_id) if training_id is not None else None
+            named = model_name if job is None else job.model_name
+            if job is not None:
+                architecture = Architecture.model_validate(job.spec["model"]["architecture"])
+            elif named is not None:
+                architecture = starting_models.find_for_planning(named, database, settings).architecture
+            else:
+                architecture = architecture_of_size(model_size or "small")
+            requested = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
+            requested = requested if job is None else requested.completed_from(job)
+            devices = _devices(session, settings, declared, num_gpus)
+            recommended = recommend(situation(session, architecture, requested, devices, named, job))
+            return Recommendations(
+                model_name=named,
+                model_size=model_size,
+                parameters=architecture.parameters,
+                **recommended,
+                submission=submission(recommended, requested.method or "full", len(devices)),
+                advice=advice_for(session, job) if job is not None else [],
+            )
+
+    # A job's measurements are read from all of its steps.
+    return await (slowly(found) if training_id is not None else to_thread.run_sync(found))
 
 
 def _devices(

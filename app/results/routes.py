@@ -18,14 +18,15 @@ from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile
 from app.results.series import last_step, pages_of, series, validation_losses
 from app.storage.database import Database
-from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, StreamOf
+from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, Slowly, StreamOf
 from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
 
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
-def metrics(
+async def metrics(
+    slowly: Slowly,
     database: CurrentDatabase,
     opened: StreamOf,
     training_id: JobId,
@@ -37,11 +38,14 @@ def metrics(
 ) -> Response:
     """One point per step or, with `points`, evenly spread points including the first and last. Also
     all evaluations."""
-    with database.connecting() as connection:
-        reads.row(connection, training_id, database.viewer.owner)
-        lines = None if points is None else series(connection, training_id, from_step, points)
-        steps = last_step(connection, training_id)
-        evaluated = validation_losses(connection, training_id)
+
+    def read() -> tuple[list[dict[str, Any]] | None, int, dict[int, float | None]]:
+        with database.connecting() as connection:
+            reads.row(connection, training_id, database.viewer.owner)
+            lines = None if points is None else series(connection, training_id, from_step, points)
+            return lines, last_step(connection, training_id), validation_losses(connection, training_id)
+
+    lines, steps, evaluated = await slowly(read)  # spreading points reads all of a job's steps
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
         return csv_response(csv_lines(pages, evaluated), training_id, opened)

@@ -227,7 +227,7 @@ def test_the_preview_shows_data_token_by_token(
     shown = page.get_by_role("region", name="Data")
     expect(shown.get_by_text("Line 1:")).to_be_visible(timeout=MINUTES)
     expect(shown.locator("figure mark").first).to_contain_text("<|endoftext|>")
-    expect(shown.get_by_text("examples:")).to_contain_text("200 of 200")
+    expect(shown.get_by_text("samples:")).to_contain_text("200 of 200")
     assert faults_of(page) == []
     worker.terminate()
     worker.wait(30)

@@ -405,6 +405,17 @@ def test_where_micro_batches_must_not_shrink_only_smaller_ones_are_tried(
     assert max(tried) == 512
 
 
+def test_a_record_of_another_version_is_read_as_far_as_it_is_known() -> None:
+    first = after(5, lambda size: 100.0)
+    state = {**first.state(), "added_later": 1}
+    state["tried"] = [{**each, "added_later": 1} for each in state["tried"]]
+    del state["period"]
+    again = Tuner(LearnedTuning(), adapts=True, recorded={1: state}, until=1)
+    again.measure(1, window_of(again, lambda size: 100.0), BOUNDS)
+    assert again.next_tokens(512) == first.next_tokens(512)
+    assert again.learned.tried == first.learned.tried
+
+
 def test_a_checkpoint_keeps_the_trial() -> None:
     state = RunState(tuning=after(5, lambda size: 100.0).learned)
     assert from_json(state.to_json(), VERSION).tuning == state.tuning

@@ -280,7 +280,8 @@ def _tuner(
     learned.planned = planned
     if run.was_killed_on_trial:  # perhaps for lack of memory; whatever happens next, nothing is tried again
         known = [each.state for each in run.tuning() if each.step <= until]
-        ended = LearnedTuning(**(known[-1] if known else asdict(learned)))
+        ended = LearnedTuning()
+        ended.use(known[-1] if known else asdict(learned))
         ended.end()
         run.append_tuning(TuningStep(step=until, state=asdict(ended)))
         run.clear_trial()

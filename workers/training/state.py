@@ -118,11 +118,18 @@ class LearnedTuning:
     """Whether nothing is tried any more, since a size ran out of memory, or the process was killed in it."""
 
     def __post_init__(self) -> None:
-        self.tried = [each if isinstance(each, TriedSize) else TriedSize(**each) for each in self.tried]
+        own = {each.name for each in fields(TriedSize)}
+        self.tried = [
+            each
+            if isinstance(each, TriedSize)
+            else TriedSize(**{name: each[name] for name in own & each.keys()})
+            for each in self.tried
+        ]
 
     def use(self, recorded: Mapping[str, Any]) -> None:
-        """Replaces the state by a recorded one."""
-        vars(self).update(vars(LearnedTuning(**recorded)))
+        """Replaces the state by a recorded one, of which another version may have other fields."""
+        own = {each.name for each in fields(self)}
+        vars(self).update(vars(LearnedTuning(**{name: recorded[name] for name in own & recorded.keys()})))
 
     def end(self) -> None:
         """Ends the trials for good."""

@@ -96,7 +96,8 @@ class Tuner:
     @property
     def is_on_trial(self) -> bool:
         """Whether the next window tries another size."""
-        return self.learned.trial is not None and TURNS[len(self.learned.speeds)]
+        turn = len(self.learned.speeds)
+        return self.learned.trial is not None and turn < len(TURNS) and TURNS[turn]
 
     def next_tokens(self, planned: int) -> int:
         """The token budget of the next window."""
