@@ -8,7 +8,7 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning, TuningStep
+from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
 from app.contract.spec import MAX_EVALUATIONS
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
@@ -25,6 +25,7 @@ from workers.training import (
     profile,
     ramp,
     sweep,
+    tuning,
 )
 from workers.training import model as models
 from workers.training.accumulate import Trained, train_window
@@ -36,13 +37,12 @@ from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.parameters import Parameters
-from workers.training.report import log_line, report_start, report_tuning
+from workers.training.report import log_line, report_start
 from workers.training.schedule import rate_factor
 from workers.training.start import start, whole_model
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
 from workers.training.training import Stop, Training
-from workers.training.tuner import Bounds, Measured
 
 EMA = 0.1
 """Weight of the newest loss in the moving average."""
@@ -369,7 +369,7 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     _record_work(training, trained)
-    _tune(training, window, trained)
+    tuning.decide(training, window, trained)
     lengths = loader.lengths(window)
     for rank, (budget, groups) in enumerate(zip(training.budgets, trained.groups_by_rank, strict=True)):
         if not groups:
@@ -410,53 +410,6 @@ def _record_work(training: Training, trained: Trained) -> None:
     percents = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
     message = f"The ranks' shares of each window now follow their measured speeds: {percents}."
     training.reporter.event("rank_shares", message, step=state.step, shares=shares)
-
-
-def _tune(training: Training, window: Indices, trained: Trained) -> None:
-    """Lets the tuner decide the next window's token budget."""
-    tuner, budget, loader, state = training.tuner, training.budget, training.loader, training.state
-    spec, planned = training.assignment.spec, state.tuning.planned
-    if planned is None:  # the job is not tuned
-        return
-    failed = budget.learned.failed_tokens
-    if tuner.adapts and failed is not None:
-        tuner.give_up()
-        training.run.append_tuning(TuningStep(step=state.step, state=tuner.state()))
-        current = tuner.next_tokens(planned)
-        if current < failed:  # the size that failed was on trial, and the current one is known to fit
-            budget.use_tuned(current)
-    (work,) = trained.work
-    lengths, own = loader.samples.lengths[window], loader.samples.lengths
-    measured = Measured(
-        samples=work.samples,
-        tokens=work.tokens,
-        micro_batches=work.micro_batches,
-        largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
-        seconds=work.seconds,
-    )
-    most = min(budget.most_worth_measuring, 2 * int(own.max()) * training.batch)
-    bounds = Bounds(
-        planned=planned,
-        least=2 * int(own.mean()),
-        most=most if spec.auto_adjust_batch_size else min(most, planned),
-        windows_left=training.steps_total - state.step,
-        is_comparable=len(window) >= _COMPARABLE_SHARE * training.batch
-        and (trained.measurement is None or spec.noise_scale_every == 1),
-    )
-    is_first = tuner.learned.period == 0
-    decided = tuner.measure(state.step, measured, bounds)
-    if failed is None:
-        budget.use_tuned(tuner.next_tokens(planned))
-    if not decided:
-        return
-    training.run.append_tuning(TuningStep(step=state.step, state=tuner.state()))
-    found = tuner.result(planned)
-    if found is not None and (is_first or found.token_budget != tuner.learned.before):
-        report_tuning(training, found, planned)
-
-
-_COMPARABLE_SHARE = 0.75
-"""A window with fewer than this share of the effective batch's samples is not compared with others."""
 
 
 def _note_loss(losses: Losses, loss: float) -> None:

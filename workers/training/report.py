@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from app.contract.plan import TokenBudget
-from app.contract.reports import LogLine, NoiseScale, RankLine, Tuning
+from app.contract.reports import LogLine, NoiseScale, RankLine
 from workers.training import memory
 from workers.training.accumulate import Trained, divide
 from workers.training.batch_loader import Indices
@@ -159,23 +159,4 @@ def _micro_means(training: Training, window: Indices, trained: Trained) -> tuple
     return tuple(
         part * whole / share if share else 0.0
         for part, share in zip(trained.closed.micro_losses, own, strict=True)
-    )
-
-
-def report_tuning(training: Training, found: Tuning, planned: int) -> None:
-    """Reports what trying other sizes of micro-batch has found, as an event."""
-    speeds = {each.token_budget: each.tokens_per_second for each in found.tried}
-    chosen = found.token_budget
-    told = []
-    if chosen in speeds:
-        told.append(f"{speeds[chosen]:,.0f} tokens/s")
-    if chosen == planned:
-        told.append("as planned")
-    elif chosen in speeds and planned in speeds:
-        told.append(f"{speeds[chosen] / speeds[planned]:.2f} times as fast as the planned {planned}")
-    others = ", ".join(f"{size} ({speeds[size]:,.0f}/s)" for size in sorted(speeds) if size != chosen)
-    training.reporter.event(
-        "tuned",
-        f"Micro-batches of at most {chosen} tokens are used ({'; '.join(told)}). Also tried: {others}.",
-        **found.model_dump(mode="json"),
     )

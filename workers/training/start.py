@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from app.contract.assignment import Assignment
 from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
-from app.contract.reports import LearnedLimits, TuningStep
+from app.contract.reports import LearnedLimits
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import base_model, checkpoint, guards, sweep
@@ -40,10 +39,10 @@ from workers.training.optimizer import make_optimizer
 from workers.training.packing_check import check_packing
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
-from workers.training.state import Fallbacks, LearnedBudget, LearnedTuning, RunState
+from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
 from workers.training.training import Stop, Training
-from workers.training.tuner import Tuner
+from workers.training.tuning import make_tuner
 
 
 def start(
@@ -100,7 +99,7 @@ def start(
         state=state,
         budgets=budgets,
         shares=_shares(assignment, state, budgets, recorded, until),
-        tuner=_tuner(run, assignment, state, budgets, group, until),
+        tuner=make_tuner(run, assignment, state, group, until),
         group=group,
     )
     return training, prepared
@@ -251,47 +250,6 @@ def _shares(
         state.shares,
         adapts=assignment.plan.strategy == "ddp" and not any(budget.fixes_count for budget in budgets),
         recorded={step: shares for step, shares in recorded if step > state.step},
-        until=until,
-    )
-
-
-def _tuner(
-    run: RunDirectory,
-    assignment: Assignment,
-    state: RunState,
-    budgets: Sequence[Budget],
-    group: Group,
-    until: int,
-) -> Tuner:
-    """What tries other sizes of micro-batch, on a single device whose plan leaves the size open."""
-    plan, learned = assignment.plan, state.tuning
-    budget = state.budgets[0]  # a job that was tuned had one rank
-    rule = plan.ranks[group.rank].micro_batch_rule
-    tunes = assignment.spec.tune == "while_training" and group.size == 1
-    planned = rule.tokens if tunes and isinstance(rule, TokenBudget) else None
-    most = plan.most_tokens or planned or 0
-    is_of_another_plan = learned.planned not in (None, planned)
-    if is_of_another_plan or max(learned.tokens or 0, learned.trial or 0) > most:
-        learned.use({})
-        if budget.failed_tokens is None:
-            budget.tokens = None
-    if planned is None:
-        return Tuner(learned, adapts=False)
-    learned.planned = planned
-    if run.was_killed_on_trial:  # perhaps for lack of memory; whatever happens next, nothing is tried again
-        known = [each.state for each in run.tuning() if each.step <= until]
-        ended = LearnedTuning()
-        ended.use(known[-1] if known else asdict(learned))
-        ended.end()
-        run.append_tuning(TuningStep(step=until, state=asdict(ended)))
-        run.clear_trial()
-        if state.step >= until:
-            learned.end()
-    recorded = {each.step: each.state for each in run.tuning()}
-    return Tuner(
-        learned,
-        adapts=budget.failed_tokens is None and not state.fallbacks.checkpointing,
-        recorded={step: own for step, own in recorded.items() if own.get("planned") == planned},
         until=until,
     )
 
