@@ -194,13 +194,13 @@ def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
         (GPT2, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
         (ONE_BILLION, {"precision": "bf16"}, 4, 1024),
     ]  # fmt: skip
-    expandable = _expandable()
+    expandable = uses_expandable_segments()
     figures: dict[str, Any] = {}
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     for config, options, rows, sequence in cases:
         recipe = Recipe(device="cuda", expandable_segments=expandable, **options)
         place.clear()
-        true = _peaks(place, config, recipe, rows, sequence)
+        true = peaks(place, config, recipe, rows, sequence, 4)
         place.clear()
         estimate = ByProfile(make_profile(config, recipe, sequence).curve, recipe, "simulated")
         predicted = estimate.memory(rows, accumulating=True)
@@ -217,18 +217,21 @@ def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
     ]
 
 
-def _expandable() -> bool:
+def uses_expandable_segments() -> bool:
+    """Whether this process's environment turns them on."""
     options = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     return "expandable_segments:true" in options.replace(" ", "").lower()
 
 
-def _peaks(place: Place, config: dict[str, Any], recipe: Recipe, rows: int, sequence: int) -> dict[str, int]:
-    """Bytes at the peak of the second window of four micro-batches."""
+def peaks(
+    place: Place, config: dict[str, Any], recipe: Recipe, rows: int, sequence: int, micro_batches: int
+) -> dict[str, int]:
+    """Bytes at the peak of the second window of a real model on the GPU."""
     step = Step(place, config, recipe, rows, sequence)
     for _ in range(2):
         place.wait()
         torch.cuda.reset_peak_memory_stats()
-        step.window_of(4)
+        step.window_of(micro_batches)
     free, total = torch.cuda.mem_get_info()
     return {
         "allocated": torch.cuda.max_memory_allocated(),
