@@ -72,7 +72,7 @@ def decide(training: Training, window: Indices, trained: Trained) -> None:
         if current < failed:  # the size that failed was on trial, and the current one is known to fit
             budget.use_tuned(current)
     (work,) = trained.work
-    lengths, own = loader.samples.lengths[window], loader.samples.lengths
+    lengths = loader.samples.lengths[window]
     measured = Measured(
         samples=work.samples,
         tokens=work.tokens,
@@ -80,10 +80,10 @@ def decide(training: Training, window: Indices, trained: Trained) -> None:
         largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
         seconds=work.seconds,
     )
-    most = min(budget.most_worth_measuring, 2 * int(own.max()) * training.batch)
+    most = min(budget.most_worth_measuring, 2 * int(lengths.max()) * training.batch)
     bounds = Bounds(
         planned=planned,
-        least=2 * int(own.mean()),
+        least=2 * int(lengths.mean()),
         most=most if spec.auto_adjust_batch_size else min(most, planned),
         windows_left=training.steps_total - state.step,
         is_comparable=len(window) >= _COMPARABLE_SHARE * training.batch
