@@ -225,9 +225,9 @@ class MeasuredSize(Frozen):
     """Forward and backward, without the optimizer."""
     tokens_per_second: Number
     """The samples' own tokens, padding not counted."""
-    peak_bytes: Bytes
-    """Peak memory, including the optimizer's states: allocated on a GPU, of the process on a CPU; 0 if it was
-    not measured for this size."""
+    peak_bytes: Bytes | None
+    """Peak memory, including the optimizer's states: allocated on a GPU, of the process on a CPU; None if it
+    was not measured for this size."""
 
 
 class Tuning(Frozen):

@@ -83,10 +83,10 @@ def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
     )
     session.execute(earlier)
     for each in tuning.tried:
-        if not each.peak_bytes and each.token_budget < tuning.token_budget:
+        if each.peak_bytes is None and each.token_budget < tuning.token_budget:
             continue  # otherwise plans would take it if it is hardly slower, and shrink from job to job
         # Without its memory, a size stands for a budget, which a single long sample may exceed.
-        tokens = each.largest_tokens if each.peak_bytes else each.token_budget
+        tokens = each.token_budget if each.peak_bytes is None else each.largest_tokens
         _keep(
             session, subject, "sweep", tokens, each.micro_batches, each.peak_bytes, each.tokens_per_second
         )  # fmt: skip
@@ -157,7 +157,7 @@ def _keep(
     kind: Literal["run", "sweep"],
     tokens: int,
     micro_batches: int,
-    measured_bytes: int,
+    measured_bytes: int | None,
     tokens_per_second: float,
 ) -> None:
     """Stores a measurement, unless it is stored already: a second time, its prediction would be based on the
@@ -179,17 +179,17 @@ def _keep(
         accumulating=accumulating,
         source=subject.estimate.source,
         predicted_bytes=predicted,
-        measured_bytes=measured_bytes,
+        measured_bytes=measured_bytes or 0,
         tokens_per_second=tokens_per_second,
     )
     session.execute(statement.on_conflict_do_nothing(index_elements=["job_id", "attempt", "kind", "tokens"]))
 
 
-def _is_plausible(subject: Subject, tokens: int, measured: int, predicted: int) -> bool:
+def _is_plausible(subject: Subject, tokens: int, measured: int | None, predicted: int) -> bool:
     """Whether a measurement is plausible, since the plans of other jobs rely on it."""
     longest = int(subject.job.spec["effective_batch_size"]) * subject.sequence
     most = min(predicted * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE, subject.device.memory_bytes)
-    is_possible = measured == 0 or predicted / _MAX_ERROR_FACTOR <= measured <= most
+    is_possible = measured is None or predicted / _MAX_ERROR_FACTOR <= measured <= most
     return 0 < tokens <= 2 * longest and is_possible
 
 

@@ -119,7 +119,7 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
     tried = tuple(
         MeasuredSize(
             token_budget=tokens, micro_batches=4, largest_tokens=600, samples_per_second=rate / 64,
-            tokens_per_second=rate, peak_bytes=0,
+            tokens_per_second=rate, peak_bytes=None,
         )
         for tokens, rate in ((512, 900.0), (256, 950.0), (128, 700.0))
     )  # fmt: skip

@@ -232,7 +232,7 @@ def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
         monkeypatch.setattr(trainer, name, lambda *_, name=name: called.append(name))
     for name in ("limit", "die_with_parent"):
         monkeypatch.setattr(trainer, name, lambda: None)
-    monkeypatch.setattr(trainer, "InterruptSignal", lambda: lambda: False)
+    monkeypatch.setattr(trainer, "InterruptSignal", lambda **_: lambda: False)
     monkeypatch.setattr(trainer, "fetch_in_child", lambda work: 0)
     monkeypatch.setattr(trainer, "attempt", lambda run, stop: 0)
     monkeypatch.setattr(trainer, "run_enclosed", lambda work, **_: work(has_namespaces))

@@ -154,7 +154,7 @@ class Tuner:
                     largest_tokens=each.largest_tokens,
                     samples_per_second=each.samples / each.seconds,
                     tokens_per_second=each.tokens / each.seconds,
-                    peak_bytes=0,
+                    peak_bytes=None,
                 )
                 for each in sorted(learned.tried, key=lambda each: -each.token_budget)
             ),
