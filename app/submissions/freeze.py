@@ -302,8 +302,8 @@ def _tune(
     is_open = batch.steps is None and batch.micro_batch is None and distribution.steps_by_device is None
     several = distribution.devices != 1 or distribution.independent
     fixed = several or training.compile or training.deterministic
-    counts = config.clip_mode == "each_micro_batch" or config.accumulation_scheduler == "noise_scale"
-    return "while_training" if is_open and not fixed and not counts else None
+    changes = config.clip_mode == "each_micro_batch" or config.accumulation_scheduler == "noise_scale"
+    return "while_training" if is_open and not fixed and not changes else None
 
 
 def _check_tunable(

@@ -191,6 +191,7 @@ def test_a_stopped_run_continues_its_trial(tmp_path: Path, monkeypatch: pytest.M
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_cuts_the_windows_that_it_repeats_as_before(tmp_path: Path) -> None:
     steps = tuner.WORTH_TRYING + 60
     run = create(tmp_path / "run", steps=steps, save_every=10**6)
@@ -259,6 +260,7 @@ def test_a_plan_for_another_device_discards_what_was_learned(
     assert [each["token_budget"] for each in events[-1]["data"]["tried"]] == [600, 300, 150, 75]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [lambda run: with_rule(run, FixedCount(micro_batches=1)), lambda run: with_ranks(run, [0.5, 0.5])],
