@@ -81,14 +81,14 @@ class RateLimiter:
                 await self._limiter.test(self._limit, "")
         except Exception as error:
             self._warned_at = time.monotonic()
-            log.error("requests are not limited: the rate limit's storage fails", error=_told(error))
+            log.error("requests are not limited: the rate limit's storage fails", error=_message_of(error))
 
     def _warn(self, error: Exception) -> None:
         """Warns at most once a minute."""
         if time.monotonic() - self._warned_at >= _WARN_EVERY_SECONDS:
             self._warned_at = time.monotonic()
-            log.warning("requests are not counted: the rate limit's storage fails", error=_told(error))
+            log.warning("requests are not counted: the rate limit's storage fails", error=_message_of(error))
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]

@@ -324,7 +324,8 @@ def _part_of(transaction: Transaction, viewer: Viewer) -> Iterator[Session]:
 
 
 _LOCK_MILLISECONDS = 5000
-"""PostgreSQL: who waits longer for a row holds a connection that others need, and is told to try again."""
+"""How long a statement may wait for a locked row on PostgreSQL. Then it fails and can be tried again; a
+longer wait would keep a connection from other requests."""
 _POOL_SIZE, _POOL_OVERFLOW, _POOL_SECONDS = 10, 30, 10.0
 """PostgreSQL: together as many connections as the service has threads, of which the first stay open."""
 

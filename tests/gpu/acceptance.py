@@ -85,8 +85,8 @@ def _result_of(part: Entry, place: Place, checks: list[Check]) -> dict[str, Any]
         figures, found = part.run(place)
     except Exception as error:
         traceback.print_exc()
-        told = f"{type(error).__name__}: {error}"
-        figures, found = {}, [Check(f"{part.name} runs", told, "runs", False)]
+        message = f"{type(error).__name__}: {error}"
+        figures, found = {}, [Check(f"{part.name} runs", message, "runs", False)]
     checks += found
     for check in found:
         print(f"   {check.line}", flush=True)

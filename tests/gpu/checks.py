@@ -145,7 +145,7 @@ class Place:
 
 
 def texts_of(lengths: Sequence[int]) -> list[str]:
-    """Texts of so many bytes, always the same."""
+    """Texts of the given lengths in bytes; the same texts on every call."""
     random, letters = np.random.default_rng(3), np.array(list("abcdefghij klmnop"))
     return ["".join(random.choice(letters, length)) for length in lengths]
 

@@ -204,13 +204,16 @@ def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
         place.clear()
         estimate = ByProfile(make_profile(config, recipe, sequence).curve, recipe, "simulated")
         predicted = estimate.memory(rows, accumulating=True)
-        told = {"allocated": predicted.peak_allocated_bytes, "reserved": predicted.peak_reserved_bytes}
+        expected = {
+            "allocated": predicted.peak_allocated_bytes,
+            "reserved": predicted.peak_reserved_bytes,
+        }
         name = f"{config['model_type']} {config.get('hidden_size', 768)} {options} {rows} × {sequence}"
         figures[name] = {
-            "true": true, "predicted": {**told, "process": predicted.peak_process_bytes},
+            "true": true, "predicted": {**expected, "process": predicted.peak_process_bytes},
         }  # fmt: skip
         for kind, found in errors.items():
-            found.append(told[kind] / true[kind] - 1)
+            found.append(expected[kind] / true[kind] - 1)
     return figures, [
         at_most(f"largest error of {kind} memory", max(map(abs, found)), 0.03)
         for kind, found in errors.items()

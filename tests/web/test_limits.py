@@ -66,9 +66,9 @@ def test_a_storage_that_does_not_answer_is_reported_at_the_start_and_blocks_nobo
 
     with structlog.testing.capture_logs() as logs:
         asyncio.run(start_and_count())
-    (told,) = logs  # not once for each request
-    assert told["log_level"] == "error"
-    assert "connect" in told["error"].lower()
+    (entry,) = logs  # not once for each request
+    assert entry["log_level"] == "error"
+    assert "connect" in entry["error"].lower()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of connections left open

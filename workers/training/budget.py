@@ -1,7 +1,7 @@
 """The token budget: how large a micro-batch may be, by the plan and by what the run has learned since.
 
 Everything that determines it is here: the plan's rule, decreases after running out of memory, increases
-after many windows that fitted, and the fastest size that a sweep found.
+after many windows that fitted, and the fastest size that a sweep or the tuner found.
 """
 
 import numpy as np

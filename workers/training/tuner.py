@@ -31,7 +31,7 @@ _GAIN = log(WORTH_SWITCHING)
 WORTH_TRYING = 100
 """Trials begin only if at least this many windows are left, which can gain what the trials may lose."""
 
-LARGEST_STEP = 4
+LARGEST_FACTOR = 4
 """No size is more than this many times the planned one."""
 
 FIRST_PERIOD = 500
@@ -180,7 +180,7 @@ class Tuner:
         current = learned.tokens or bounds.planned
         done = {each.token_budget for each in learned.tried}
         sizes = (2 * current, current // 2)
-        most = min(bounds.most, LARGEST_STEP * bounds.planned)
+        most = min(bounds.most, LARGEST_FACTOR * bounds.planned)
         possible = (size for size in sizes if min(bounds.least, current) <= size <= most and size not in done)
         learned.trial = next(possible, None) if bounds.windows_left >= WORTH_TRYING else None
         learned.speeds = []

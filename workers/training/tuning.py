@@ -105,16 +105,16 @@ def _report(training: Training, found: Tuning, planned: int) -> None:
     """Reports what trying other sizes of micro-batch has found, as an event."""
     speeds = {each.token_budget: each.tokens_per_second for each in found.tried}
     chosen = found.token_budget
-    told = []
+    details = []
     if chosen in speeds:
-        told.append(f"{speeds[chosen]:,.0f} tokens/s")
+        details.append(f"{speeds[chosen]:,.0f} tokens/s")
     if chosen == planned:
-        told.append("as planned")
+        details.append("as planned")
     elif chosen in speeds and planned in speeds:
-        told.append(f"{speeds[chosen] / speeds[planned]:.2f} times as fast as the planned {planned}")
+        details.append(f"{speeds[chosen] / speeds[planned]:.2f} times as fast as the planned {planned}")
     others = ", ".join(f"{size} ({speeds[size]:,.0f}/s)" for size in sorted(speeds) if size != chosen)
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {chosen} tokens are used ({'; '.join(told)}). Also tried: {others}.",
+        f"Micro-batches of at most {chosen} tokens are used ({'; '.join(details)}). Also tried: {others}.",
         **found.model_dump(mode="json"),
     )
