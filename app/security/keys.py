@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
@@ -107,13 +108,17 @@ def _valid() -> ColumnElement[bool]:
 
 
 class Keyring:
-    """Which keys open this service, looked up at most once a second each."""
+    """Which keys open this service, looked up at most once a second each. To be closed before the
+    database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, Caller | None]] = {}
         self._noted: dict[str, float] = {}
+        self._uses = ThreadPoolExecutor(1, "key-use")
+        """Records uses beside the requests, which may only read: a write may have to wait for another
+        process."""
         self._requires_key: tuple[float, bool] = (0.0, False)
 
     def requires_key(self) -> bool | None:
@@ -150,13 +155,16 @@ class Keyring:
             self._known[digest] = time.monotonic() + _KNOWN_FOR_SECONDS, caller
         return caller
 
+    def close(self) -> None:
+        """Returns once no use of a key is being recorded; uses that still wait are not recorded."""
+        self._uses.shutdown(cancel_futures=True)
+
     def _note_use(self, key_id: str) -> None:
         with self._lock:
             if time.monotonic() < self._noted.get(key_id, 0.0):
                 return
             self._noted[key_id] = time.monotonic() + _USE_NOTED_EVERY_SECONDS
-        # Beside the request, which may only read: a write may have to wait for another process.
-        threading.Thread(target=self._write_use, args=(key_id,), name="key-use", daemon=True).start()
+        self._uses.submit(self._write_use, key_id)
 
     def _write_use(self, key_id: str) -> None:
         try:

@@ -4,16 +4,18 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from threading import Thread
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from app.errors import BadSetting
 from app.main import create_app
 from app.security import keys
 from app.security.authentication import by_key
-from app.security.keys import is_well_formed, new_key
+from app.security.keys import Keyring, is_well_formed, new_key
 from app.security.local import require_keys_off_loopback
 from app.settings import Settings
 from app.storage.database import Database
@@ -29,6 +31,13 @@ OPEN = {"/healthz", "/readyz"}
 def database(client: TestClient) -> Database:
     found: Database = client.app.state.database  # type: ignore[attr-defined]
     return found
+
+
+@pytest.fixture
+def keyring(database: Database) -> Iterator[Keyring]:
+    """A keyring that has not seen any key yet."""
+    with closing(Keyring(database)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -114,11 +123,11 @@ def test_a_job_cannot_be_made_of_another_key_s_file_or_configuration(
         assert client.post(f"{PATH}/with-accumulation", json=body, headers=mine).status_code == 404
 
 
-def test_a_key_is_required_once_one_exists(client: TestClient, database: Database) -> None:
+def test_a_key_is_required_once_one_exists(client: TestClient, database: Database, keyring: Keyring) -> None:
     assert client.get(PATH).status_code == 200
     with database.writing() as session:
         keys.create(session, "first", ["read"], None)
-    client.app.state.authenticate = by_key(keys.Keyring(database))  # type: ignore[attr-defined]
+    client.app.state.authenticate = by_key(keyring)  # type: ignore[attr-defined]
     for method, path in operations(client):
         answer = client.request(method, re.sub("{.*?}", "ftjob-1", path))
         assert (answer.status_code == 401) == (path not in OPEN), (method, path)
@@ -140,7 +149,9 @@ def test_scopes(client: TestClient, database: Database) -> None:
     assert calculated.status_code == 200
 
 
-def test_a_key_that_was_revoked_or_expired_opens_nothing(client: TestClient, database: Database) -> None:
+def test_a_key_that_was_revoked_or_expired_opens_nothing(
+    client: TestClient, database: Database, keyring: Keyring
+) -> None:
     with database.writing() as session:
         row, key = keys.create(session, "short", ["read"], None)
         _, expired = keys.create(session, "expired", ["read"], 60)
@@ -151,7 +162,7 @@ def test_a_key_that_was_revoked_or_expired_opens_nothing(client: TestClient, dat
     assert client.get(PATH, headers={"Authorization": f"Bearer {expired}"}).status_code == 401
     with database.writing() as session:
         keys.revoke(session, row.id)
-    client.app.state.authenticate = by_key(keys.Keyring(database))  # type: ignore[attr-defined]
+    client.app.state.authenticate = by_key(keyring)  # type: ignore[attr-defined]
     assert client.get(PATH, headers=header).status_code == 401
 
 
@@ -181,6 +192,24 @@ def test_a_request_does_not_wait_until_the_use_of_its_key_is_recorded(
         began = time.monotonic()
         assert client.get(PATH, headers=header).status_code == 200
         assert time.monotonic() - began < 2.0
+
+
+def test_a_keyring_closes_once_no_use_of_a_key_is_being_recorded(database: Database) -> None:
+    """Otherwise the database would be closed while a connection is in use."""
+    key = key_for(database)["Authorization"].split()[1]
+    keyring = Keyring(database)
+    closing_it = Thread(target=keyring.close)
+    with database.writing() as session:
+        session.execute(update(Key).values(last_used_at=1.0))
+        assert keyring.find(key) is not None
+        until(lambda: not keyring._uses._work_queue.qsize())  # the use is being recorded, and waits
+        closing_it.start()
+        closing_it.join(0.3)
+        assert closing_it.is_alive()
+    closing_it.join(10)
+    assert not closing_it.is_alive()
+    with database.reading() as session:
+        assert session.scalar(select(Key.last_used_at)) != 1.0
 
 
 def test_a_mistyped_key_is_recognised_by_its_checksum() -> None:
