@@ -44,6 +44,7 @@ from app.web.dependencies import authorised
 from app.web.downloads import Downloads
 from app.web.error_bodies import Problem
 from app.web.event_stream import EventStream
+from app.web.head_requests import HeadRequests
 from app.web.latency import LatencyGauge
 from app.web.middleware import NATIVE, RequestMiddleware
 from app.webhooks import addresses
@@ -176,6 +177,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
 
 
 def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mounted: bool) -> None:
+    app.add_middleware(HeadRequests)
     app.add_middleware(
         GZipMiddleware, minimum_size=_MIN_GZIP_BYTES, compresslevel=5, exclude_content_types=_NOT_COMPRESSED
     )

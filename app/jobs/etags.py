@@ -72,7 +72,8 @@ class AnswerCache:
 
 def tagged(request: Request, document: Document) -> Response:
     """The document, or 304 if the client has it already."""
-    shown = request.headers.get("if-none-match")
-    if shown is not None and document.tag in (each.strip().removeprefix("W/") for each in shown.split(",")):
+    shown = request.headers.get("if-none-match", "")
+    tags = {each.strip().removeprefix("W/") for each in shown.split(",")}
+    if tags & {document.tag, "*"}:
         return Response(status_code=304, headers={"ETag": document.tag})
     return Response(document.body, media_type="application/json", headers={"ETag": document.tag})

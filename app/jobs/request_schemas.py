@@ -16,7 +16,9 @@ from app.datasets.dataset_config import DatasetConfig
 from app.jobs.training_config import TrainingConfig
 from app.planning.devices import MAX_GPU_ID
 
-WebhookUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)]
+WebhookUrl = Annotated[
+    str, StringConstraints(pattern=r"^[Hh][Tt][Tt][Pp][Ss]?://[^\s/?#@]+([/?#]\S*)?$", max_length=2000)
+]
 
 Metadata = Annotated[
     dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],

@@ -269,7 +269,8 @@ def _template(scope: Scope) -> str:
     does not take the request's method counts as no route."""
     route = scope.get("route")
     takes: Collection[str] | None = getattr(route, "methods", None)
-    if takes is not None and scope["method"] not in takes:
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    if takes is not None and method not in takes:
         return "none"
     return getattr(route, "path", "none")
 

@@ -86,6 +86,11 @@ def test_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
         rows(tmp_path, spec("prompt_completion", max_length=3), {"prompt": "abcdef", "completion": "x"})
 
 
+def test_weights_of_zero_throughout_are_named_as_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(CannotTrain, match="the weight of all 2 samples is 0"):
+        rows(tmp_path, spec(), {"text": "a", "weight": 0}, {"text": "bcd", "weight": 0.0})
+
+
 def test_a_bad_line_is_reported_with_its_number(tmp_path: Path) -> None:
     with pytest.raises(CannotTrain, match="line 3 of the data"):
         rows(tmp_path, spec(), {"text": "a"}, {"prompt": "b"})

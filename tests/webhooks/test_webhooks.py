@@ -242,6 +242,7 @@ def test_a_webhook_url_requires_a_secret(settings: Settings) -> None:
     [
         ("https://example.org/", None, "ACCRUE_WEBHOOK_SECRET is not set"),
         ("http://127.0.0.1/", SECRET, "public internet"),
+        ("HTTP://127.0.0.1/", SECRET, "public internet"),
         ("http://user:password@example.org/", SECRET, "webhook_url"),
         ("http://[abc/", SECRET, "not a valid URL"),
         ("http://example.org:port/", SECRET, "not a valid URL"),

@@ -45,6 +45,7 @@ class Prepared:
     truncated: int = 0
     split: int = 0
     without_targets: int = 0
+    without_weight: int = 0
     unused_keys: list[str] = field(default_factory=list)
     """The first unknown keys that were found in the lines."""
 
@@ -152,15 +153,20 @@ def prepare(
     done.unlink(missing_ok=True)
     prepared = _write(spec, source, tokenizer, folder, taken, stop, report)
     if prepared.targets == 0:
-        raise CannotTrain(
-            "nothing_to_learn",
-            f"none of the {prepared.samples} samples has a token that counts toward the loss within "
-            f"max_length {spec.max_length}: raise max_length, or shorten the prompts",
-        )
+        raise CannotTrain("nothing_to_learn", _why_nothing_counts(prepared, spec.max_length))
     for file in folder.iterdir():
         sync(file)
     write_atomically(done, json.dumps({"key": key, "digests": _digests(folder), **asdict(prepared)}))
     return prepared
+
+
+def _why_nothing_counts(prepared: Prepared, max_length: int) -> str:
+    if prepared.samples and prepared.without_weight == prepared.samples:
+        return f"the weight of all {prepared.samples} samples is 0, so that none counts toward the loss"
+    return (
+        f"none of the {prepared.samples} samples has a token that counts toward the loss within "
+        f"max_length {max_length}: raise max_length, or shorten the prompts"
+    )
 
 
 def _prepared_earlier(done: Path, key: str) -> Prepared | None:
@@ -247,6 +253,7 @@ def _write(
     prepared.samples, prepared.tokens, prepared.targets = len(lengths), sum(lengths), sum(targets)
     prepared.longest = max(lengths, default=0)
     prepared.without_targets = targets.count(0)
+    prepared.without_weight = weights.count(0)
     return prepared
 
 
