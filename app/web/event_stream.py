@@ -203,9 +203,11 @@ class EventStream:
             .correlate(followed)
         )
         count = select(func.count()).select_from(newer.subquery()).correlate(followed).scalar_subquery()
-        rows = session.execute(select(followed.c.number, count)).all()
         without = select(followed.c.number).outerjoin(Job, Job.id == followed.c.job_id)
+        # Before the events are counted: on PostgreSQL, a job may end between two statements, and its last
+        # event must be counted then.
         over = list(session.scalars(without.where(or_(Job.id.is_(None), Job.status.in_(ENDED)))))
+        rows = session.execute(select(followed.c.number, count)).all()
         found = {number: own for number, own in rows if own}
         return found, [number for number in over if number not in found]
 
