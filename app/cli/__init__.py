@@ -1,5 +1,6 @@
 """The accrue command."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from app import __version__
 from app.cli import benchmark, jobs, keys, resources, service, submit
-from app.cli.client import ServiceError
+from app.cli.client import ServiceError, printable
 from app.errors import AccrueError
 
 app = typer.Typer(
@@ -26,7 +27,8 @@ errors = Console(stderr=True)
 
 
 def main() -> None:
-    """Runs the command; an error is one line on standard error, and exit status 1."""
+    """Runs the command; an error is one line on standard error, and exit status 1. Also an unexpected one:
+    whatever answers at the service's address may be another program."""
     try:
         app(standalone_mode=True)
     except (AccrueError, ServiceError) as error:
@@ -34,6 +36,16 @@ def main() -> None:
         sys.exit(1)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("ACCRUE_LOG_LEVEL", "").upper() == "DEBUG":
+            raise
+        lines = str(printable(f"{type(error).__name__}: {error}")).splitlines()
+        errors.print(
+            f"accrue: unexpected error ({lines[0]}): is the address (--url or ACCRUE_URL) that of an Accrue "
+            "service of this version? ACCRUE_LOG_LEVEL=debug shows where the error occurred.",
+            style="red", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
         sys.exit(1)
 
 

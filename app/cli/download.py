@@ -36,7 +36,12 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
     unfinished = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     try:
         with (
             client.stream(f"/gradient-accumulation/training/{job_id}/model") as answer,

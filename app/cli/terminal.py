@@ -46,12 +46,10 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
         stays: whether the service keeps running afterwards.
     """
     path = f"/gradient-accumulation/training/{job_id}"
-    columns = (
-        TextColumn("{task.description}"), BarColumn(),
-        TextColumn("{task.fields[steps]}{task.fields[within]}"),
-        TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[speed]} tokens/s"),
-        TimeElapsedColumn(), TextColumn("ETA {task.fields[eta]}"),
-    )  # fmt: skip
+    texts = ("{task.description}", "{task.fields[steps]}{task.fields[within]}", "loss {task.fields[loss]}",
+             "{task.fields[speed]} tokens/s", "ETA {task.fields[eta]}")  # fmt: skip
+    name, *rest = (TextColumn(each, markup=False) for each in texts)
+    columns = (name, BarColumn(), *rest[:3], TimeElapsedColumn(), rest[3])
     job, warned = client.get(path), _Warned(client, path)
     try:
         with Progress(*columns, console=console) as bar:

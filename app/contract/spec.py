@@ -241,10 +241,20 @@ class Spec(Frozen):
         assert self.epochs is not None
         steps = consumed = epoch = 0
         while epoch < self.epochs and steps < self.ramp.warmup_steps and self.ramp.name == "linear":
-            consumed += self.batch_at(steps)
-            steps += 1
-            if consumed >= samples:
-                epoch, consumed = epoch + 1, 0
+            # All steps at once that have the same batch: there may be a million of them.
+            batch = self.batch_at(steps)
+            end = min(
+                self.ramp.warmup_steps, batch * (self.ramp.warmup_steps + 1) // self.effective_batch_size
+            )
+            to_epoch_s_end = max(1, ceil((samples - consumed) / batch))
+            if to_epoch_s_end > end - steps:
+                consumed += (end - steps) * batch
+                steps = end
+                continue
+            steps, consumed, epoch = steps + to_epoch_s_end, 0, epoch + 1
+            of_epoch = max(1, ceil(samples / batch))
+            whole_epochs = min(self.epochs - epoch, (end - steps) // of_epoch)
+            steps, epoch = steps + whole_epochs * of_epoch, epoch + whole_epochs
         if epoch < self.epochs:
             steps += ceil((samples - consumed) / self.effective_batch_size)
             steps += (self.epochs - epoch - 1) * ceil(samples / self.effective_batch_size)

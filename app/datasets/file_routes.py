@@ -146,8 +146,12 @@ FileLimit = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of
 _MOST_RESULTS = 100
 """Their sizes are counted one by one."""
 
+_MOST_AT_ONCE = 1000
+_MANY = 100
+"""Longer lists count as slow requests."""
 
-@router.get("", summary="List files")
+
+@router.get("", summary="List files", response_model=Page[FileAnswer])
 async def list_files(
     slowly: Slowly,
     database: CurrentDatabase,
@@ -155,16 +159,21 @@ async def list_files(
     after: After = None,
     purpose: str | None = None,
     order: Literal["asc", "desc"] = "desc",
-) -> Page[FileAnswer]:
-    """Uploaded files, the newest first unless `order=asc`; with `purpose=fine-tune-results`, the step metrics
-    of jobs that succeeded, at most 100 at a time."""
+) -> Response:
+    """Uploaded files, the newest first unless `order=asc`, at most 1,000 at a time; with
+    `purpose=fine-tune-results`, the step metrics of jobs that succeeded, at most 100 at a time."""
     oldest_first = order == "asc"
     if purpose == RESULTS:
-        return await slowly(lambda: _list_results(database, min(limit, _MOST_RESULTS), after, oldest_first))
+        most = min(limit, _MOST_RESULTS)
+        return await slowly(lambda: _as_json(_list_results(database, most, after, oldest_first)))
     query = select(File).where(File.inline.is_(False))
     if purpose is not None:
         query = query.where(File.purpose == purpose)
-    return await to_thread.run_sync(_page, database, query, limit, after, oldest_first)
+
+    def listed() -> Response:
+        return _as_json(_page(database, query, min(limit, _MOST_AT_ONCE), after, oldest_first))
+
+    return await (slowly(listed) if limit > _MANY else to_thread.run_sync(listed))
 
 
 def _page(
@@ -172,6 +181,11 @@ def _page(
 ) -> Page[FileAnswer]:
     with database.reading() as session:
         return page(session, query, File.id, limit, after, answer, oldest_first=oldest_first)
+
+
+def _as_json(page: Page[FileAnswer]) -> Response:
+    """The response, serialised in the caller's thread: FastAPI would do it in the event loop."""
+    return Response(page.model_dump_json(), media_type="application/json")
 
 
 @router.get("/{file_id}", summary="A file")

@@ -1,13 +1,16 @@
 """The command's HTTP client, and its messages if no service answers."""
 
+import sys
+import threading
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from app.cli import terminal
+from app.cli import main, terminal
 from app.cli.client import Client, ServiceError
 
 
@@ -80,3 +83,40 @@ def test_answers_of_other_servers_are_explained(
             call()
         assert message in str(raised.value)
         assert not set("\x1b\x07") & set(str(raised.value))
+
+
+class _OtherProgram(BaseHTTPRequestHandler):
+    """Answers every request with JSON that is not Accrue's."""
+
+    body = b"{}"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is logged."""
+
+
+@pytest.mark.parametrize("body", [b"{}", b"null", b"[1]", b"[" * 100_000 + b"]" * 100_000])
+@pytest.mark.parametrize("command", ["jobs", "files", "gpus", "models", "logs ftjob-1", "watch ftjob-1"])
+def test_a_program_that_is_not_accrue_gives_one_line_and_no_traceback(
+    command: str, body: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_OtherProgram, "body", body)
+    with HTTPServer(("127.0.0.1", 0), _OtherProgram) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("ACCRUE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(sys, "argv", ["accrue", *command.split()])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        server.shutdown()
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    if ended.value.code:  # an answer may also pass as an empty list
+        assert ended.value.code == 1
+        assert len(shown.err.splitlines()) == 1
+        assert "ACCRUE_URL" in shown.err

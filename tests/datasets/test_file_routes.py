@@ -3,8 +3,11 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import insert
 
 from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import File
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n\n{"prompt": "c", "completion": "d"}\n'
 
@@ -102,3 +105,23 @@ def test_a_file_of_another_format_is_rejected(client: TestClient) -> None:
     answer = client.post("/gradient-accumulation/training/with-accumulation", json=body)
     assert answer.status_code == 422
     assert "of format prompt_completion, not messages" in answer.json()["detail"]
+
+
+def test_a_list_holds_at_most_a_thousand_files(client: TestClient) -> None:
+    """As OpenAI's client may request 10,000."""
+    database: Database = client.app.state.database  # type: ignore[attr-defined]
+    with database.writing() as session:
+        session.execute(
+            insert(File),
+            [
+                {
+                    "id": f"file-{number:05}", "created_at": float(number), "filename": "data.jsonl", "bytes": 1,
+                    "purpose": "fine-tune", "format": "text", "examples": 1, "sha256": "0" * 64, "inline": False,
+                }
+                for number in range(1010)
+            ],
+        )  # fmt: skip
+    page = client.get("/v1/files?limit=10000").json()
+    assert (len(page["data"]), page["has_more"]) == (1000, True)
+    rest = client.get(f"/v1/files?limit=10000&after={page['last_id']}").json()
+    assert (len(rest["data"]), rest["has_more"]) == (10, False)

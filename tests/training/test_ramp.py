@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,10 +25,29 @@ def walked(spec: Spec, samples: int) -> int:
     return state.step
 
 
-@given(samples=st.integers(1, 300), warmup=st.integers(1, 40))
-def test_the_steps_of_a_linear_ramp_are_known_before(samples: int, warmup: int) -> None:
-    spec = ramped("linear", warmup_steps=warmup)
+@given(
+    samples=st.integers(1, 300),
+    warmup=st.integers(1, 400),
+    batch=st.integers(1, 70),
+    epochs=st.integers(1, 6),
+)
+def test_the_steps_of_a_linear_ramp_are_known_before(
+    samples: int, warmup: int, batch: int, epochs: int
+) -> None:
+    changed = {"effective_batch_size": batch, "epochs": epochs}
+    spec = ramped("linear", warmup_steps=warmup).model_copy(update=changed)
     assert spec.steps_for(samples) == walked(spec, samples)
+
+
+def test_a_ramp_of_a_million_steps_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service counts steps in the thread that all submissions share."""
+    looked_at = []
+    batch_at = Spec.batch_at
+    monkeypatch.setattr(Spec, "batch_at", lambda spec, step: looked_at.append(step) or batch_at(spec, step))
+    changed = {"effective_batch_size": 1, "epochs": 10_000}
+    spec = ramped("linear", warmup_steps=1_000_000).model_copy(update=changed)
+    assert spec.steps_for(100) == 1_000_000
+    assert len(looked_at) < 10
 
 
 def test_a_linear_ramp_rises_to_the_full_batch_and_stays_there() -> None:

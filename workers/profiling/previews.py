@@ -37,7 +37,7 @@ from workers.training.preview import preview
 log = structlog.get_logger("accrue.profiler")
 
 _SECONDS = 20.0
-"""The time limit for one preview."""
+"""The time limit for one preview, which takes a fraction of a second on an idle machine."""
 
 _ENDS_WITHIN_SECONDS = 10.0
 """The time in which the kernel must have ended all descendants of a killed child."""
@@ -146,7 +146,15 @@ def _children() -> ForkServerContext:
     database, a setting or a secret. They share neither this process's memory nor its open files."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{PACKAGE_PREFIX}workers.profiling.previews"])
+    with _without_secrets():
+        first = context.Process(target=_nothing)
+        first.start()
+    first.join()  # once the server has imported everything, which is not part of a preview's time limit
     return context
+
+
+def _nothing() -> None:
+    """A child that only waits until the server has started."""
 
 
 @contextmanager
