@@ -70,7 +70,7 @@ def _unpack(content: BufferedReader, folder: Path) -> list[str]:
             name = Path(member.name).name
             if not _PLAIN_NAME.fullmatch(name):
                 raise ServiceError(
-                    f"the download has a file of a name that no model has: {printable(name)[:80]!r}"
+                    f"the download contains an unexpected file name: {printable(name)[:80]!r}"
                 )
             names.append(name)
             with (folder / names[-1]).open("wb") as target:

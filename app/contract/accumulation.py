@@ -19,7 +19,7 @@ LearningRateRule = Literal["sqrt", "linear", "none"]
 
 
 class AccumulationConfig(Request):
-    """Every field has a default; fields that are null are planned or recommended."""
+    """Every field has a default. If a field is null, its description says what that means."""
 
     use_gradient_accumulation: Flag = Field(True, description="false: every micro-batch is a step")
     accumulation_steps: int | None = Field(
@@ -178,8 +178,8 @@ class AccumulationConfig(Request):
 
 
 def overridden(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a stored configuration, with those that are given instead. A stored field that only
-    belongs to what a given one replaces is left out."""
+    """The fields of a stored configuration, with those that are given instead. Stored fields that only make
+    sense together with a field that is replaced are dropped: the steps of a linear ramp, for example."""
     replaced: set[str] = set()
     if {"clip_mode", "clip_gradients_before_accumulation"} & given.keys():
         replaced |= {"clip_mode", "clip_gradients_before_accumulation"}

@@ -2,11 +2,13 @@
 
     queued ──claim──► running ──► succeeded | failed | cancelled
       ▲ │               │
-      │ └─► cancelled   ├─ release, reclaim ──► queued   (an interruption is not a failure)
-      │ └─► paused ◄────┤ pause
-      └──── resume ─────┘
+      │ ├─► cancelled   ├─ release, reclaim ──► queued   (an interruption is not a failure)
+      │ └─► paused ◄────┘ pause
+      │       │ └─► cancelled
+      └───────┘ resume
 
-A terminal state never changes, with one exception: a user may resume a job that timed out. Pausing,
+A terminal state never changes, with one exception: a user may resume a job that timed out, which leads from
+failed to queued. Pausing,
 cancelling and stopping a running job are requests that its worker carries out. Every write by a worker
 carries the worker's fence (job, attempt, worker): if the fence no longer matches, nothing is written and
 `LostJob` is raised. Users' transitions are in lifecycle.py, workers' in queue.py. The caller owns the

@@ -1,4 +1,4 @@
-"""Devices to plan for: detected, declared as text such as "24GB" or "A100-80GB", or this machine's CPU."""
+"""What a plan knows of a device, and devices declared as text, such as "24GB" or "A100-80GB"."""
 
 import re
 from collections.abc import Sequence

@@ -331,8 +331,8 @@ def _check_tunable(
         )
     if tune != "only" and training.deterministic:
         raise Unprocessable(
-            "tune chooses micro-batches by measured time, so that no two runs need be equal: leave it or "
-            "deterministic out.",
+            "tune chooses micro-batches by their measured speed, so that two runs can differ: leave out tune "
+            "or deterministic.",
             field="tune",
         )
     if batch.steps is not None or batch.micro_batch is not None:

@@ -115,8 +115,9 @@ def test_a_list_holds_at_most_a_thousand_files(client: TestClient) -> None:
             insert(File),
             [
                 {
-                    "id": f"file-{number:05}", "created_at": float(number), "filename": "data.jsonl", "bytes": 1,
-                    "purpose": "fine-tune", "format": "text", "examples": 1, "sha256": "0" * 64, "inline": False,
+                    "id": f"file-{number:05}", "created_at": float(number), "filename": "data.jsonl",
+                    "bytes": 1, "purpose": "fine-tune", "format": "text", "examples": 1, "sha256": "0" * 64,
+                    "inline": False,
                 }
                 for number in range(1010)
             ],

@@ -41,9 +41,9 @@ TOLERANCE_IN_FP64 = 1e-6
 """Larger than fp64 rounding, since norm layers' sums and eager attention's softmax are always in fp32."""
 
 _MOST_OPERATIONS_IN_FP64 = 5e12
-"""Of a sample on the host, which takes about a minute."""
+"""The most floating-point operations of the comparison on the host: about a minute."""
 _OPERATIONS_PER_WEIGHT = 24
-"""Of each token: forward and backward, twice, with and without other samples."""
+"""Per weight and token: two comparisons, each with forward (2) and backward (4) of two splits."""
 
 
 @dataclass(frozen=True)

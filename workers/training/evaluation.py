@@ -55,8 +55,8 @@ def loss_sum(
 def record(state: RunState, loss: float, early_stopping: EarlyStopping | None) -> bool:
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
-    The model with the lowest loss is kept, however small the gain. RankTimeout is reset only by a gain of at
-    least `min_delta` over the loss that reset it last.
+    The model with the lowest loss is kept, however small the gain. The patience of early stopping is reset
+    only by a gain of at least `min_delta` over the loss that reset it last.
     """
     own = state.evaluations
     own.loss, own.at_step = loss, state.step

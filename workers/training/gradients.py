@@ -23,8 +23,8 @@ class Gradients(Protocol):
         """Prepares for a window."""
 
     def begin_last(self) -> None:
-        """Announces the last backward pass of this rank: sums that it completes may be exchanged during
-        it."""
+        """Announces the last backward pass of this rank: each sum may be exchanged as soon as that pass has
+        completed it."""
 
     def sums(self) -> dict[Tensor, Tensor]:
         """The sum so far of each parameter that has one."""

@@ -1,4 +1,4 @@
-"""Handles windows that fail: names the samples at fault, shrinks micro-batches, or ends the run."""
+"""Recognises why windows fail, names the samples at fault, and decides when to give up."""
 
 import hashlib
 import re

@@ -26,10 +26,10 @@ from workers.training.state import Fallbacks
 _CHECKED_TOKENS = 64
 """The most tokens of the checked sample, so that its full logits fit into memory."""
 _TOLERANCE, _TOLERANCE_IN_16_BITS = 1e-5, 1e-2
-"""Of the loss; and of logits that are scaled or capped, relative to the largest. 16 bits have a precision of
-4e-3, and a cap rounds twice."""
+"""The largest relative error of the loss; and of logits that are scaled or capped, relative to the largest
+logit. 16 bits have a precision of 4e-3, and a cap rounds twice."""
 _TOLERANCE_IF_PLAIN = 1e-6
-"""Of logits that are only multiplied by powers of two, in any precision."""
+"""The largest error of logits that are only multiplied by powers of two, in any precision."""
 
 
 def check_head(

@@ -30,9 +30,10 @@ _ROUNDING_IN_16_BITS = 1e-3
 _CHECKED_TOKENS = 997
 """The most tokens of each of the two longest samples; not a multiple of the blocks that models use."""
 _MOST_OPERATIONS_IN_FP64 = 5e12
-"""Of a forward pass on the host, which takes about a minute."""
+"""The most floating-point operations of a forward pass on the host: about a minute."""
 _MOST_WITHOUT_DOUBT = 1e11
-"""As many are spent in fp64 even if nothing is found in 16 bits, which hide small changes."""
+"""Up to this many operations, the check is made in fp64 even if 16 bits show nothing: they hide small
+changes."""
 
 
 class PackingErrors(NamedTuple):

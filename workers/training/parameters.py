@@ -21,12 +21,13 @@ class Parameters:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def of(self, parameter: Tensor) -> nn.Parameter:
-        """What is trained of one of the model's parameters."""
+        """The tensor that the optimizer steps for one of the model's parameters: if it is divided, this rank's
+        part."""
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """The whole of a tensor of which this rank has its own part: a weight, or a state of an optimizer.
+        """Gathers the whole of a tensor of which each rank has a part: a weight, or a state of an optimizer.
 
         Every rank calls it for the same tensors in the same order. If they are divided, only rank 0 gets
         them, on the host.

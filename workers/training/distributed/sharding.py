@@ -139,8 +139,8 @@ class ShardedParameters(Parameters):
 
 
 class ShardedSums:
-    """Sums gradients in FSDP's parameters, which are summed over all ranks at the latest in the last backward
-    pass."""
+    """Sums gradients in FSDP's own parameters; FSDP sums them over all ranks no later than in the last
+    backward pass."""
 
     is_sharded = True
 

@@ -434,7 +434,7 @@ const FORM_CHANGES = {
   optimizer: (value) => ({ optimizer: value }),
   max_length: (value) => ({ length: value }),
   mixed_precision: (value) => ({ precision: value }),
-  devices: (value, _other, values) => (values.gpus ? { count: value } : null),
+  num_gpus: (value, _other, values) => (values.gpus ? { count: value } : null),
 };
 
 /** A button for a change such as `method: lora, gradient_checkpointing: true`. */
