@@ -22,7 +22,7 @@ from app.models import base_models
 from app.planning.devices import Device, common_name
 from app.planning.memory import bytes_on_disk
 from app.planning.plan import make_plan, sample_length_of
-from app.planning.planner import Known
+from app.planning.planner import PlannerEvidence
 from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.storage.database import Database
@@ -31,7 +31,7 @@ from app.storage.tables import Job
 from workers.leases import Running
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
-from workers.training.isolation import named_view
+from workers.training.filesystem_view import named_view
 
 log = structlog.get_logger("accrue.worker")
 
@@ -145,7 +145,7 @@ class Launcher:
         return str(self.settings.files_dir / validation.file_id)
 
 
-def _sample_length(session: Session, spec: Spec, device: Device, known: Known) -> int:
+def _sample_length(session: Session, spec: Spec, device: Device, known: PlannerEvidence) -> int:
     """Tokens of a sample of full length: as measured, unless memory was simulated for `max_length` alone."""
     order, most = lengths.order_of(spec), spec.data.max_length
     measured = sample_length_of(spec, None if order is None else lengths.find(session, order))

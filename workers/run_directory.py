@@ -73,7 +73,7 @@ DISK_FULL = 74
 NOTE_WORK_EVERY_SECONDS = 20.0
 _LOOKED_AT_LEVELS, _MOST_LOOKED_AT = 4, 20_000
 
-OUT_OF_STEP = 77
+RANKS_MUST_RESTART = 77
 """Exit status of a rank after which all ranks start again from the last checkpoint."""
 
 LOST_RANK = 76

@@ -88,7 +88,7 @@ class TrainerProcess:
             network: whether the trainer may use the network.
             device_locks: descriptors that the trainer keeps open as long as it lives.
             view: the files of a folder that the trainer may see, where the machine supports this
-                (`isolation.named_view`); empty for no restriction.
+                (`filesystem_view.named_view`); empty for no restriction.
 
         Raises:
             OSError: the process cannot be started.

@@ -69,9 +69,7 @@ def _unpack(content: BufferedReader, folder: Path) -> list[str]:
                 continue
             name = Path(member.name).name
             if not _PLAIN_NAME.fullmatch(name):
-                raise ServiceError(
-                    f"the download contains an unexpected file name: {printable(name)[:80]!r}"
-                )
+                raise ServiceError(f"the download contains an unexpected file name: {printable(name)[:80]!r}")
             names.append(name)
             with (folder / names[-1]).open("wb") as target:
                 shutil.copyfileobj(source, target)

@@ -69,8 +69,8 @@ def submit(
         bool | None,
         typer.Option(
             "--tune/--no-tune",
-            help="Measure micro-batch sizes after the first two steps, or use the planned size throughout; without "
-            "either, a job of more than 100 steps tries other sizes while it trains",
+            help="Measure micro-batch sizes after the first two steps, or use the planned size throughout; "
+            "without either, a job of more than 100 steps tries other sizes while it trains",
             show_default=False,
         ),
     ] = None,

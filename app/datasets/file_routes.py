@@ -51,7 +51,7 @@ async def upload(
     slowly: Slowly,
     database: CurrentDatabase,
     settings: CurrentSettings,
-    once: CurrentIdempotentRequest,
+    idempotency: CurrentIdempotentRequest,
     request: Request,
     file: UploadFile,
     purpose: Annotated[Literal["fine-tune"], Form()] = "fine-tune",
@@ -74,7 +74,7 @@ async def upload(
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
     how = ReadOptions(_columns(columns, await request.form()), sample_by)
-    return await slowly(lambda: _stored(database, settings, once, file.file, name, purpose, how))
+    return await slowly(lambda: _stored(database, settings, idempotency, file.file, name, purpose, how))
 
 
 _COLUMNS: TypeAdapter[Columns] = TypeAdapter(Columns)
@@ -116,7 +116,7 @@ def _columns(given: str | None, form: FormData) -> dict[ColumnField, str]:
 def _stored(
     database: Database,
     settings: Settings,
-    once: IdempotentRequest,
+    idempotency: IdempotentRequest,
     content: BinaryIO,
     name: str,
     purpose: str,
@@ -125,9 +125,9 @@ def _stored(
     with files.incoming(settings) as path:
         checked = store_upload(content, path, settings, name, how)
         equal = files.find_duplicate(database, path, checked)
-        once = once.with_content(f"{name} {checked.sha256}")
+        idempotency = idempotency.with_content(f"{name} {checked.sha256}")
         with database.writing() as session:
-            replayed = once.replay(session)
+            replayed = idempotency.replay(session)
             if replayed is not None:
                 path.unlink()  # a repeated request: the file is already stored under the replayed id
                 return replayed
@@ -136,7 +136,7 @@ def _stored(
                 most_bytes=settings.max_stored_bytes,
             )  # fmt: skip
             made = answer(row)
-            once.remember(session, made)
+            idempotency.remember(session, made)
     return made
 
 
@@ -189,11 +189,20 @@ def _as_json(page: Page[FileAnswer]) -> Response:
 
 
 @router.get("/{file_id}", summary="A file")
-def get(database: CurrentDatabase, file_id: FileId) -> FileAnswer:
+async def get(slowly: Slowly, database: CurrentDatabase, file_id: FileId) -> FileAnswer:
     job_id = job_of_result_file(file_id)
+    if job_id is not None:
+        return await slowly(lambda: _result_of_job(database, job_id))
+    return await to_thread.run_sync(_uploaded, database, file_id)
+
+
+def _uploaded(database: Database, file_id: str) -> FileAnswer:
     with database.reading() as session:
-        if job_id is None:
-            return answer(files.get(session, file_id))
+        return answer(files.get(session, file_id))
+
+
+def _result_of_job(database: Database, job_id: str) -> FileAnswer:
+    with database.reading() as session:
         ended = _succeeded_job(session, job_id)
     return _result(database, ended)
 

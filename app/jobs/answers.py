@@ -17,7 +17,7 @@ from app.jobs.answer_schemas import (
     ResultAnswer,
 )
 from app.jobs.lifecycle import Submission
-from app.jobs.sources import is_model_deleted
+from app.jobs.parent_jobs import is_model_deleted
 from app.jobs.waiting import WaitingReasons
 from app.statistics.performance import Speed
 from app.storage.tables import Job

@@ -34,15 +34,15 @@ ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or 
 
 @router.post("/config", status_code=201, summary="Store a configuration", response_model=ConfigurationAnswer)
 def create(
-    database: CurrentDatabase, requested: ConfigurationRequest, once: CurrentIdempotentRequest
+    database: CurrentDatabase, requested: ConfigurationRequest, idempotency: CurrentIdempotentRequest
 ) -> ConfigurationAnswer | Response:
     """Checks that the numbers agree, and stores the configuration under an id."""
     with database.writing() as session:
-        replayed = once.replay(session)
+        replayed = idempotency.replay(session)
         if replayed is not None:
             return replayed
         made = _create(session, requested)
-        once.remember(session, made, 201)
+        idempotency.remember(session, made, 201)
     return made
 
 

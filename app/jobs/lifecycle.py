@@ -13,7 +13,7 @@ from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
 from app.errors import Conflict
-from app.jobs import sources
+from app.jobs import parent_jobs
 from app.jobs.events import is_recorded, record_event
 from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, reclaim_expired
 from app.jobs.transitions import change, get
@@ -176,8 +176,8 @@ def resume(session: Session, job_id: str) -> Job:
     elif job.status == "running" and job.requested == "pause":
         change(session, job, requested=None)
     elif timed_out(job):
-        sources.hold(session, Spec.model_validate(job.spec))
-        sources.check_unneeded(session, job_id)  # its checkpoints would be replaced
+        parent_jobs.lock(session, Spec.model_validate(job.spec))
+        parent_jobs.check_unneeded(session, job_id)  # its checkpoints would be replaced
         with optional_part(session, "the counters of a job"):
             counters.add_to_stored(session, job_id)
         change(
@@ -229,7 +229,7 @@ def retry(session: Session, job_id: str) -> Job:
     if job.status not in ("failed", "cancelled"):
         raise Conflict(f"Job {job_id} is {job.status}: only failed or cancelled jobs can be retried.")
     spec = Spec.model_validate(job.spec)
-    sources.hold(session, spec)
+    parent_jobs.lock(session, spec)
     again = Submission(
         spec=spec,
         plan=Plan.model_validate(job.plan).model_copy(update={"predicted": True}),
@@ -253,7 +253,7 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
-    sources.check_unneeded(session, job_id)
+    parent_jobs.check_unneeded(session, job_id)
     with optional_part(session, "the counters of a job"):
         counters.add_to_stored(session, job_id)
     file = session.get_one(File, job.file_id)

@@ -55,11 +55,13 @@ JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 
 
 @router.post("", summary="Create a fine-tuning job", response_model=FineTuningJob)
-async def create(request: Request, requested: FineTuningRequest, once: CurrentIdempotentRequest) -> Response:
+async def create(
+    request: Request, requested: FineTuningRequest, idempotency: CurrentIdempotentRequest
+) -> Response:
     """All other options go in `extra_body={"accumulation": …, "training_config": …, "dataset_config": …}`."""
     inputs, settings = planning_inputs_of(request), request.app.state.settings
     return await submit(
-        _Handler(requested, inputs, settings, once), request.app.state.group_commit, slowly_of(request)
+        _Handler(requested, inputs, settings, idempotency), request.app.state.group_commit, slowly_of(request)
     )
 
 
@@ -69,9 +71,9 @@ class _Handler(SubmissionHandler):
         requested: FineTuningRequest,
         inputs: PlanningInputs,
         settings: Settings,
-        once: IdempotentRequest,
+        idempotency: IdempotentRequest,
     ) -> None:
-        super().__init__(inputs, settings, once)
+        super().__init__(inputs, settings, idempotency)
         self._requested = requested
 
     def is_slow(self) -> bool:

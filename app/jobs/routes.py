@@ -72,10 +72,10 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     response_model=JobAnswer | DryRunAnswer,
 )
 async def with_accumulation(
-    request: Request, requested: TrainingRequest, once: CurrentIdempotentRequest
+    request: Request, requested: TrainingRequest, idempotency: CurrentIdempotentRequest
 ) -> Response:
     """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
-    return await _submitted(request, requested, once)
+    return await _submitted(request, requested, idempotency)
 
 
 @router.post(
@@ -86,10 +86,10 @@ async def with_accumulation(
     response_model=JobAnswer | DryRunAnswer,
 )
 async def large_batch(
-    request: Request, requested: TrainingRequest, once: CurrentIdempotentRequest
+    request: Request, requested: TrainingRequest, idempotency: CurrentIdempotentRequest
 ) -> Response:
     """Queues a job whose accumulation steps are planned from memory."""
-    return await _submitted(request, requested, once, planned=True)
+    return await _submitted(request, requested, idempotency, planned=True)
 
 
 @router.get("", summary="List jobs", response_model=Page[JobAnswer])
@@ -159,17 +159,20 @@ def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> Jo
     response_model=JobAnswer,
 )
 def retry(
-    database: CurrentDatabase, settings: CurrentSettings, once: CurrentIdempotentRequest, training_id: JobId
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    idempotency: CurrentIdempotentRequest,
+    training_id: JobId,
 ) -> JobAnswer | Response:
     """Creates a new job with the same spec; the old job is unchanged."""
 
     with database.writing() as session:
-        replayed = once.replay(session)
+        replayed = idempotency.replay(session)
         if replayed is not None:
             return replayed
         quota.check_quota(session, settings)
         answer = _answer(session, lifecycle.retry(session, training_id))
-        once.remember(session, answer, 202)
+        idempotency.remember(session, answer, 202)
     return answer
 
 
@@ -239,10 +242,10 @@ async def _as_sent_events(
 
 
 async def _submitted(
-    request: Request, requested: TrainingRequest, once: IdempotentRequest, *, planned: bool = False
+    request: Request, requested: TrainingRequest, idempotency: IdempotentRequest, *, planned: bool = False
 ) -> Response:
     inputs, settings = planning_inputs_of(request), request.app.state.settings
-    handler = _Handler(requested, inputs, settings, once, planned=planned)
+    handler = _Handler(requested, inputs, settings, idempotency, planned=planned)
     if requested.dry_run:
         checked = await _dry_run(request, handler)
         known = checked.speed, checked.tokens
@@ -280,11 +283,11 @@ class _Handler(SubmissionHandler):
         requested: TrainingRequest,
         inputs: PlanningInputs,
         settings: Settings,
-        once: IdempotentRequest,
+        idempotency: IdempotentRequest,
         *,
         planned: bool,
     ) -> None:
-        super().__init__(inputs, settings, once)
+        super().__init__(inputs, settings, idempotency)
         self._requested, self._planned = requested, planned
 
     def is_slow(self) -> bool:

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from app.contract.states import ENDED
 from app.datasets import files
 from app.errors import AccrueError, ReplacedDatabase
-from app.jobs import lifecycle, sources
+from app.jobs import lifecycle, parent_jobs
 from app.results.run_files import remove_run
 from app.settings import Settings
 from app.storage import pending
@@ -76,7 +76,7 @@ def delete_expired(database: Database, settings: Settings, days: float) -> int:
     )
     with database.reading() as session:
         job_ids = session.scalars(
-            old_jobs.where(Job.id.not_in(sources.needed(session, expired))).limit(_AT_ONCE)
+            old_jobs.where(Job.id.not_in(parent_jobs.needed(session, expired))).limit(_AT_ONCE)
         ).all()
     gone = _delete_each(job_ids, lambda job_id: delete_job(database, settings, job_id))
     with database.reading() as session:

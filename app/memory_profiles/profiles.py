@@ -21,7 +21,7 @@ from app.memory_profiles import measurements
 from app.memory_profiles.measurements import Subject
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, BySharding, Estimate, EstimateOf
-from app.planning.planner import Known
+from app.planning.planner import PlannerEvidence
 from app.planning.recipes import recipe_of
 from app.planning.throughput import Throughput, ThroughputOf
 from app.storage.database import Database, database_now, insert_for
@@ -125,7 +125,7 @@ def throughput(session: Session, architecture: Architecture, device_name: str | 
     return found
 
 
-def known(session: Session, architecture: Architecture, device_name: str | None) -> Known:
+def known(session: Session, architecture: Architecture, device_name: str | None) -> PlannerEvidence:
     """What is known of an architecture's steps on such devices.
 
     Args:
@@ -133,7 +133,7 @@ def known(session: Session, architecture: Architecture, device_name: str | None)
     """
     architecture = counted(session, architecture)
     on = (session, architecture, device_name)
-    return Known(estimates(*on), throughput(*on), architecture)
+    return PlannerEvidence(estimates(*on), throughput(*on), architecture)
 
 
 def counted(session: Session, architecture: Architecture) -> Architecture:

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import load_only
 
 from app.errors import Conflict, NotFound
-from app.jobs import sources, transitions
+from app.jobs import parent_jobs, transitions
 from app.results.run_files import model_dir, remove_models
 from app.settings import Settings
 from app.storage.database import Database
@@ -73,7 +73,7 @@ def _unknown(name: str) -> NotFound:
 
 def has_model(job: Job, settings: Settings) -> bool:
     """Whether the job made a model that is still there."""
-    if job.status != "succeeded" or not job.result["files"] or sources.is_model_deleted(job.result):
+    if job.status != "succeeded" or not job.result["files"] or parent_jobs.is_model_deleted(job.result):
         return False
     return _folder(job, settings).is_dir()
 
@@ -92,8 +92,8 @@ def remove(database: Database, settings: Settings, name: str) -> None:
         if found is None or not found.result["files"] or not _folder(found, settings).is_dir():
             raise _unknown(name)
         job = transitions.get(session, found.id, lock=True)
-        sources.check_unneeded(session, job.id)
-        transitions.change(session, job, result={**job.result, sources.MODEL_DELETED: True})
+        parent_jobs.check_unneeded(session, job.id)
+        transitions.change(session, job, result={**job.result, parent_jobs.MODEL_DELETED: True})
     remove_models(settings, job.id)
 
 

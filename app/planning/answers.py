@@ -12,7 +12,7 @@ from app.planning.changes import Change, changes
 from app.planning.devices import GIB, Device
 from app.planning.estimate import Estimate
 from app.planning.memory import Memory
-from app.planning.planner import Known, Question, Rank, Solution, alternatives, solve
+from app.planning.planner import PlannerEvidence, Question, Rank, Solution, alternatives, solve
 from app.planning.schemas import BatchSizeAnswer, DeviceSplit
 
 _BY = {
@@ -22,7 +22,9 @@ _BY = {
 }
 
 
-def answer(question: Question, known: Known, model_name: str, warnings: list[str]) -> BatchSizeAnswer:
+def answer(
+    question: Question, known: PlannerEvidence, model_name: str, warnings: list[str]
+) -> BatchSizeAnswer:
     """The planner's split, its predicted memory, and the alternatives to it."""
     solution = solve(question, known)
     others = alternatives(solution, known)
@@ -96,7 +98,7 @@ def answer_raw(raw: RawQuestion) -> BatchSizeAnswer:
     )
     devices = [Device(number, "as given", raw.available_bytes, "cuda") for number in range(raw.devices)]
     question = Question(_NO_RECIPE, 1, devices, raw.limits, raw.target)
-    solution = solve(question, Known(lambda recipe, sequence: estimate))
+    solution = solve(question, PlannerEvidence(lambda recipe, sequence: estimate))
     rank = solution.ranks[0]
     fixed, budget = estimate.memory(0).peak_process_bytes / GIB, rank.capacity.limit_bytes / GIB
     explanation = (

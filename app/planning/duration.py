@@ -34,7 +34,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class DoneWork:
+class MeasuredWork:
     """Work that a job has done, and its time in seconds."""
 
     work: Work
@@ -122,7 +122,7 @@ def work_of(
     )
 
 
-def fitted(device: Device, precision: str, done: Sequence[DoneWork], work: Work) -> Rates | None:
+def fitted(device: Device, precision: str, done: Sequence[MeasuredWork], work: Work) -> Rates | None:
     """The rates of a device for some work; None if nothing is known about such a device.
 
     Args:
@@ -197,7 +197,7 @@ def _guessed(device: Device, precision: str) -> Rates | None:
     return Rates(_GPU_SECONDS_PER_PASS, 1 / per_second, _GPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
 
 
-def _guess_from(done: Sequence[DoneWork]) -> Rates | None:
+def _guess_from(done: Sequence[MeasuredWork]) -> Rates | None:
     """Rates of a device without a data sheet, from what it has done: all of its time for operations."""
     seconds = sum(each.forward_backward_seconds for each in done)
     operations = sum(each.work.operations for each in done)
@@ -217,7 +217,7 @@ def _similarity(one: Work, other: Work) -> float:
 
 
 def _two_rates(
-    done: Sequence[DoneWork], weights: Sequence[float], per_pass: float, per_operation: float
+    done: Sequence[MeasuredWork], weights: Sequence[float], per_pass: float, per_operation: float
 ) -> tuple[float, float]:
     """The rates with the least relative errors, held to those given (ridge regression); neither is
     negative."""

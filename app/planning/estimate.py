@@ -96,7 +96,7 @@ class BySharding:
 
 
 @dataclass(frozen=True)
-class InBuckets:
+class WithGradientBuffers:
     """An estimate for a rank that keeps its gradient buffers between windows (ddp), so that gradients are in
     memory during every micro-batch, the first one included."""
 

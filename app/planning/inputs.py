@@ -17,11 +17,11 @@ from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
 from app.planning.devices import Device
 from app.planning.estimate import Estimate, EstimateOf
-from app.planning.planner import Known
+from app.planning.planner import PlannerEvidence
 from app.planning.throughput import Throughput, ThroughputOf
 from app.statistics import performance, work_done
 from app.statistics.performance import Speed
-from app.statistics.work_done import WorkDone
+from app.statistics.work_done import DeviceHistory
 from app.storage.database import Database
 
 KEPT_SECONDS = 1.0
@@ -88,7 +88,7 @@ class PlanningInputs:
             ("speed", self.database.viewer.owner, spec, device), performance.speed, spec, device
         )
 
-    def work_done(self, device: Device, precision: RunPrecision) -> WorkDone:
+    def work_done(self, device: Device, precision: RunPrecision) -> DeviceHistory:
         """See `work_done.work_done`."""
         return self._found(("work", device, precision), work_done.work_done, device, precision)
 
@@ -111,12 +111,12 @@ class PlanningInputs:
 
         return self._kept.get(("wanted lengths", order), requested)
 
-    def known(self, architecture: Architecture, device_name: str | None) -> Known:
+    def known(self, architecture: Architecture, device_name: str | None) -> PlannerEvidence:
         """See `profiles.known`."""
         if architecture.is_estimated:
             architecture = self._found(("counted", architecture), profiles.counted, architecture)
         on = (architecture, device_name)
-        return Known(self._estimates(*on), self._throughput(*on), architecture)
+        return PlannerEvidence(self._estimates(*on), self._throughput(*on), architecture)
 
     def _estimates(self, architecture: Architecture, device_name: str | None) -> EstimateOf:
 

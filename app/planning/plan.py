@@ -9,7 +9,7 @@ from app.contract.plan import Alternative, Plan, RankPlan
 from app.contract.preview import Lengths
 from app.contract.spec import Spec, ZeroStage
 from app.planning.devices import Device
-from app.planning.planner import Known, Question, Solution, alternatives, solve
+from app.planning.planner import PlannerEvidence, Question, Solution, alternatives, solve
 from app.planning.recipes import recipe_of, unsupported
 from app.planning.sharding import why_not_sharded
 
@@ -57,7 +57,7 @@ def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Qu
 def make_plan(
     spec: Spec,
     devices: Sequence[Device],
-    known: Known,
+    known: PlannerEvidence,
     *,
     predicted: bool,
     sample_length: int | None = None,
@@ -103,7 +103,9 @@ def make_plan(
     )
 
 
-def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known, sample_length: int) -> int:
+def devices_worth_using(
+    spec: Spec, devices: Sequence[Device], known: PlannerEvidence, sample_length: int
+) -> int:
     """How many devices to use if the number is left to the planner: the fewest on which the job fits; on
     GPUs, up to one for each full micro-batch of a step. Several CPU devices are not faster than one."""
 
@@ -117,7 +119,7 @@ def devices_worth_using(spec: Spec, devices: Sequence[Device], known: Known, sam
     return max(enough, min(len(devices), steps * enough))
 
 
-def _solved(spec: Spec, devices: Sequence[Device], known: Known, sample_length: int) -> Solution:
+def _solved(spec: Spec, devices: Sequence[Device], known: PlannerEvidence, sample_length: int) -> Solution:
     """The solution for the requested strategy. By default, it is the first that fits of ddp and the stages of
     fsdp: each divides more among the devices, and exchanges more."""
     question = question_of(spec, devices, sample_length)
@@ -136,7 +138,7 @@ def _solved(spec: Spec, devices: Sequence[Device], known: Known, sample_length: 
     return next((each for each in divided if each.fits), copied)
 
 
-def _solved_alone(question: Question, device: Device, known: Known) -> Solution:
+def _solved_alone(question: Question, device: Device, known: PlannerEvidence) -> Solution:
     """The solution for one of several independent replicas."""
     split = question.split.model_copy(update={"devices": 1})
     return solve(replace(question, devices=[device], split=split), known)
@@ -159,7 +161,7 @@ def _ranks(solution: Solution) -> tuple[RankPlan, ...]:
     )
 
 
-def _leaner(solution: Solution, known: Known) -> tuple[Alternative, ...]:
+def _leaner(solution: Solution, known: PlannerEvidence) -> tuple[Alternative, ...]:
     """Alternatives that need less memory for one sample, the leanest first."""
     least = solution.estimate.memory(1).peak_process_bytes
     leaner = [other for other in alternatives(solution, known) if other.one_sample_bytes < least]

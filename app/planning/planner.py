@@ -2,7 +2,7 @@
 
 `solve` is the only place where a micro-batch size is chosen. The calculator, a dry run, a worker's plan for
 its own device and the alternatives in an answer all call it, so they cannot disagree. Pure functions: what
-was measured or simulated comes in as `Known`.
+was measured or simulated comes in as `PlannerEvidence`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from app.planning.devices import Device
 from app.planning.estimate import (
     Estimate,
     EstimateOf,
-    InBuckets,
+    WithGradientBuffers,
     comparable_estimates,
     largest_micro_batch,
 )
@@ -43,7 +43,7 @@ PLANNED = RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices
 
 
 @dataclass(frozen=True)
-class Known:
+class PlannerEvidence:
     """What is known of one architecture's steps on devices of one kind."""
 
     estimates: EstimateOf
@@ -52,9 +52,9 @@ class Known:
     """None: the question is of raw figures, not of a model."""
 
 
-def by_formula(architecture: Architecture) -> Known:
+def by_formula(architecture: Architecture) -> PlannerEvidence:
     """What is known from the architecture alone: estimates by formula."""
-    return Known(estimates_by_formula(architecture), architecture=architecture)
+    return PlannerEvidence(estimates_by_formula(architecture), architecture=architecture)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Solution:
         return self.throughput.at(tokens) / self.question.sequence * len(self.ranks)
 
 
-def solve(question: Question, known: Known) -> Solution:
+def solve(question: Question, known: PlannerEvidence) -> Solution:
     """Splits the effective batch over the devices: by the split that the question fixes, if there is one;
     otherwise in as few accumulation steps as memory allows, with micro-batches no larger than the size
     beyond which throughput stops growing.
@@ -207,14 +207,14 @@ def solve(question: Question, known: Known) -> Solution:
     return Solution(question, ranks, estimate, throughput, adjusted)
 
 
-def _estimate(question: Question, known: Known) -> Estimate:
+def _estimate(question: Question, known: PlannerEvidence) -> Estimate:
     """The memory of one of the question's devices."""
     ranks = len(question.devices)
     if ranks == 1 or known.architecture is None:
         return known.estimates(question.recipe, question.sequence)
     if question.strategy == "fsdp":
         return known.estimates(divided(question.recipe, ranks, question.zero_stage), question.sequence)
-    return InBuckets(known.estimates(question.recipe, question.sequence), question.compresses)
+    return WithGradientBuffers(known.estimates(question.recipe, question.sequence), question.compresses)
 
 
 def divided(recipe: Recipe, ranks: int, stage: ZeroStage) -> Recipe:
@@ -307,7 +307,7 @@ def _default_batch(micro_batch: int, devices: int) -> int:
     return min(DEFAULT_EFFECTIVE_BATCH, micro_batch * devices)
 
 
-def alternatives(solution: Solution, known: Known) -> list[Alternative]:
+def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative]:
     """The alternatives, as changes to a request: those that fit first, then by how little they change the
     training."""
     question, beside = solution.question, known
@@ -330,7 +330,7 @@ def alternatives(solution: Solution, known: Known) -> list[Alternative]:
     return sorted(found, key=lambda alternative: not alternative.fits)
 
 
-def _alternative(change: str, question: Question, known: Known) -> Alternative:
+def _alternative(change: str, question: Question, known: PlannerEvidence) -> Alternative:
     solution = solve(question, known)
     return Alternative(
         change=change,

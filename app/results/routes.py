@@ -12,7 +12,7 @@ from app.contract.reports import LogLine
 from app.contract.states import ENDED
 from app.errors import Conflict, NotFound
 from app.jobs import reads, transitions
-from app.jobs.sources import is_model_deleted
+from app.jobs.parent_jobs import is_model_deleted
 from app.results import run_files
 from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsAnswer, Metrics, Profile

@@ -10,7 +10,7 @@ from sqlalchemy import Select, func, select
 from app.contract.plan import Plan
 from app.contract.spec import RunPrecision, Spec
 from app.planning.devices import Device
-from app.planning.duration import DoneWork, work_of
+from app.planning.duration import MeasuredWork, work_of
 from app.planning.memory import lora_parameters
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import Job, JobTotals, StepMetric
@@ -20,15 +20,15 @@ _LEAST_STEPS = 5
 
 
 @dataclass(frozen=True)
-class WorkDone:
+class DeviceHistory:
     """What jobs did on one kind of device."""
 
-    done: tuple[DoneWork, ...]
+    done: tuple[MeasuredWork, ...]
     overhead_seconds: float | None
     """The median time of a job outside its windows: start, certificate, evaluation and saving."""
 
 
-def work_done(session: Session, device: Device, precision: RunPrecision) -> WorkDone:
+def work_done(session: Session, device: Device, precision: RunPrecision) -> DeviceHistory:
     """The work of the newest finished jobs that trained on one device of this kind, in this precision.
 
     It includes the jobs of all keys, since only the device's speed is derived from them.
@@ -40,7 +40,7 @@ def work_done(session: Session, device: Device, precision: RunPrecision) -> Work
         .order_by(Job.id.desc())
         .limit(_MOST_JOBS)
     )
-    done: list[DoneWork] = []
+    done: list[MeasuredWork] = []
     overheads: list[float] = []
     for job in session.execute(finished, execution_options=OF_EVERYONE):
         plan, spec = Plan.model_validate(job.plan), Spec.model_validate(job.spec)
@@ -50,10 +50,10 @@ def work_done(session: Session, device: Device, precision: RunPrecision) -> Work
         overheads.append(max(0.0, job.device_seconds - job.seconds))
         own = _done(session, job.id, spec)
         done += [own] if own is not None else []
-    return WorkDone(tuple(done), median(overheads) if overheads else None)
+    return DeviceHistory(tuple(done), median(overheads) if overheads else None)
 
 
-def _done(session: Session, job_id: str, spec: Spec) -> DoneWork | None:
+def _done(session: Session, job_id: str, spec: Spec) -> MeasuredWork | None:
     newest = (
         select(StepMetric)
         .where(StepMetric.job_id == job_id)
@@ -85,7 +85,7 @@ def _done(session: Session, job_id: str, spec: Spec) -> DoneWork | None:
         trained=None if lora is None else lora_parameters(architecture, lora),
         checkpointing=spec.gradient_checkpointing,
     )
-    return DoneWork(work, seconds, updating or 0.0)
+    return MeasuredWork(work, seconds, updating or 0.0)
 
 
 def tokens_per_sample(session: Session, file_id: str, vocabulary: int, max_length: int) -> float | None:

@@ -15,7 +15,7 @@ from app.datasets import content, dataset_folder, files, lengths
 from app.datasets.content import DataFiles
 from app.datasets.dataset_config import DatasetConfig
 from app.errors import Unprocessable
-from app.jobs import configurations, sources
+from app.jobs import configurations, parent_jobs
 from app.jobs.lifecycle import Submission
 from app.jobs.request_schemas import TrainingRequest
 from app.memory_profiles.profiles import ProfileKey
@@ -106,7 +106,7 @@ def check(
     )
     if spec.model.job_id is not None or spec.model.layers:
         with inputs.database.reading() as session:
-            sources.check_available(session, spec)
+            parent_jobs.check_available(session, spec)
     check_that_workers_can(spec, inputs)
     measured, measuring = (None, None) if uploaded is None else _lengths(spec, inputs)
     sample_length = sample_length_of(spec, measured)

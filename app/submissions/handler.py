@@ -16,7 +16,7 @@ from fastapi import Response
 from app.contract.fail_points import fail_point
 from app.datasets import content, files
 from app.errors import Unavailable
-from app.jobs import lifecycle, sources
+from app.jobs import lifecycle, parent_jobs
 from app.jobs.lifecycle import Submission
 from app.planning.inputs import PlanningInputs
 from app.settings import Settings
@@ -42,10 +42,10 @@ class SubmissionHandler(ABC):
     status = 200
     """The status of the answer, once the job is stored."""
 
-    def __init__(self, inputs: PlanningInputs, settings: Settings, once: IdempotentRequest) -> None:
+    def __init__(self, inputs: PlanningInputs, settings: Settings, idempotency: IdempotentRequest) -> None:
         self.inputs = inputs
         self.settings = settings
-        self._once = once
+        self._idempotency = idempotency
 
     @abstractmethod
     def is_slow(self) -> bool:
@@ -70,9 +70,9 @@ class SubmissionHandler(ABC):
         Raises:
             AccrueError: it cannot be trained.
         """
-        if self._once.key is not None:
+        if self._idempotency.key is not None:
             with self.inputs.database.reading() as session:
-                answered = self._once.find_answer(session)
+                answered = self._idempotency.find_answer(session)
             if answered is not None:
                 return answered
         return self.check()
@@ -90,7 +90,7 @@ class SubmissionHandler(ABC):
             stored = _store_data(checked, path, self.settings)
             equal = None if stored is None else files.find_duplicate(database, path, stored)
             with database.writing() as session:
-                replayed = self._once.replay(session)
+                replayed = self._idempotency.replay(session)
                 if replayed is not None:
                     path.unlink(missing_ok=True)  # the job stored first has its own file
                     return replayed
@@ -101,9 +101,9 @@ class SubmissionHandler(ABC):
                     )
                 check_quota(session, self.settings)
                 _hold_validation_file(session, submission)
-                sources.hold(session, submission.spec)
+                parent_jobs.lock(session, submission.spec)
                 answer = self.answer(session, lifecycle.submit(session, submission))
-                self._once.remember(session, answer, self.status)
+                self._idempotency.remember(session, answer, self.status)
                 fail_point("service.committing")
         return as_json(answer, self.status)
 

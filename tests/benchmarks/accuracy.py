@@ -233,7 +233,7 @@ CASES = [
 def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
     """The peak that a simulation predicts, with the recipe that the service would use."""
     from app.contract.memory_profile import Recipe
-    from app.planning.estimate import ByProfile, Estimate, InBuckets
+    from app.planning.estimate import ByProfile, Estimate, WithGradientBuffers
     from app.planning.planner import divided
     from workers.profiling.profile import make_profile
 
@@ -244,7 +244,7 @@ def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
         make_profile(case.config, recipe, case.sequence).curve, recipe, "simulated"
     )
     if case.ranks > 1 and case.strategy == "ddp":
-        estimate = InBuckets(estimate)
+        estimate = WithGradientBuffers(estimate)
     return estimate.memory(case.rows, accumulating=case.micro_batches > 1).peak_allocated_bytes
 
 

@@ -17,7 +17,7 @@ from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, create_run, o
 
 if TYPE_CHECKING:
     from workers.training.batches import MicroBatch
-    from workers.training.training import Training
+    from workers.training.training_run import TrainingRun
 
 
 def resident(name: str) -> int:
@@ -159,7 +159,7 @@ class InterleavedBaseline:
     variations of the machine's speed, which reach several percent between windows, affect both equally.
     """
 
-    def __init__(self, training: "Training", batches: list["MicroBatch"], denominator: float) -> None:
+    def __init__(self, training: "TrainingRun", batches: list["MicroBatch"], denominator: float) -> None:
         self._training, self._denominator = training, denominator
         self._batches = iter(batches)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}

@@ -22,7 +22,7 @@ from app.contract.plan import TokenBudget
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByProfile, Estimate
 from app.planning.plan import make_plan
-from app.planning.planner import Known
+from app.planning.planner import PlannerEvidence
 from app.planning.recipes import recipe_of
 from tests.benchmarks.accuracy import FAMILIES, MIB, RESULTS, Case
 from tests.benchmarks.true_peak import (
@@ -84,7 +84,11 @@ def train_capped(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         return profile if other == recipe else ByFormula(spec.model.architecture, other, sequence)
 
     plan = make_plan(
-        spec, [device], Known(estimates, architecture=spec.model.architecture), predicted=False, threads=2
+        spec,
+        [device],
+        PlannerEvidence(estimates, architecture=spec.model.architecture),
+        predicted=False,
+        threads=2,
     )
     rule = plan.ranks[0].micro_batch_rule
     assert isinstance(rule, TokenBudget)

@@ -37,7 +37,7 @@ from workers.training.head import head_of
 from workers.training.start import start
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 from workers.training.trackers import Trackers
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", "CPU", 2**40, "cpu")
@@ -134,7 +134,7 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
     return spec.model_copy(update={"data": own})
 
 
-def held_bytes(training: Training) -> int:
+def held_bytes(training: TrainingRun) -> int:
     """The bytes of weights, buffers and optimizer states between two windows."""
     tensors = [*training.replica.model.parameters(), *training.replica.model.buffers()]
     for state in training.replica.optimizer.state.values():

@@ -116,7 +116,7 @@ class Accrue:
 
     def trainer_of(self, job_id: str) -> int | None:
         """The process id of the job's trainer, from the process table: the innermost of the processes that
-        contain it (enclosure.py)."""
+        contain it (process_tree.py)."""
         parents: dict[int, int] = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from app.contract.data_formats import parse_line
-from workers.training.tokenising import Tokeniser
+from workers.training.encoding import ExampleEncoder
 
 TEXTS = [" hello world the answer is 4 \n", " 4 5 6", "le caf\u00e9 \u2603"] * 5
 ROLES = ["<|user|>", "<|assistant|>"]
@@ -43,6 +43,6 @@ def made(kind: str) -> Any:
 
 def tokens_of(tokenizer: Any, sample: dict[str, Any]) -> tuple[list[int], list[bool]]:
     """A sample's tokens, and which of them count."""
-    with Tokeniser(tokenizer) as tokeniser:
-        ((_, tokens, counts),) = tokeniser.rows([(1, parse_line(json.dumps(sample))[1])])
+    with ExampleEncoder(tokenizer) as encoder:
+        ((_, tokens, counts),) = encoder.rows([(1, parse_line(json.dumps(sample))[1])])
     return tokens, counts

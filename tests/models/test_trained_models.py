@@ -7,7 +7,7 @@ import pytest
 from app.contract.model_reference import ModelReference
 from app.contract.spec import Spec
 from app.errors import Conflict, NotFound, Unprocessable
-from app.jobs import answers, lifecycle, sources, transitions
+from app.jobs import answers, lifecycle, parent_jobs, transitions
 from app.models import trained_models
 from app.settings import Settings
 from app.storage.database import Database
@@ -39,7 +39,7 @@ def test_a_job_does_not_start_from_a_model_whose_files_are_being_deleted(
     trained_models.remove(database, settings, name_of(database, source))
     assert folder.is_dir()
     with database.writing() as session, pytest.raises(Unprocessable, match="has been deleted"):
-        sources.hold(session, spec)
+        parent_jobs.lock(session, spec)
     with database.reading() as session:
         job = transitions.get(session, source)
         assert not trained_models.has_model(job, settings)
@@ -65,7 +65,7 @@ def test_deleting_a_model_waits_for_a_job_that_starts_from_it(database: Database
 
     other = threading.Thread(target=delete)
     with database.writing() as session:
-        sources.hold(session, spec)
+        parent_jobs.lock(session, spec)
         other.start()
         job = lifecycle.submit(session, submission(spec))
         other.join(0.5)

@@ -8,7 +8,7 @@ import pytest
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import Device
-from app.planning.duration import DoneWork, Duration, Work, fitted, work_of
+from app.planning.duration import Duration, MeasuredWork, Work, fitted, work_of
 
 CPU = Device("cpu", "CPU", 2**34, "cpu")
 A100 = Device(0, "NVIDIA A100-SXM4-80GB", 80 * 2**30, "cuda")
@@ -20,9 +20,9 @@ def work(size: float, passes: float = 1e4, updates: float = 1e6) -> Work:
     return Work(operations=size, passes=passes, updates=updates)
 
 
-def done(own: Work, per_pass: float = 1e-3, per_operation: float = 1e-11) -> DoneWork:
+def done(own: Work, per_pass: float = 1e-3, per_operation: float = 1e-11) -> MeasuredWork:
     """The work on a device with these rates."""
-    return DoneWork(own, own.passes * per_pass + own.operations * per_operation, own.updates * 1e-9)
+    return MeasuredWork(own, own.passes * per_pass + own.operations * per_operation, own.updates * 1e-9)
 
 
 def test_operations_are_six_per_weight_and_token() -> None:

@@ -4,7 +4,7 @@ from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.spec import RequestedSplit, Spec, ZeroStage
 from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
-from app.planning.planner import Known, by_formula
+from app.planning.planner import PlannerEvidence, by_formula
 from app.planning.recipes import precision_for
 from app.planning.throughput import CPU_TOKENS, Throughput
 from tests.harness.specs import make_spec, plan_by_formula
@@ -18,7 +18,7 @@ def requested(steps: int | None, micro: int | None, devices: int = 1) -> Request
     return RequestedSplit(accumulation_steps=steps, micro_batch_size=micro, devices=devices)
 
 
-def worth_using(spec: Spec, devices: list[Device], known: Known) -> int:
+def worth_using(spec: Spec, devices: list[Device], known: PlannerEvidence) -> int:
     return devices_worth_using(spec, devices, known, spec.data.max_length)
 
 
@@ -31,7 +31,7 @@ def test_a_target_alone_is_cut_by_a_token_budget() -> None:
 def test_a_measured_budget_also_applies_to_longer_samples() -> None:
     spec, found = make_spec(), Throughput(((126, 900.0), (252, 1000.0), (510, 800.0)))
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 1024})})
-    known = Known(by_formula(spec.model.architecture).estimates, lambda recipe, length: found)
+    known = PlannerEvidence(by_formula(spec.model.architecture).estimates, lambda recipe, length: found)
     plan = make_plan(spec, [CPU], known, predicted=False)
     assert plan.ranks[0].micro_batch_rule == TokenBudget(tokens=256)
     assert plan.actual_batch_size_per_gpu == 1

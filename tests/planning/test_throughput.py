@@ -13,7 +13,7 @@ from app.planning.devices import GIB, Device
 from app.planning.estimate import ByFormula, ByMeasurement, MeasuredPeak, by_formula
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
-from app.planning.planner import Known
+from app.planning.planner import PlannerEvidence
 from app.planning.throughput import CPU_TOKENS, Throughput, useful_tokens
 from tests.harness.specs import make_spec
 
@@ -72,8 +72,10 @@ def test_interpolation_stays_within_the_points(points: list[tuple[float, float]]
 
 def test_a_plan_never_exceeds_the_throughput_plateau() -> None:
     spec, estimates = make_spec(effective_batch_size=4096, precision="bf16"), by_formula(ARCHITECTURE)
-    large = make_plan(spec, [GPU], Known(estimates), predicted=True)
-    lean = make_plan(spec, [GPU], Known(estimates, lambda recipe, sequence: MEASURED), predicted=True)
+    large = make_plan(spec, [GPU], PlannerEvidence(estimates), predicted=True)
+    lean = make_plan(
+        spec, [GPU], PlannerEvidence(estimates, lambda recipe, sequence: MEASURED), predicted=True
+    )
     assert lean.ranks[0].micro_batch_rule == TokenBudget(tokens=512)
     rule = large.ranks[0].micro_batch_rule
     assert isinstance(rule, TokenBudget)

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from app.contract.model_reference import ModelReference
 from app.errors import Conflict, Unprocessable
-from app.jobs import lifecycle, sources, transitions
+from app.jobs import lifecycle, parent_jobs, transitions
 from app.maintenance import retention
 from app.settings import Settings
 from app.storage.database import Database
@@ -60,7 +60,7 @@ def test_a_job_that_an_unfinished_one_starts_from_stays(database: Database, sett
         model = ModelReference.model_validate(transitions.get(session, dependent).spec["model"])
         spec = make_spec(model=model)
         with pytest.raises(Unprocessable, match="has been deleted"):
-            sources.hold(session, spec)
+            parent_jobs.lock(session, spec)
 
 
 def test_many_large_rows_of_a_parquet_file_are_read(client: TestClient) -> None:

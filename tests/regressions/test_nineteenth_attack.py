@@ -1,5 +1,5 @@
 """Regression tests for the nineteenth attack. Those about tokenizers that mark the beginning of a text are in
-tests/training/test_seams.py."""
+tests/training/test_piece_boundaries.py."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from workers.training.balance import balance_of
 from workers.training.data import held_out
 from workers.training.exceptions import CannotTrain
 from workers.training.schedule import rate_factor
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 
 @pytest.mark.thorough
@@ -57,7 +57,7 @@ def test_a_damaged_best_checkpoint_is_reported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(fit, "validation_loss", lambda training: next(losses))
     finish = fit.finish
 
-    def damaged(training: Training) -> Outcome:
+    def damaged(training: TrainingRun) -> Outcome:
         best = checkpoint.best(training.run.checkpoints)
         assert best is not None
         weights = best / "model.safetensors"

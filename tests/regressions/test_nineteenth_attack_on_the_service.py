@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from app.errors import Conflict, Unprocessable
 from app.jobs import lifecycle
 from app.planning.devices import Device
-from app.planning.duration import DoneWork, Work, fitted
+from app.planning.duration import MeasuredWork, Work, fitted
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Viewer
@@ -121,7 +121,7 @@ def test_another_key_s_job_is_not_named(database: Database, settings: Settings) 
 )
 def test_extreme_work_gives_rates_that_are_numbers(passes: float, operations: float, seconds: float) -> None:
     work = Work(operations=operations, passes=passes, updates=1.0)
-    rates = fitted(Device("cpu", "CPU", 2**34, "cpu"), "fp32", [DoneWork(work, seconds, 0.0)] * 3, work)
+    rates = fitted(Device("cpu", "CPU", 2**34, "cpu"), "fp32", [MeasuredWork(work, seconds, 0.0)] * 3, work)
     assert rates is not None
     assert math.isfinite(rates.seconds_per_pass)
     assert math.isfinite(rates.seconds_per_operation)

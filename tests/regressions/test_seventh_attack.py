@@ -301,7 +301,7 @@ def test_the_tar_size_is_predicted_for_any_file_names(tmp_path: Path) -> None:
 MANY = """
 import os, sys, time
 from pathlib import Path
-from workers.training.enclosure import run_enclosed
+from workers.training.process_tree import run_enclosed
 
 def work(apart):
     for _ in range(200):
@@ -316,7 +316,7 @@ sys.exit(run_enclosed(work, isolated=True))
 
 
 @pytest.fixture
-def enclosure(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def process_tree(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     command = [sys.executable, "-c", MANY, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     yield process
@@ -326,14 +326,14 @@ def enclosure(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfds")
 def test_a_killed_trainer_counts_as_ended_only_after_its_children(
-    enclosure: "subprocess.Popen[bytes]", tmp_path: Path
+    process_tree: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     until(lambda: (tmp_path / "ready").exists(), 30)
-    everything = descendants(enclosure.pid)
+    everything = descendants(process_tree.pid)
     assert len(everything) > 200
-    inner = children_of(enclosure.pid)
-    enclosure.kill()
-    enclosure.wait()
+    inner = children_of(process_tree.pid)
+    process_tree.kill()
+    process_tree.wait()
     until(lambda: are_gone(inner), 30)
     assert not [pid for pid in everything if alive(pid)]
     for descriptor in inner:
@@ -358,7 +358,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("status", [147, 148, 250, 255])
 def test_exit_statuses_above_128_do_not_stop_the_process(tmp_path: Path, status: int) -> None:
     work = f"run_enclosed(lambda apart: {status}, isolated=True)"
-    script = f"import sys; from workers.training.enclosure import run_enclosed; sys.exit({work})"
+    script = f"import sys; from workers.training.process_tree import run_enclosed; sys.exit({work})"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
     assert done.returncode == status

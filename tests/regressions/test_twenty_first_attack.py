@@ -25,10 +25,10 @@ from tests.harness.training import events_of_kind, run_to_end, weights
 from workers.training.adapters import with_adapters
 from workers.training.base_model import load_tokenizer
 from workers.training.batches import Buckets, cut_window
+from workers.training.encoding import ExampleEncoder
 from workers.training.exceptions import CannotTrain
 from workers.training.model_files import stage, weight_files
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
-from workers.training.tokenising import Tokeniser
 
 pytestmark = pytest.mark.sqlite
 
@@ -70,13 +70,13 @@ def test_chats_with_tools_use_the_template_for_tools() -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.chat_template = {"default": plain, "tool_use": "TOOLS" + plain}
     lines = [CHAT, {**CHAT, "tools": TOOLS}, CHAT]
-    with Tokeniser(tokenizer) as tokeniser:
+    with ExampleEncoder(tokenizer) as encoder:
         examples = [(number, parse_line(json.dumps(line))[1]) for number, line in enumerate(lines)]
-        texts = [tokenizer.decode(tokens) for _, tokens, _ in tokeniser.rows(examples)]
+        texts = [tokenizer.decode(tokens) for _, tokens, _ in encoder.rows(examples)]
     assert ["TOOLS" in text.replace(" ", "") for text in texts] == [False, True, False]
     tokenizer.chat_template = {"tool_use": plain}
-    with Tokeniser(tokenizer) as tokeniser, pytest.raises(CannotTrain, match="none named default"):
-        list(tokeniser.rows(examples[:1]))
+    with ExampleEncoder(tokenizer) as encoder, pytest.raises(CannotTrain, match="none named default"):
+        list(encoder.rows(examples[:1]))
 
 
 def test_further_templates_of_a_model_are_kept(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_short_samples_have_the_positions_of_short_texts(tmp_path: Path, packing
 def test_long_samples_are_cut_apart(
     lengths: list[int], cut: MicroBatchRule, packed: bool, by_length: bool
 ) -> None:
-    groups = cut_window(lengths, cut, by_length=by_length, packed=packed, apart=16)
+    groups = cut_window(lengths, cut, by_length=by_length, packed=packed, isolate_above=16)
     assert sorted(each for group in groups for each in group) == list(range(len(lengths)))
     for group in groups:
         assert len({lengths[each] > 16 for each in group}) == 1
@@ -355,7 +355,7 @@ def test_an_index_beside_the_whole_weights_is_not_used(tmp_path: Path) -> None:
 
 def test_compiled_shapes_keep_short_samples_short() -> None:
     lengths = np.arange(1, 65)
-    rounded = Buckets(1024, 64, apart=18).length(lengths)
+    rounded = Buckets(1024, 64, isolate_above=18).length(lengths)
     assert (rounded >= lengths).all()
     assert (rounded[lengths <= 18] <= 18).all()
     assert Buckets(1024, 64).length(np.array([17])) > 18

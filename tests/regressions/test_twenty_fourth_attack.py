@@ -20,7 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, TokenBudget
 from app.contract.spec import MethodSpec, Spec, ValidationSpec
-from app.jobs import sources
+from app.jobs import parent_jobs
 from app.main import create_app
 from app.maintenance import retention
 from app.models.base_models import local_names
@@ -40,13 +40,13 @@ from workers.training import head as heads
 from workers.training import packing_check
 from workers.training.batches import BatchLayout, collate
 from workers.training.certificate import _few
+from workers.training.encoding import ExampleEncoder
 from workers.training.exceptions import CannotTrain
 from workers.training.loss import TokenLoss
 from workers.training.model import TOLERANCE, prepare_for_training
 from workers.training.optimizer import make_optimizer as build_optimizer
 from workers.training.packing_check import _with_other_tokens, fill_row
 from workers.training.tiny_gpt2 import make_tokenizer
-from workers.training.tokenising import Tokeniser
 
 
 def _write(folder: Path, texts: list[str]) -> None:
@@ -358,9 +358,9 @@ def test_a_prompt_that_ends_by_itself_does_not_become_a_target() -> None:
     """If the completion becomes no tokens, the prompt's own end is not what is learned."""
     tokenizer = made("first")
     end = int(tokenizer.eos_token_id)
-    with Tokeniser(tokenizer) as tokeniser:
-        of_prompt = tokeniser._begun_and_ended([5, end], [False, False])
-        of_completion = tokeniser._begun_and_ended([5, end], [False, True])
+    with ExampleEncoder(tokenizer) as encoder:
+        of_prompt = encoder._begun_and_ended([5, end], [False, False])
+        of_completion = encoder._begun_and_ended([5, end], [False, True])
     assert of_prompt == ([5, end, end], [False, False, True])
     assert of_completion == ([5, end], [False, True])
 
@@ -417,7 +417,7 @@ def test_the_base_of_a_kept_adapter_does_not_expire(
         old.finished_at = time.time() - 40 * 86400
         new.status, new.finished_at = "succeeded", time.time()
         new.spec = {**new.spec, "method": MethodSpec(name="lora", lora=lora).model_dump(mode="json")}
-        new.result = {"files": ["adapter_model.safetensors"], sources.MODEL_DELETED: model_deleted}
+        new.result = {"files": ["adapter_model.safetensors"], parent_jobs.MODEL_DELETED: model_deleted}
     retention.delete_expired(database, settings, 30)
     with database.reading() as session:
         assert (session.get(Job, base) is not None) == is_kept

@@ -14,7 +14,7 @@ from app.contract.preview import PreviewSpec
 from app.contract.public_addresses import NotPublic, address_of_redirect, is_public
 from app.contract.spec import Spec
 from app.errors import Unprocessable
-from app.jobs import sources, transitions
+from app.jobs import parent_jobs, transitions
 from app.settings import Settings
 from app.storage.database import Database
 from tests.harness.any_family import lay_any
@@ -93,9 +93,9 @@ def test_a_dry_run_finds_that_a_lower_layer_was_deleted(database: Database, sett
     layer = ModelLayer(name="ft:lower", job_id="ftjob-gone", folder="model", lora=None, fingerprint="0" * 64)
     lower = spec.model.model_copy(update={"layers": (layer,)})
     with database.reading() as session:
-        sources.check_available(session, spec)
+        parent_jobs.check_available(session, spec)
         with pytest.raises(Unprocessable, match="needs the job ftjob-gone, which has been deleted"):
-            sources.check_available(session, spec.model_copy(update={"model": lower}))
+            parent_jobs.check_available(session, spec.model_copy(update={"model": lower}))
 
 
 @pytest.mark.sqlite

@@ -8,7 +8,7 @@ import pytest
 from app.contract.preview import Lengths
 from app.planning.devices import GIB, Device
 from app.statistics.performance import Speed
-from app.statistics.work_done import WorkDone
+from app.statistics.work_done import DeviceHistory
 from app.submissions.durations import predict
 from tests.harness.specs import make_spec, plan_by_formula
 
@@ -24,8 +24,8 @@ class Inputs:
     def tokens_per_sample(self, spec: Any) -> None:
         return None
 
-    def work_done(self, device: Any, precision: Any) -> WorkDone:
-        return WorkDone(done=(), overhead_seconds=0.0)
+    def work_done(self, device: Any, precision: Any) -> DeviceHistory:
+        return DeviceHistory(done=(), overhead_seconds=0.0)
 
 
 @pytest.mark.parametrize(

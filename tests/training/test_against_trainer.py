@@ -99,17 +99,17 @@ def true_gradient(
     model.zero_grad(set_to_none=True)
     routed = {"output_router_logits": True} if aux else {}
     output = model(input_ids=batch.input_ids, attention_mask=mask, **routed)
-    log_p = torch.log_softmax(output.logits.flatten(0, 1)[batch.predicted], -1)
+    log_p = torch.log_softmax(output.logits.flatten(0, 1)[batch.target_positions], -1)
     picked = log_p.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
     loss = -((1 - smoothing) * picked + smoothing * log_p.mean(-1)).sum() / len(batch.targets)
     whole = loss
     if aux:
-        real = mask.flatten().bool()
-        probabilities = [logits.softmax(-1)[real] for logits in output.router_logits]
+        token_positions = mask.flatten().bool()
+        probabilities = [logits.softmax(-1)[token_positions] for logits in output.router_logits]
         chosen = sum(
             torch.zeros_like(p).scatter_(1, p.topk(2, dim=-1).indices, 1.0).sum(0) for p in probabilities
         )
-        count = real.sum() * len(probabilities)
+        count = token_positions.sum() * len(probabilities)
         mean_p = sum(p.sum(0) for p in probabilities) / count
         whole = loss + aux * len(mean_p) * ((chosen / count).detach() * mean_p).sum()
     whole.backward()

@@ -107,7 +107,7 @@ def test_targets_are_the_next_tokens_that_count() -> None:
     ]
     batch = collate(rows, BatchLayout(pad_id=99))
     assert batch.input_ids.tolist() == [[10, 11, 12, 13], [20, 21, 99, 99]]
-    assert batch.predicted.tolist() == [1, 2, 4]
+    assert batch.target_positions.tolist() == [1, 2, 4]
     assert batch.targets.tolist() == [12, 13, 21]
 
 

@@ -17,7 +17,7 @@ from workers.training.decision import Observed, Totals, Verdict, decide
         (Totals(9.0, inf), True, Verdict.REPLAY_AT_LOWER_LOSS_SCALE),
         (Totals(2.0, nan), False, Verdict.SKIP_NOT_FINITE),
         (Totals(nan, inf), True, Verdict.SKIP_NOT_FINITE),
-        (Totals(2.0, 1.0, share=inf), True, Verdict.SKIP_NOT_FINITE),
+        (Totals(2.0, 1.0, extra_loss=inf), True, Verdict.SKIP_NOT_FINITE),
     ],
 )
 def test_a_complete_window_is_applied_replayed_or_skipped(

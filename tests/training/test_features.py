@@ -322,6 +322,7 @@ def test_a_loss_spike_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_skipped_window_leaves_weights_and_moments_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+
     from workers.training import fit as training
 
     honest, compared = training.train_window, []

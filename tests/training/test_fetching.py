@@ -18,8 +18,8 @@ from tests.harness.hub import COMMIT, Hub, running_hub
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import HIDDEN_VARIABLE, TOKEN_VARIABLE, RunDirectory
+from workers.training.filesystem_view import named_view
 from workers.training.hub_limits import LISTING_BYTES, DownloadLimits, NotFollowed, TooMuch, TooSlow
-from workers.training.isolation import named_view
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 ROOT = Path(__file__).parents[2]

@@ -6,18 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.training.distributed.partition import partition
-from workers.training.distributed.shares import LONGEST_PERIOD, Shares, Work, by_speed, waiting
+from workers.training.distributed.shares import LONGEST_PERIOD, Shares, WindowWork, by_speed, waiting
 from workers.training.state import LearnedShares
 
 TOKENS = [7, 31, 12, 48, 5, 22, 40, 9, 16, 33, 27, 3, 45, 18, 29, 11]
 
 
-def window(shares: list[float], speeds: list[float]) -> list[Work]:
+def window(shares: list[float], speeds: list[float]) -> list[WindowWork]:
     """What ranks of these speeds, in tokens per second, do in a window that is divided by these shares."""
     taken = partition(np.array(TOKENS * 4), shares)
     tokens = [sum((TOKENS * 4)[place] for place in own) for own in taken]
     return [
-        Work(len(own), len(own), count, count, count / speed, 0.0, 0)
+        WindowWork(len(own), len(own), count, count, count / speed, 0.0, 0)
         for own, count, speed in zip(taken, tokens, speeds, strict=True)
     ]
 

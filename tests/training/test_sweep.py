@@ -21,7 +21,7 @@ from workers.run_directory import RunDirectory
 from workers.training import fit, sweep
 from workers.training.start import start
 from workers.training.trackers import Trackers
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 
 def lay(folder: Path, tune: Tune | None, steps: int = 6) -> RunDirectory:
@@ -29,7 +29,7 @@ def lay(folder: Path, tune: Tune | None, steps: int = 6) -> RunDirectory:
 
 
 @contextmanager
-def settled(run: RunDirectory) -> Iterator[Training]:
+def settled(run: RunDirectory) -> Iterator[TrainingRun]:
     """A run after its first steps."""
     assignment = run.assignment()
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
@@ -40,7 +40,7 @@ def settled(run: RunDirectory) -> Iterator[Training]:
         training.loader.close()
 
 
-def tensors(training: Training) -> list[torch.Tensor]:
+def tensors(training: TrainingRun) -> list[torch.Tensor]:
     moments = [value for own in training.replica.optimizer.state.values() for value in own.values()]
     return [value.clone() for value in [*training.replica.model.state_dict().values(), *moments]]
 

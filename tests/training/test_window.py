@@ -44,7 +44,7 @@ def whole_batch(family: str, dtype: torch.dtype, data: Window64) -> Tensor:
         mask = torch.tensor([[i < length for i in range(max(data.lengths))] for length in data.lengths])
         logits = model(input_ids=batch.input_ids, attention_mask=mask.long()).logits
         log_p = torch.log_softmax(logits, -1)
-        picked = log_p.flatten(0, 1)[batch.predicted].gather(-1, batch.targets.unsqueeze(-1))
+        picked = log_p.flatten(0, 1)[batch.target_positions].gather(-1, batch.targets.unsqueeze(-1))
         (-picked.sum() / len(batch.targets)).backward()
         _whole[family, dtype] = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
     return _whole[family, dtype]

@@ -4,16 +4,19 @@ import asyncio
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 
 from app.errors import BadSetting, TooManyRequests
 from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
+from app.storage.tables import Job
 from app.web.middleware import _address
 from tests.harness.requests import JOB, PATH, key_for, service
 from tests.harness.runs import until
@@ -192,3 +195,34 @@ def test_only_allowed_origins_may_send_requests(settings: Settings) -> None:
 )  # fmt: skip
 def test_client_addresses_are_validated_before_they_are_stored(host: str, kept: str) -> None:
     assert _address(host) == kept
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradient-accumulation/performance/metrics",
+        "/gradient-accumulation/performance/recommendations?training_id={job}",
+        "/gradient-accumulation/stats/{job}",
+        "/gradient-accumulation/training/{job}/metrics",
+        "/v1/files?purpose=fine-tune-results",
+        "/v1/files?limit=10000",
+        "/v1/files/file-metrics-{number}",
+    ],
+)
+def test_figures_over_all_steps_of_a_job_are_slow_requests(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Elsewhere, a key's requests for long jobs would keep all threads from the requests of others."""
+    job = client.post(f"{PATH}/with-accumulation", json=JOB).json()["id"]
+    with client.app.state.database.writing() as session:  # type: ignore[attr-defined]
+        session.execute(update(Job).values(status="succeeded", finished_at=1.0))
+    slow = client.app.state.slow_work  # type: ignore[attr-defined]
+    keys, honest = [], slow.run
+
+    async def run(key_id: str | None, work: Callable[[], Any]) -> Any:
+        keys.append(key_id)
+        return await honest(key_id, work)
+
+    monkeypatch.setattr(slow, "run", run)
+    answer = client.get(path.format(job=job, number=job.removeprefix("ftjob-")))
+    assert (answer.status_code, len(keys)) == (200, 1)

@@ -26,13 +26,13 @@ from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
 from workers.trainer_process import is_passed_on
 from workers.training.base_model import load_tokenizer, prepare_files
-from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
-from workers.training.isolation import drop_capabilities, restrict_view
+from workers.training.filesystem_view import drop_capabilities, restrict_view
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
 from workers.training.preview import preview
+from workers.training.process_tree import run_enclosed
 
 log = structlog.get_logger("accrue.profiler")
 

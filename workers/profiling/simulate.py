@@ -349,12 +349,12 @@ def _batch(rows: int, sequence: int, packed: bool, routed: bool) -> MicroBatch:
     shape = (1, tokens) if packed else (rows, sequence)
     return MicroBatch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
-        predicted=torch.zeros(tokens - rows, dtype=torch.int64),
+        target_positions=torch.zeros(tokens - rows, dtype=torch.int64),
         targets=torch.zeros(tokens - rows, dtype=torch.int64),
         lengths=(sequence,) * rows,
         position_ids=torch.zeros(shape, dtype=torch.int64) if packed else None,
-        real=torch.zeros(tokens, dtype=torch.int64) if routed else None,
-        owner=torch.zeros(tokens, dtype=torch.int64) if routed else None,
+        token_positions=torch.zeros(tokens, dtype=torch.int64) if routed else None,
+        sample_of_token=torch.zeros(tokens, dtype=torch.int64) if routed else None,
     )
 
 

@@ -25,18 +25,18 @@ from workers.run_directory import (
     HIDDEN_VARIABLE,
     INTERRUPTED,
     LOST_RANK,
-    OUT_OF_STEP,
+    RANKS_MUST_RESTART,
     RunDirectory,
     RunDirectoryInUse,
 )
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
-from workers.training.enclosure import run_enclosed
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
 from workers.training.fetching import fetch, fetch_in_child, first_line, may_pass
-from workers.training.isolation import drop_capabilities, isolate
+from workers.training.filesystem_view import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
+from workers.training.process_tree import run_enclosed
 
 log = logging.getLogger("accrue.trainer")
 
@@ -213,7 +213,7 @@ def _report_end(run: RunDirectory, stop: InterruptSignal, work: Work, rank: int 
             return 1
         except RanksMustRestart as error:
             log.warning("%s", error)
-            return OUT_OF_STEP
+            return RANKS_MUST_RESTART
         except LostRank as error:
             log.error("rank %d lost another rank: %s", rank, error)
             return LOST_RANK

@@ -23,11 +23,11 @@ from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition
 from workers.training.distributed.rank_timeout import Cost
-from workers.training.distributed.shares import Work
+from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.noise_scale import Measurement
-from workers.training.training import Training
-from workers.training.window import Closed
+from workers.training.training_run import TrainingRun
+from workers.training.window import WindowResult
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class WindowCost:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedWindow:
     """A trained window, whether applied or not. Times are this rank's wall-clock seconds."""
 
-    closed: Closed
+    closed: WindowResult
     groups_by_rank: list[Groups]
-    work: tuple[Work, ...]
+    work: tuple[WindowWork, ...]
     """What each rank did."""
     data_seconds: float
     seconds: float
@@ -64,7 +64,7 @@ class Trained:
         return sum(each.padded_tokens for each in self.work)
 
 
-def train_window(training: Training, window: Indices, denominator: float) -> Trained:
+def train_window(training: TrainingRun, window: Indices, denominator: float) -> TrainedWindow:
     """Forward and backward of every micro-batch, and one optimizer step if the sum is finite.
 
     The window is replayed as a whole, from the same random state, after an fp16 overflow (at half the
@@ -98,12 +98,12 @@ def train_window(training: Training, window: Indices, denominator: float) -> Tra
                 training.group.note_window(seconds, cost)
             measurement = _measurement(training, window, groups, closed, denominator)
             work = _work(training, window, groups, added)
-            return Trained(closed, groups, work, added.data_seconds, seconds, measurement)
+            return TrainedWindow(closed, groups, work, added.data_seconds, seconds, measurement)
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
 def observe(
-    training: Training,
+    training: TrainingRun,
     window: Indices,
     groups: list[Groups],
     denominator: float,
@@ -136,7 +136,7 @@ def observe(
 
 
 def accumulate(
-    training: Training,
+    training: TrainingRun,
     window: Indices,
     groups: list[Groups],
     denominator: float,
@@ -190,7 +190,7 @@ def accumulate(
     return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds)
 
 
-def passes_of_rank(training: Training, groups: Sequence[Groups]) -> int:
+def passes_of_rank(training: TrainingRun, groups: Sequence[Groups]) -> int:
     """The number of passes that this rank makes. If each pass exchanges data, all ranks make equally many;
     otherwise, one per micro-batch, but at least one if the model is sharded."""
     counts, parameters = [len(own) for own in groups], training.replica.parameters
@@ -200,14 +200,14 @@ def passes_of_rank(training: Training, groups: Sequence[Groups]) -> int:
     return max(counts) if parameters.exchanges_in_each_pass else max(1, own)
 
 
-def filler(training: Training, window: Indices) -> MicroBatch:
+def filler(training: TrainingRun, window: Indices) -> MicroBatch:
     """A small micro-batch with which a rank takes part in the passes of others."""
     counted = window[training.loader.samples.targets[window] > 0]
     shortest = counted[np.argmin(training.loader.samples.lengths[counted])]
     return training.loader.fetch([int(shortest)])
 
 
-def divide(training: Training, window: Indices, *, measured: bool = False) -> list[Groups]:
+def divide(training: TrainingRun, window: Indices, *, measured: bool = False) -> list[Groups]:
     """Every rank's micro-batches of a window, as groups of positions in it.
 
     Args:
@@ -248,7 +248,7 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
     return FixedCount(micro_batches=sum(counts)) if isinstance(rules[0], FixedCount) else rules[0]
 
 
-def _cost(training: Training, window: Indices, groups: list[Groups]) -> Cost | None:
+def _cost(training: TrainingRun, window: Indices, groups: list[Groups]) -> Cost | None:
     """What the window's time depends on; None if that cannot be known: compiling, and writing a profile, take
     any time."""
     spec, packed = training.assignment.spec, training.loader.layout.packed
@@ -261,13 +261,15 @@ def _cost(training: Training, window: Indices, groups: list[Groups]) -> Cost | N
     return Cost(max(map(len, groups)), max(map(sum, tokens)), max(pairs))
 
 
-def _work(training: Training, window: Indices, groups: list[Groups], own: WindowCost) -> tuple[Work, ...]:
+def _work(
+    training: TrainingRun, window: Indices, groups: list[Groups], own: WindowCost
+) -> tuple[WindowWork, ...]:
     """What each rank did in a window."""
     lengths, group = training.loader.samples.lengths, training.group
     peak = memory.peak(training.replica.device)
     measured = group.all_gather([own.padded_tokens, own.seconds(), own.data_seconds, peak])
     return tuple(
-        Work(
+        WindowWork(
             micro_batches=len(taken),
             samples=sum(map(len, taken)),
             tokens=sum(int(lengths[window[each]].sum()) for each in taken),
@@ -280,7 +282,7 @@ def _work(training: Training, window: Indices, groups: list[Groups], own: Window
     )
 
 
-def observe_routing(training: Training, window: Indices, groups: list[Groups], group: Group) -> None:
+def observe_routing(training: TrainingRun, window: Indices, groups: list[Groups], group: Group) -> None:
     """Runs the first forward pass of a mixture of experts, without gradient, to count the routers' choices.
 
     It draws the same random numbers as the second forward pass, so that both route the same way.
@@ -318,14 +320,16 @@ def observe_routing(training: Training, window: Indices, groups: list[Groups], g
     balance.sum_over(group, training.replica.device)
 
 
-def _measures(training: Training) -> bool:
+def _measures(training: TrainingRun) -> bool:
     """Whether the noise scale is measured in the current window."""
     spec, rule = training.assignment.spec, training.budgets[0].rule(training.batch)
     every = spec.noise_scale_every
     if training.replica.is_sharded:
         return False  # the gradient of a single micro-batch is never known
-    apart = training.loader.layout.apart
-    if apart is not None and needs_parting(training.loader.lengths(training.next_window()), apart):
+    isolate_above = training.loader.layout.isolate_above
+    if isolate_above is not None and needs_parting(
+        training.loader.lengths(training.next_window()), isolate_above
+    ):
         return False  # a random micro-batch would not represent the window
     if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:
         return False  # rank 0 has no second micro-batch for the samples that the random one leaves over
@@ -333,7 +337,7 @@ def _measures(training: Training) -> bool:
 
 
 def _measurement(
-    training: Training, window: Indices, groups: list[Groups], closed: Closed, denominator: float
+    training: TrainingRun, window: Indices, groups: list[Groups], closed: WindowResult, denominator: float
 ) -> Measurement | None:
     if closed.first_norm is None or not closed.applied:
         return None
@@ -348,7 +352,7 @@ def _measurement(
     )
 
 
-def leave_step(training: Training, window: Indices, groups: list[Groups]) -> RanksMustRestart:
+def leave_step(training: TrainingRun, window: Indices, groups: list[Groups]) -> RanksMustRestart:
     """Records what this rank has learned by running out of memory, where all ranks run at the same time.
 
     Raises:
@@ -366,7 +370,7 @@ def leave_step(training: Training, window: Indices, groups: list[Groups]) -> Ran
 
 
 def reduce_memory(
-    training: Training, groups: list[Groups], failed_on: Sequence[int], lengths: Indices
+    training: TrainingRun, groups: list[Groups], failed_on: Sequence[int], lengths: Indices
 ) -> None:
     """Reduces memory use after running out of memory: by smaller micro-batches on the ranks that failed, or
     by recomputing activations on all of them.

@@ -77,25 +77,32 @@ class Balance:
         return self._chosen
 
     def _by_sequence(self, router_logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
-        assert batch.owner is not None, (
+        assert batch.sample_of_token is not None, (
             "a mixture of experts needs to know which sample each token belongs to"
         )
         like: dict[str, Any] = {"dtype": _at_least_fp32(router_logits[0]), "device": router_logits[0].device}
         zeros = torch.zeros(len(batch.lengths), self.experts, **like)
-        ones = torch.ones(len(batch.owner), **like)
+        ones = torch.ones(len(batch.sample_of_token), **like)
         chosen, sums, rows = zeros, zeros, zeros[:, 0]
         for logits in router_logits:
             probabilities = self._probabilities(logits, batch)
-            chosen = chosen + zeros.index_add(0, batch.owner, self._choices(probabilities))
-            sums = sums + zeros.index_add(0, batch.owner, probabilities)
-            rows = rows + zeros[:, 0].index_add(0, batch.owner, ones)
+            chosen = chosen + zeros.index_add(0, batch.sample_of_token, self._choices(probabilities))
+            sums = sums + zeros.index_add(0, batch.sample_of_token, probabilities)
+            rows = rows + zeros[:, 0].index_add(0, batch.sample_of_token, ones)
         squared = (rows * rows).unsqueeze(1)
         return self.coefficient * self.experts * (chosen * sums / squared).sum() / self._sequences
 
     def _probabilities(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """Routing probabilities of the real tokens, without padding; shape (tokens, experts)."""
-        assert batch.real is not None, "a mixture of experts needs to know which tokens are padding"
-        return logits.flatten(0, -2).index_select(0, batch.real).to(_at_least_fp32(logits)).softmax(-1)
+        assert batch.token_positions is not None, (
+            "a mixture of experts needs to know which tokens are padding"
+        )
+        return (
+            logits.flatten(0, -2)
+            .index_select(0, batch.token_positions)
+            .to(_at_least_fp32(logits))
+            .softmax(-1)
+        )
 
     def _choices(self, probabilities: Tensor) -> Tensor:
         """1 where an expert is among the top k; shape (tokens, experts), without gradient."""

@@ -45,7 +45,7 @@ class MicroBatch:
 
     input_ids: Tensor
     """int64 of shape (rows, sequence)."""
-    predicted: Tensor
+    target_positions: Tensor
     """Flat positions whose next token counts for the loss; int64 of shape (targets,)."""
     targets: Tensor
     """The next token at each position that has a target; int64 of shape (targets,)."""
@@ -55,9 +55,9 @@ class MicroBatch:
     """How much each target counts, fp32 of shape (targets,); None if all are 1."""
     position_ids: Tensor | None = None
     """int64 of shape (1, sequence), of a packed row."""
-    real: Tensor | None = None
+    token_positions: Tensor | None = None
     """Flat positions of all tokens that are not padding; int64 of shape (tokens,)."""
-    owner: Tensor | None = None
+    sample_of_token: Tensor | None = None
     """The sample, counted from 0, that each real token belongs to; int64 of shape (tokens,)."""
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -82,7 +82,7 @@ class BatchLayout:
     """For a mixture of experts: also record which tokens are real, and which sample they belong to."""
     buckets: "Buckets | None" = None
     """Rows and lengths are rounded up to a few shapes, for a compiled model."""
-    apart: int | None = None
+    isolate_above: int | None = None
     """Samples with more tokens than this never share a micro-batch with others: the model computes them in
     another way. None: it computes all in the same way."""
 
@@ -110,7 +110,7 @@ def cut_window(
     by_length: bool = True,
     packed: bool = False,
     rows: int | None = None,
-    apart: int | None = None,
+    isolate_above: int | None = None,
     first: np.random.Generator | None = None,
 ) -> Groups:
     """Micro-batches as groups of positions in the window, each position exactly once.
@@ -121,15 +121,16 @@ def cut_window(
         by_length: order by length, longest first, so that little is padded; false keeps the order given.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
         rows: the maximum number of samples per micro-batch under a token budget.
-        apart: see `BatchLayout.apart`. A window with samples of both kinds has at least two micro-batches.
+        isolate_above: see `BatchLayout.isolate_above`. A window with samples of both kinds has at least two
+            micro-batches.
         first: draws the first micro-batch at random, before the rest is ordered; None draws nothing.
     """
     array = np.asarray(lengths, dtype=np.int64)
     if not len(array):
         return []
-    if apart is not None and needs_parting(array, apart):
+    if isolate_above is not None and needs_parting(array, isolate_above):
         assert first is None, "a random first micro-batch would have samples of both kinds"
-        return _cut_apart(array, array > apart, cut, by_length, packed, rows)
+        return _cut_apart(array, array > isolate_above, cut, by_length, packed, rows)
     positions = np.arange(len(array))
     head: Groups = []
     if first is not None:
@@ -153,9 +154,9 @@ def cut_window(
     return head + [positions[start:stop].tolist() for start, stop in bounds]
 
 
-def needs_parting(lengths: Lengths, apart: int) -> bool:
-    """Whether some samples must not share a micro-batch with the others (`BatchLayout.apart`)."""
-    return bool(lengths.min() <= apart < lengths.max())
+def needs_parting(lengths: Lengths, isolate_above: int) -> bool:
+    """Whether some samples must not share a micro-batch with the others (`BatchLayout.isolate_above`)."""
+    return bool(lengths.min() <= isolate_above < lengths.max())
 
 
 def _cut_apart(
@@ -293,21 +294,21 @@ def collate(rows: Sequence[Row], layout: BatchLayout, weights: Sequence[float] |
         input_ids[start : start + len(tokens)] = tokens
     # Position t predicts token t + 1: the first token of a sample is never a target.
     own = [np.flatnonzero(counts[1:]) for _, counts in rows]
-    predicted = np.concatenate([start + at for start, at in zip(starts, own, strict=True)])
+    target_positions = np.concatenate([start + at for start, at in zip(starts, own, strict=True)])
     targets = np.concatenate([tokens[at + 1] for (tokens, _), at in zip(rows, own, strict=True)])
     uneven = weights is not None and any(weight != 1.0 for weight in weights)
-    real = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    token_positions = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).view(*shape),
-        predicted=torch.from_numpy(predicted),
+        target_positions=torch.from_numpy(target_positions),
         targets=torch.from_numpy(targets.astype(np.int64)),
         lengths=tuple(lengths.tolist()),
         weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), [len(at) for at in own]))
         if uneven
         else None,
         position_ids=torch.from_numpy(_positions(lengths)).unsqueeze(0) if layout.packed else None,
-        real=torch.from_numpy(real) if layout.routed else None,
-        owner=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)) if layout.routed else None,
+        token_positions=torch.from_numpy(token_positions) if layout.routed else None,
+        sample_of_token=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)) if layout.routed else None,
     )
 
 
@@ -325,15 +326,17 @@ class Buckets:
 
     tokens: int
     longest: int
-    apart: int | None = None
-    """See `BatchLayout.apart`: shorter samples are not rounded up beyond it."""
+    isolate_above: int | None = None
+    """See `BatchLayout.isolate_above`: shorter samples are not rounded up beyond it."""
 
     def length(self, lengths: Lengths) -> Lengths:
         """Each length, rounded up."""
         steps = 2 ** (np.log2(np.maximum(lengths, 64)).astype(np.int64) - 3)
         rounded: Lengths = np.minimum(-(-lengths // steps) * steps, self.longest)
-        if self.apart is not None:
-            rounded = np.where(lengths <= self.apart, np.minimum(rounded, self.apart), rounded)
+        if self.isolate_above is not None:
+            rounded = np.where(
+                lengths <= self.isolate_above, np.minimum(rounded, self.isolate_above), rounded
+            )
         return rounded
 
     def shape(self, lengths: Lengths) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class Budget:
         budget.
         by_length: whether windows are cut by length, so that there is little padding.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
-        apart: see `BatchLayout.apart`.
+        isolate_above: see `BatchLayout.isolate_above`.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Budget:
         most_tokens: int | None = None,
         by_length: bool = True,
         packed: bool = False,
-        apart: int | None = None,
+        isolate_above: int | None = None,
     ) -> None:
         self._rank, self._most = rank, most_tokens
         self.by_length = by_length
         self._samples = effective_batch_size
         self.learned = learned
         self.packed = packed
-        self._apart = apart
+        self._isolate_above = isolate_above
 
     def rule(self, batch: int | None = None) -> MicroBatchRule:
         """The rule by which windows are cut now.
@@ -87,7 +87,7 @@ class Budget:
                 by_length=self.by_length,
                 packed=self.packed,
                 rows=self._rows,
-                apart=self._apart,
+                isolate_above=self._isolate_above,
                 first=first,
             )
 

@@ -34,7 +34,7 @@ from workers.training.model_parts import is_mixture_of_experts
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.start import whole_model
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 from workers.training.window import Window
 
 TOLERANCE_IN_FP64 = 1e-6
@@ -106,7 +106,7 @@ class _Failed(Exception):
         self.groups, self.observed = groups, observed
 
 
-def certify(training: Training) -> None:
+def certify(training: TrainingRun) -> None:
     """Compares the next window's gradient under the plan with that of a smaller split, before the first
     step. With several ranks, rank 0 computes the smaller split alone. Both are sent exactly; what
     compression changes is measured separately.
@@ -180,7 +180,7 @@ def _compression_error(replica: Replica, accumulate: Callable[[Split], None], pl
     return gradient_error(replica.window, send, False, True)
 
 
-def _all_on_one(training: Training, window: Indices, plan: list[Groups]) -> Groups:
+def _all_on_one(training: TrainingRun, window: Indices, plan: list[Groups]) -> Groups:
     """The window's micro-batches if rank 0 takes all of it; the same on every rank. If the plan fixes a
     number of micro-batches for each rank, it is their sum."""
     leader = training.budgets[0]
@@ -191,7 +191,7 @@ def _all_on_one(training: Training, window: Indices, plan: list[Groups]) -> Grou
 
 
 def _accumulate(
-    training: Training, window: Indices, groups: list[Groups], denominator: float
+    training: TrainingRun, window: Indices, groups: list[Groups], denominator: float
 ) -> Observed | None:
     """Accumulates a split over all ranks. Returns what happened if any of them failed."""
     replica = training.replica
@@ -218,7 +218,7 @@ def _accumulate(
     return replica.window.exchange(out_of_memory=out_of_memory, interruption_requested=interruption_requested)
 
 
-def error_in_fp64(training: Training, window: Indices, model: Any) -> float | None:
+def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float | None:
     """Compares gradients in fp64, with a copy of the model on the host: those of a few samples in one
     micro-batch and one by one. Returns None if the model cannot be copied or converted, or if memory is
     insufficient.
@@ -250,7 +250,9 @@ def error_in_fp64(training: Training, window: Indices, model: Any) -> float | No
                 twin.add(training.loader.fetch_on(twin.device, few[group].tolist()))
 
         together = cut_window(
-            samples.lengths[few], FixedSize(samples=len(few)), apart=training.loader.layout.apart
+            samples.lengths[few],
+            FixedSize(samples=len(few)),
+            isolate_above=training.loader.layout.isolate_above,
         )
         with models.without_randomness(model):
             found = gradient_error(twin.window, accumulate, together, [[each] for each in range(len(few))])
@@ -274,7 +276,7 @@ def _few(window: Indices, samples: Samples, parameters: int) -> Indices:
     return ordered[chosen]
 
 
-def _report(training: Training, window: Indices, certified: Certificate, flips: int) -> None:
+def _report(training: TrainingRun, window: Indices, certified: Certificate, flips: int) -> None:
     """Records the certificate as an event; raises if it fails."""
     error, tolerance = certified.gradient_error, models.TOLERANCE[training.assignment.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
@@ -326,7 +328,7 @@ def _report(training: Training, window: Indices, certified: Certificate, flips: 
         )
 
 
-def _may_change_uncounted_choices(training: Training) -> bool:
+def _may_change_uncounted_choices(training: TrainingRun) -> bool:
     """Whether the model is a mixture of experts that does not report its choices."""
     balance = training.replica.balance
     return is_mixture_of_experts(training.replica.model) and (balance is None or balance.scope != "window")
@@ -340,7 +342,7 @@ _WITHOUT_DOUBT = 2e11
 """Operations that are spent in fp64 even if nothing is found in 16 bits, which hide small differences."""
 
 
-def _hidden_error(training: Training, window: Indices) -> float | None:
+def _hidden_error(training: TrainingRun, window: Indices) -> float | None:
     """The difference in fp64, if it is more than rounding, and the plan's precision would hide it."""
     precision = training.assignment.plan.precision
     weights = sum(each.numel() for each in training.replica.model.parameters())
@@ -352,7 +354,7 @@ def _hidden_error(training: Training, window: Indices) -> float | None:
     return error if error is not None and error > models.TOLERANCE["fp32"] else None
 
 
-def _leaders_error_in_fp64(training: Training, window: Indices) -> float | None:
+def _leaders_error_in_fp64(training: TrainingRun, window: Indices) -> float | None:
     """Rank 0's `error_in_fp64`, for which the other ranks wait."""
     model = whole_model(training)
     found: float | None = training.group.broadcast(

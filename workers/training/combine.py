@@ -16,7 +16,7 @@ from workers.training.fit import validation_loss
 from workers.training.parameters import Parameters
 from workers.training.start import start
 from workers.training.trackers import Trackers
-from workers.training.training import Stop, Training
+from workers.training.training_run import Stop, TrainingRun
 
 
 def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
@@ -100,7 +100,7 @@ def _weights(run: RunDirectory) -> Path:
     return chosen
 
 
-def _average(training: Training, checkpoints: list[Path]) -> None:
+def _average(training: TrainingRun, checkpoints: list[Path]) -> None:
     """Gives a model the mean of several checkpoints' weights."""
     parameters: Parameters = training.replica.parameters
     sums = {

@@ -11,7 +11,7 @@ import torch
 
 from app.contract.reports import Completion, Completions
 from workers.training.data import Samples
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 MAX_NEW_TOKENS = 48
 """The maximum number of tokens of a completion."""
@@ -31,13 +31,13 @@ class Prompt:
     expected: list[int]
 
 
-def before(training: Training) -> None:
+def before(training: TrainingRun) -> None:
     """Completes prompts with the base model; a run that resumes has done so already."""
     if training.state.step == 0:
         _complete_prompts(training, "before")
 
 
-def after(training: Training) -> None:
+def after(training: TrainingRun) -> None:
     """Completes prompts with the model that is about to be saved."""
     _complete_prompts(training, "after")
 
@@ -61,7 +61,7 @@ def _cut(tokens: Any, counts: Any) -> Prompt | None:
     )
 
 
-def _complete_prompts(training: Training, when: str) -> None:
+def _complete_prompts(training: TrainingRun, when: str) -> None:
     count = training.assignment.spec.completions
     if count == 0 or training.loader.validation is None:
         return
@@ -84,7 +84,7 @@ def _unanswered(tokenizer: Any, prompt: Prompt) -> Completion:
     return Completion(prompt=_text(tokenizer, prompt.tokens), expected=_text(tokenizer, prompt.expected))
 
 
-def _complete(training: Training, tokens: list[int]) -> str:
+def _complete(training: TrainingRun, tokens: list[int]) -> str:
     from transformers import GenerationConfig
 
     model, tokenizer = training.replica.model, training.tokenizer

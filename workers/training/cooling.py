@@ -3,12 +3,12 @@
 import time
 
 from workers.training.exceptions import InterruptionRequested
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 _POLL_SECONDS = 0.5
 
 
-def wait_until_cool(training: Training) -> None:
+def wait_until_cool(training: TrainingRun) -> None:
     """Returns once no rank's GPU is too hot, or if training is to end with the model as it is.
 
     Every rank calls it.

@@ -21,8 +21,8 @@ from app.contract.data_formats import (
 )
 from app.contract.spec import DataSpec, Shard
 from workers.run_directory import sync, write_atomically
+from workers.training.encoding import ExampleEncoder
 from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.tokenising import Tokeniser
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.bool_]
@@ -229,7 +229,7 @@ def _write(
     done, total = 0, spec.examples if taken is None else int(taken.sum())
     examples = read_examples(spec, source, taken)
     with (
-        Tokeniser(tokenizer) as tokeniser,
+        ExampleEncoder(tokenizer) as encoder,
         pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer,
     ):
         while chunk := list(itertools.islice(examples, _CHUNK)):
@@ -239,7 +239,7 @@ def _write(
                 prepared.note_unused(example)
             rows = [
                 (*row, float(np.float32(example.weight)))
-                for (_, example), (number, tokens, counts) in zip(chunk, tokeniser.rows(chunk), strict=True)
+                for (_, example), (number, tokens, counts) in zip(chunk, encoder.rows(chunk), strict=True)
                 for row in fit_length(spec, number, tokens, counts, prepared)
             ]
             writer.write_batch(_record([(tokens, counts) for tokens, counts, _ in rows]))

@@ -34,8 +34,8 @@ class Totals:
     """The mean over the window's target tokens, unscaled."""
     grad_norm: float
     """Global norm of the whole window's gradient, before clipping."""
-    share: float = 0.0
-    """The sum of the `share` arguments of `Window.add()`, such as the balance loss of the window."""
+    extra_loss: float = 0.0
+    """The sum of the `extra_loss` arguments of `Window.add()`, such as the balance loss of the window."""
     first_norm: float | None = None
     """The gradient's norm when `record_first_norm()` was called."""
     micro_losses: tuple[float, ...] = ()
@@ -72,7 +72,7 @@ def decide(
         return Verdict.REPLAY_IN_LESS_MEMORY
     totals = observed.totals
     assert totals is not None, "a window is complete, or one of the above"
-    if not isfinite(totals.loss + totals.share):
+    if not isfinite(totals.loss + totals.extra_loss):
         return Verdict.SKIP_NOT_FINITE
     if not isfinite(totals.grad_norm):
         return Verdict.REPLAY_AT_LOWER_LOSS_SCALE if scale_can_fall else Verdict.SKIP_NOT_FINITE

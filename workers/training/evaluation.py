@@ -36,7 +36,10 @@ def loss_sum(
     try:
         with torch.no_grad():
             groups = cut_window(
-                samples.lengths[counted], TokenBudget(tokens=tokens), packed=layout.packed, apart=layout.apart
+                samples.lengths[counted],
+                TokenBudget(tokens=tokens),
+                packed=layout.packed,
+                isolate_above=layout.isolate_above,
             )
             own = groups[group.rank :: group.size]
             missing = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0

@@ -14,8 +14,8 @@ from app.contract.assignment import Assignment
 from app.contract.model_files import TEMPLATES
 from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
-from workers.training.enclosure import in_a_child
 from workers.training.hub_limits import DownloadLimits
+from workers.training.process_tree import in_a_child
 
 _FETCHED = "ACCRUE_MODEL_FETCHED"
 """Set once the files are fetched: from then on, nothing is downloaded."""

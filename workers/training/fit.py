@@ -25,10 +25,10 @@ from workers.training import (
     profile,
     ramp,
     sweep,
-    tuning,
+    trials,
 )
 from workers.training import model as models
-from workers.training.accumulate import Trained, train_window
+from workers.training.accumulate import TrainedWindow, train_window
 from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
@@ -42,7 +42,7 @@ from workers.training.schedule import rate_factor
 from workers.training.start import start, whole_model
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
-from workers.training.training import Stop, Training
+from workers.training.training_run import Stop, TrainingRun
 
 EMA = 0.1
 """Weight of the newest loss in the moving average."""
@@ -83,7 +83,7 @@ def fit(
         return finish(training)
 
 
-def measure(training: Training) -> Outcome:
+def measure(training: TrainingRun) -> Outcome:
     """Makes the first steps as a warm-up, then sweeps over micro-batch sizes. Saves no model.
 
     Raises:
@@ -99,7 +99,7 @@ def measure(training: Training) -> Outcome:
     return _outcome(training, files=(), tuning=tuning)
 
 
-def train(training: Training) -> None:
+def train(training: TrainingRun) -> None:
     """Trains window after window, with the evaluations and checkpoints that are due between them."""
     spec, state = training.assignment.spec, training.state
     saved_at = state.step
@@ -135,14 +135,14 @@ def train(training: Training) -> None:
     save_checkpoint(training)
 
 
-def _stop_early(training: Training) -> None:
+def _stop_early(training: TrainingRun) -> None:
     """Ends training early, since a user has requested the model as it is now."""
     training.state.progress.stopped_early = True
     message = f"Stopped as requested at step {training.state.step} of {training.steps_total}."
     training.reporter.event("stopped_early", message)
 
 
-def _evaluate_if_due(training: Training) -> None:
+def _evaluate_if_due(training: TrainingRun) -> None:
     every, state = training.assignment.spec.eval_every, training.state
     if every is not None:  # a job whose length depends on its tokenizer was not checked at submission
         every = max(every, -(-training.steps_total // MAX_EVALUATIONS))
@@ -150,7 +150,7 @@ def _evaluate_if_due(training: Training) -> None:
         evaluate(training)
 
 
-def advance(training: Training) -> None:
+def advance(training: TrainingRun) -> None:
     """Trains one window, applies it if it is finite, reports it, and moves on to the next."""
     spec, state, samples = training.assignment.spec, training.state, training.loader.samples
     at, index, batch = state.position.cursor, state.position.windows_in_epoch, training.batch
@@ -178,7 +178,7 @@ def advance(training: Training) -> None:
         training.trackers.step(line)
 
 
-def evaluate(training: Training) -> None:
+def evaluate(training: TrainingRun) -> None:
     """Computes the validation loss at this step, and keeps the checkpoint of the best step.
 
     Raises:
@@ -215,7 +215,7 @@ def evaluate(training: Training) -> None:
         )
 
 
-def validation_loss(training: Training) -> float:
+def validation_loss(training: TrainingRun) -> float:
     """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
 
     Raises:
@@ -247,7 +247,7 @@ def validation_loss(training: Training) -> float:
         tokens //= 2
 
 
-def finish(training: Training) -> Outcome:
+def finish(training: TrainingRun) -> Outcome:
     """Saves the model (with early stopping, the best one) and returns how the run ended.
 
     Raises:
@@ -301,7 +301,7 @@ def finish(training: Training) -> Outcome:
 
 
 def _outcome(
-    training: Training,
+    training: TrainingRun,
     *,
     files: tuple[str, ...],
     noise: NoiseScale | None = None,
@@ -325,7 +325,7 @@ def _outcome(
     )
 
 
-def save_checkpoint(training: Training) -> None:
+def save_checkpoint(training: TrainingRun) -> None:
     """Writes a checkpoint, and reports it once the checkpoint and the log up to it are on disk."""
     state, replica = training.state, training.replica
     if replica.loss_scale is not None:
@@ -344,7 +344,7 @@ def save_checkpoint(training: Training) -> None:
     training.group.wait()
 
 
-def _profiled(training: Training, window: Indices, denominator: float) -> Trained:
+def _profiled(training: TrainingRun, window: Indices, denominator: float) -> TrainedWindow:
     folder = training.run.path / "profile"
     trained, seconds = profile.profiled(
         folder, training.replica.device, lambda: train_window(training, window, denominator)
@@ -359,7 +359,7 @@ def _profiled(training: Training, window: Indices, denominator: float) -> Traine
     return trained
 
 
-def _record_step(training: Training, window: Indices, trained: Trained) -> None:
+def _record_step(training: TrainingRun, window: Indices, trained: TrainedWindow) -> None:
     """Records an applied step."""
     state, loader, loss = training.state, training.loader, trained.closed.loss
     state.progress.step += 1
@@ -369,7 +369,7 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     _record_work(training, trained)
-    tuning.decide(training, window, trained)
+    trials.decide(training, window, trained)
     lengths = loader.lengths(window)
     for rank, (budget, groups) in enumerate(zip(training.budgets, trained.groups_by_rank, strict=True)):
         if not groups:
@@ -389,7 +389,7 @@ def _record_step(training: Training, window: Indices, trained: Trained) -> None:
             loader.shrink_buckets(larger)
 
 
-def _record_work(training: Training, trained: Trained) -> None:
+def _record_work(training: TrainingRun, trained: TrainedWindow) -> None:
     """Adds up what each rank did, and changes the ranks' shares if their speeds differ from those
     expected."""
     state, group, work = training.state, training.group, trained.work
@@ -423,7 +423,7 @@ _MAX_SAMPLES_LISTED = 1000
 """The maximum number of samples that the event of a skipped window lists."""
 
 
-def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
+def _skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) -> None:
     """Counts a window that made no step, names the samples at fault, and gives up after too many."""
     progress, samples = training.state.progress, training.loader.samples
     progress.skipped += 1
@@ -456,7 +456,7 @@ def _skip(training: Training, window: Indices, trained: Trained | None) -> None:
     guards.give_up_after_too_many(progress.skipped_in_a_row)
 
 
-def _add_alone(training: Training, sample: int, denominator: float) -> None:
+def _add_alone(training: TrainingRun, sample: int, denominator: float) -> None:
     """Opens a window with the whole window's denominator, and adds one of its samples."""
     replica, batch = training.replica, training.loader.fetch([sample])
     replica.window.open(denominator)
@@ -467,7 +467,7 @@ def _add_alone(training: Training, sample: int, denominator: float) -> None:
     replica.add(batch)
 
 
-def _highest_losses(training: Training, window: Indices, count: int = 5) -> list[int]:
+def _highest_losses(training: TrainingRun, window: Indices, count: int = 5) -> list[int]:
     """The samples with the highest mean loss, highest first."""
     sums: list[torch.Tensor] = []
     loader = training.loader

@@ -14,7 +14,7 @@ from app.contract.plan import Plan
 from workers.training.decision import Totals, Verdict
 from workers.training.exceptions import CannotTrain
 from workers.training.memory import GIB
-from workers.training.window import Closed, Window
+from workers.training.window import Window, WindowResult
 
 MAX_SKIPPED_IN_A_ROW = 10
 """The number of consecutive skipped windows after which the job ends."""
@@ -30,7 +30,7 @@ _DIGEST_ELEMENTS = 2**18
 Indices = npt.NDArray[np.int64]
 
 
-def finish(window: Window, totals: Totals, verdict: Verdict) -> Closed:
+def finish(window: Window, totals: Totals, verdict: Verdict) -> WindowResult:
     """Applies a window, or discards it.
 
     Raises:

@@ -76,11 +76,11 @@ class TokenLoss(nn.Module):
             return Forward(torch.zeros(()), tuple(output.router_logits))
         if self.head is None:
             output = self.model(input_ids=batch.input_ids, **arguments)
-            logits = output.logits.flatten(0, 1).index_select(0, batch.predicted)
+            logits = output.logits.flatten(0, 1).index_select(0, batch.target_positions)
             loss = self._of_logits(logits, batch) if summed else _of_each(logits, batch.targets)
         else:
             output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
-            hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.predicted)
+            hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.target_positions)
             loss = (
                 self._of_hidden(hidden, batch, self.head)
                 if summed

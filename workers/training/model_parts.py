@@ -41,7 +41,7 @@ def towers_within(text: torch.nn.Module) -> list[torch.nn.Module]:
     return list(towers)
 
 
-def length_of_other_positions(model: torch.nn.Module) -> int | None:
+def longrope_short_length(model: torch.nn.Module) -> int | None:
     """The length up to which a model with LongRoPE (Ding et al. 2024) scales positions for short texts.
     transformers scales all rows of a micro-batch for long texts if one of them is longer. None: the model
     scales all texts alike."""

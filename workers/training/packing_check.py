@@ -100,7 +100,7 @@ def check_packing(
 def _rows_to_check(loader: Loader, most_tokens: int, most_samples: int) -> Iterator[list[Tokens]]:
     """The samples of each row to check: the beginnings of the two longest that may share a micro-batch (one,
     if there is no other); and of a row as long as the largest micro-batch, if that is longer."""
-    samples, apart = loader.samples, loader.layout.apart
+    samples, apart = loader.samples, loader.layout.isolate_above
     ordered: Indices = np.argsort(-samples.lengths, kind="stable")
     if apart is not None:
         is_long = samples.lengths[ordered] > apart

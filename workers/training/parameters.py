@@ -21,7 +21,7 @@ class Parameters:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def of(self, parameter: Tensor) -> nn.Parameter:
-        """The tensor that the optimizer steps for one of the model's parameters: if it is divided, this rank's
+        """The tensor that the optimizer steps for a parameter of the model: if that is divided, this rank's
         part."""
         assert isinstance(parameter, nn.Parameter)
         return parameter

@@ -13,8 +13,8 @@ import numpy as np
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
 from app.contract.spec import DataSpec
 from workers.training.data import Prepared, fit_length, read_examples
+from workers.training.encoding import ExampleEncoder
 from workers.training.exceptions import CannotTrain
-from workers.training.tokenising import Tokeniser
 
 MAX_EXAMPLES = 1000
 """The maximum number of examples that are measured; in a larger file, they are spread evenly."""
@@ -33,18 +33,18 @@ def preview(order: PreviewSpec, source: Path, tokenizer: Any) -> DatasetPreview:
     Raises:
         CannotTrain: the file cannot be read, and the trainer could not read it either.
     """
-    with Tokeniser(tokenizer) as tokeniser:
-        return _previewed(order, source, tokenizer, tokeniser)
+    with ExampleEncoder(tokenizer) as encoder:
+        return _previewed(order, source, tokenizer, encoder)
 
 
-def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Tokeniser) -> DatasetPreview:
+def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: ExampleEncoder) -> DatasetPreview:
     data = order.data
     samples: list[PreviewedSample] = []
     whole: list[int] = []
     kept: list[int] = []
     targets: list[int] = []
     longest, measured = 0, _measured(data)
-    for place, (number, tokens, counts) in _rows(order, source, tokeniser, measured):
+    for place, (number, tokens, counts) in _rows(order, source, encoder, measured):
         longest = max(longest, len(tokens))
         try:
             rows = fit_length(data, number, tokens, counts, Prepared())
@@ -69,7 +69,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, tokeniser: Toke
 
 
 def _rows(
-    order: PreviewSpec, source: Path, tokeniser: Tokeniser, measured: set[int]
+    order: PreviewSpec, source: Path, encoder: ExampleEncoder, measured: set[int]
 ) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
     """For each example that is read: its index, its line number, its tokens, and which of these count."""
     places = range(order.data.examples)
@@ -77,7 +77,7 @@ def _rows(
     taken = [place < order.shown or place in measured or place in longest for place in places]
     examples = read_examples(order.data, source, taken)
     chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
-    rows = chain.from_iterable(map(tokeniser.rows, chunks))
+    rows = chain.from_iterable(map(encoder.rows, chunks))
     return zip(compress(places, taken), rows, strict=True)
 
 

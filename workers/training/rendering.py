@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
-from workers.training.isolation import drop_capabilities
+from workers.training.filesystem_view import drop_capabilities
 from workers.training.limits import limit_memory
 
 CPU_SECONDS = 5

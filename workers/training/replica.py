@@ -98,6 +98,6 @@ def add(step: Accumulating, batch: MicroBatch) -> None:
     """Forward and backward of one micro-batch into the open window."""
     with record_function("accrue.forward"):
         forward, balance = step.forward(batch), step.balance
-        share = balance.share(forward.router_logits, batch) if balance else None
+        extra_loss = balance.share(forward.router_logits, batch) if balance else None
     with record_function("accrue.backward"):
-        step.window.add(forward.loss_sum, share)
+        step.window.add(forward.loss_sum, extra_loss)

@@ -9,16 +9,16 @@ import torch
 from app.contract.plan import TokenBudget
 from app.contract.reports import LogLine, NoiseScale, RankLine
 from workers.training import memory
-from workers.training.accumulate import Trained, divide
+from workers.training.accumulate import TrainedWindow, divide
 from workers.training.batch_loader import Indices
 from workers.training.batches import Cursor, tokens_of
 from workers.training.data import Prepared
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 log = logging.getLogger("accrue.trainer")
 
 
-def report_start(training: Training, prepared: Prepared) -> None:
+def report_start(training: TrainingRun, prepared: Prepared) -> None:
     """Reports the data and the banner: what will be trained, on what, and how."""
     spec, plan = training.assignment.spec, training.assignment.plan
     notes = prepared.notes(spec.data.max_length)
@@ -44,7 +44,7 @@ def report_start(training: Training, prepared: Prepared) -> None:
     )
 
 
-def _banner(training: Training) -> dict[str, str]:
+def _banner(training: TrainingRun) -> dict[str, str]:
     spec, plan, steps = training.assignment.spec, training.assignment.plan, training.steps_total
     device = training.assignment.plan.ranks[training.group.rank]
     on = training.replica.device
@@ -71,7 +71,7 @@ def _banner(training: Training) -> dict[str, str]:
     }
 
 
-def _micro_batches(training: Training) -> int:
+def _micro_batches(training: TrainingRun) -> int:
     """The number of micro-batches in the next window; the plan assumes samples of full length."""
     if training.finished:
         return training.assignment.plan.accumulation_steps
@@ -79,11 +79,11 @@ def _micro_batches(training: Training) -> int:
 
 
 def log_line(
-    training: Training,
+    training: TrainingRun,
     at: Cursor,
     index: int,
     window: Indices,
-    trained: Trained,
+    trained: TrainedWindow,
     batch: int,
     rate: float,
     noise: NoiseScale | None,
@@ -124,14 +124,14 @@ def log_line(
         - closed.synchronise_seconds,
         optimizer_seconds=closed.optimizer_seconds,
         synchronise_seconds=closed.synchronise_seconds,
-        aux_loss=closed.share if training.replica.balance else None,
+        aux_loss=closed.extra_loss if training.replica.balance else None,
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
         gradient_norms=dict(closed.layer_norms) if spec.log_gradients else None,
         ranks=_ranks(training, trained) if training.group.size > 1 else None,
     )
 
 
-def _ranks(training: Training, trained: Trained) -> tuple[RankLine, ...]:
+def _ranks(training: TrainingRun, trained: TrainedWindow) -> tuple[RankLine, ...]:
     """What each rank did in a window, and since the start of the job."""
     slowest = max(each.seconds for each in trained.work)
     return tuple(
@@ -152,7 +152,7 @@ def _ranks(training: Training, trained: Trained) -> tuple[RankLine, ...]:
     )
 
 
-def _micro_means(training: Training, window: Indices, trained: Trained) -> tuple[float, ...]:
+def _micro_means(training: TrainingRun, window: Indices, trained: TrainedWindow) -> tuple[float, ...]:
     """Each micro-batch's own mean loss, from its part of the window's."""
     whole = training.loader.samples.denominator(window)
     own = [training.loader.samples.denominator(window[group]) for group in trained.groups]

@@ -34,15 +34,15 @@ from workers.training.loss_checks import (
     final_failures,
 )
 from workers.training.make_replica import make_replica, place_parameters
-from workers.training.model_parts import length_of_other_positions
+from workers.training.model_parts import longrope_short_length
 from workers.training.optimizer import make_optimizer
 from workers.training.packing_check import check_packing
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
-from workers.training.training import Stop, Training
-from workers.training.tuning import make_tuner
+from workers.training.training_run import Stop, TrainingRun
+from workers.training.trials import make_tuner
 
 
 def start(
@@ -52,7 +52,7 @@ def start(
     trackers: Trackers,
     stop: Stop,
     group: Group = ALONE,
-) -> tuple[Training, Prepared]:
+) -> tuple[TrainingRun, Prepared]:
     """Loads model and data, and resumes from the newest undamaged checkpoint.
 
     Rank 0 prepares the files first; the others then find them ready.
@@ -82,11 +82,11 @@ def start(
             most_tokens=plan.most_tokens,
             by_length=spec.clip_mode != "each_micro_batch",
             packed=loader.layout.packed,
-            apart=loader.layout.apart,
+            isolate_above=loader.layout.isolate_above,
         )
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
     ]
-    training = Training(
+    training = TrainingRun(
         assignment=assignment,
         run=run,
         reporter=reporter,
@@ -211,7 +211,7 @@ def _most_tokens(assignment: Assignment) -> int:
     return most
 
 
-def whole_model(training: Training) -> Any:
+def whole_model(training: TrainingRun) -> Any:
     """Returns the model with all of its weights. If the ranks hold only parts, only rank 0 gets the whole
     model, and each other rank gets its own part. Every rank calls it."""
     replica = training.replica
@@ -340,13 +340,18 @@ def _layout(
     most = _embeddings(model)
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     pad_id = next((each for each in known if each is not None and (most is None or each < most)), 0)
-    budget, apart = rank.micro_batch_size * assignment.spec.data.max_length, length_of_other_positions(model)
+    budget, isolate_above = (
+        rank.micro_batch_size * assignment.spec.data.max_length,
+        longrope_short_length(model),
+    )
     return BatchLayout(
         pad_id=pad_id,
         packed=assignment.spec.data.packing,
         routed=balance is not None,
-        buckets=Buckets(budget, assignment.spec.data.max_length, apart) if assignment.spec.compile else None,
-        apart=apart,
+        buckets=Buckets(budget, assignment.spec.data.max_length, isolate_above)
+        if assignment.spec.compile
+        else None,
+        isolate_above=isolate_above,
     )
 
 

@@ -97,7 +97,7 @@ class TriedSize:
 
 @dataclass
 class LearnedTuning:
-    """What trying other sizes of micro-batch has found so far (tuner.py)."""
+    """What trying other sizes of micro-batch has found so far (trial_policy.py)."""
 
     tokens: int | None = None
     """The fastest token budget found; None for the planned one."""

@@ -18,7 +18,7 @@ from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, tokens_of
 from workers.training.distributed.group import ALONE
 from workers.training.exceptions import InterruptionRequested
-from workers.training.training import Training
+from workers.training.training_run import TrainingRun
 
 AFTER_STEPS = 2
 """Steps after which a run has warmed up: the optimizer's states exist, and kernels are chosen."""
@@ -33,7 +33,7 @@ LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 """Sizes to measure, relative to the planned one."""
 
 
-def sweep(training: Training) -> Tuning:
+def sweep(training: TrainingRun) -> Tuning:
     """Measures, and returns the smallest of the fastest micro-batches. Every rank measures its own device.
 
     Raises:
@@ -51,7 +51,7 @@ def sweep(training: Training) -> Tuning:
     return tuning
 
 
-def _sweep(training: Training) -> Tuning:
+def _sweep(training: TrainingRun) -> Tuning:
     loader, budget = training.loader, training.budget
     most, whole = budget.most_worth_measuring, training.next_window()
     planned = budget.tokens(int(loader.lengths(whole).max()))
@@ -83,7 +83,7 @@ def _sweep(training: Training) -> Tuning:
     return Tuning(token_budget=chosen, samples=len(window), tried=tried)
 
 
-def apply(training: Training, tuning: Tuning) -> None:
+def apply(training: TrainingRun, tuning: Tuning) -> None:
     """Uses the chosen token budget for the rest of the run, and reports it as an event."""
     before, group = training.budget.tokens(0), training.group
     own = [float(tuning.token_budget) if rank == group.rank else 0.0 for rank in range(group.size)]
@@ -116,7 +116,7 @@ def _samples_to_measure(window: Indices, lengths: Indices, largest: int) -> Indi
 
 
 def _measure(
-    training: Training, window: Indices, cuts: dict[int, Groups]
+    training: TrainingRun, window: Indices, cuts: dict[int, Groups]
 ) -> tuple[dict[int, float], dict[int, int]]:
     """The best time and the highest peak of each size; without those that did not fit."""
     seconds, peaks = dict.fromkeys(cuts, math.inf), dict.fromkeys(cuts, 0)
@@ -133,7 +133,7 @@ def _measure(
     return seconds, peaks
 
 
-def _pass(training: Training, window: Indices, groups: Groups) -> float | None:
+def _pass(training: TrainingRun, window: Indices, groups: Groups) -> float | None:
     """Seconds of one pass over the samples, or None if it ran out of memory."""
     began = time.perf_counter()
     fits = False

@@ -79,7 +79,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Closed(Totals):
+class WindowResult(Totals):
     """A window's totals, and the decision on it.
 
     If `applied` is false, weights, optimizer and gradients are as they were before the window.
@@ -118,8 +118,8 @@ class Window:
         clipping: how the window's complete gradient is clipped.
         loss_scale: for fp16 autocast; None for every other precision.
         gradients: where gradients are summed; None sums them in place.
-        layers: parameters by layer, for `Closed.layer_norms`.
-        keep_micro_losses: for `Closed.micro_losses`.
+        layers: parameters by layer, for `WindowResult.layer_norms`.
+        keep_micro_losses: for `WindowResult.micro_losses`.
         group: the ranks that accumulate the window together; `gradients` must exchange over the same group.
     """
 
@@ -152,7 +152,7 @@ class Window:
         self._denominator = 1.0
         self._opened = 0.0
         self._loss: Tensor | None = None
-        self._share: Tensor | None = None
+        self._extra_loss: Tensor | None = None
         self._first_norm: Tensor | None = None
         self._grad_norm: Tensor | None = None
         self._micro_losses: list[Tensor] = []
@@ -204,7 +204,7 @@ class Window:
         self._expected_passes = passes or micro_batches
         self._opened = time.perf_counter()
 
-    def add(self, loss_sum: Tensor, share: Tensor | None = None) -> None:
+    def add(self, loss_sum: Tensor, extra_loss: Tensor | None = None) -> None:
         """Runs the backward pass of one micro-batch. Reads nothing back from the device.
 
         Args:
@@ -214,12 +214,14 @@ class Window:
         """
         self._begin_pass()
         loss = loss_sum / self._denominator
-        whole = loss if share is None else loss + share
+        whole = loss if extra_loss is None else loss + extra_loss
         (whole * self._scale.value if self._scale else whole).backward()
         loss = loss.detach()
         self._loss = loss if self._loss is None else self._loss + loss
-        if share is not None:
-            self._share = share.detach() if self._share is None else self._share + share.detach()
+        if extra_loss is not None:
+            self._extra_loss = (
+                extra_loss.detach() if self._extra_loss is None else self._extra_loss + extra_loss.detach()
+            )
         if self._keep_micro_losses:
             self._micro_losses.append(loss)
         self._count += 1
@@ -239,12 +241,12 @@ class Window:
             self._gradients.begin_last()
 
     def record_first_norm(self) -> None:
-        """Records the norm of the gradient so far as `Closed.first_norm`. Reads nothing back from the
+        """Records the norm of the gradient so far as `WindowResult.first_norm`. Reads nothing back from the
         device."""
         norm = _norm(_norms(list(self._gradients.sums().values())))
         self._first_norm = norm / self._scale.value if self._scale else norm
 
-    def close(self, accept: Callable[[float], bool] | None = None) -> Closed:
+    def close(self, accept: Callable[[float], bool] | None = None) -> WindowResult:
         """Decides with one read from the device whether the window is applied, and applies it.
 
         Args:
@@ -309,7 +311,7 @@ class Window:
             self._grad_norm = torch.full_like(self._grad_norm, totals.grad_norm)
         return totals
 
-    def finish(self, totals: Totals, verdict: Verdict) -> Closed:
+    def finish(self, totals: Totals, verdict: Verdict) -> WindowResult:
         """Applies the window, or discards it and leaves weights and optimizer unchanged."""
         assert self._grad_norm is not None, "finish() before totals()"
         device, seconds = self._device, 0.0
@@ -319,7 +321,7 @@ class Window:
             self._scale.note(verdict)
         took = time.perf_counter() - self._opened
         self.abandon()
-        return Closed(
+        return WindowResult(
             **vars(totals),
             verdict=verdict,
             seconds=took,
@@ -352,7 +354,7 @@ class Window:
         """Whether loss and gradient so far are finite; the window is abandoned."""
         assert self._loss is not None, "finite() before the first add()"
         norm = _norm(_norms(list(self._gradients.sums().values())))
-        loss = self._loss if self._share is None else self._loss + self._share
+        loss = self._loss if self._extra_loss is None else self._loss + self._extra_loss
         finite = bool((loss.isfinite() & norm.to(loss.device).isfinite()).item())
         self.abandon()
         return finite
@@ -360,7 +362,7 @@ class Window:
     def abandon(self) -> None:
         """Discards what was accumulated; weights and optimizer stay as they are."""
         self._gradients.clear()
-        self._loss = self._share = self._first_norm = self._grad_norm = None
+        self._loss = self._extra_loss = self._first_norm = self._grad_norm = None
         self._micro_losses = []
 
     def gradient(self) -> dict[Tensor, Tensor]:
@@ -378,7 +380,7 @@ class Window:
         }
         zero = torch.zeros((), device=self._device)
         values = [zero if self._loss is None else self._loss, norm]
-        values += [] if self._share is None else [self._share]
+        values += [] if self._extra_loss is None else [self._extra_loss]
         values += [] if self._first_norm is None else [self._first_norm]
         values += [*self._micro_losses, *(_norm(found) for found in layers.values())]
         wider = torch.promote_types(norm.dtype, values[0].dtype)
@@ -393,7 +395,7 @@ class Window:
             loss=next(numbers),
             grad_norm=next(numbers),
             micro_batches=self._count,
-            share=0.0 if self._share is None else next(numbers),
+            extra_loss=0.0 if self._extra_loss is None else next(numbers),
             first_norm=None if self._first_norm is None else next(numbers),
             micro_losses=tuple(next(numbers) for _ in self._micro_losses),
             layer_norms={name: next(numbers) for name in layers},
@@ -414,7 +416,7 @@ class Window:
             self._group.sum(
                 [
                     own.loss,
-                    own.share,
+                    own.extra_loss,
                     float(own.micro_batches),
                     0.0 if first is None else 1.0,
                     first or 0.0,
@@ -423,14 +425,14 @@ class Window:
                 ]
             )
         )
-        loss, share, micro_batches, has_first, first_norm = (next(summed) for _ in range(5))
+        loss, extra_loss, micro_batches, has_first, first_norm = (next(summed) for _ in range(5))
         norm, *of_layers = (
             sqrt(norm) if divided and norm >= 0 else norm for norm in islice(summed, len(norms))
         )
         return replace(
             own,
             loss=loss,
-            share=share,
+            extra_loss=extra_loss,
             micro_batches=round(micro_batches),
             first_norm=first_norm if has_first else None,
             grad_norm=norm,

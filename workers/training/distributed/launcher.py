@@ -23,7 +23,7 @@ from workers.run_directory import (
     GPU_NAMES_VARIABLE,
     INTERRUPTED,
     LOST_RANK,
-    OUT_OF_STEP,
+    RANKS_MUST_RESTART,
     RunDirectory,
 )
 
@@ -63,7 +63,7 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Call
     most = _MOST_STARTS * len(ranks)
     for _ in range(most):
         status = _launch_once(run, ranks, kind, stop)
-        if status != OUT_OF_STEP:
+        if status != RANKS_MUST_RESTART:
             return status
         log.warning("all ranks start again from the last checkpoint")
     message = f"the ranks ran out of memory {most} times: use ddp, more devices, or a smaller max_length"
@@ -173,8 +173,8 @@ def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
 def _cause(ranks: list[subprocess.Popen[bytes]]) -> int | None:
     """A rank that failed, and not because it lost another one; None if there is none yet."""
     statuses = [rank.poll() for rank in ranks]
-    if OUT_OF_STEP in statuses:  # what it has learned would be lost with a failure of another rank
-        return statuses.index(OUT_OF_STEP)
+    if RANKS_MUST_RESTART in statuses:  # what it has learned would be lost with a failure of another rank
+        return statuses.index(RANKS_MUST_RESTART)
     return next((n for n, status in enumerate(statuses) if status not in (None, 0, LOST_RANK)), None)
 
 

@@ -22,7 +22,7 @@ gets one again at some time."""
 
 
 @dataclass(frozen=True)
-class Work:
+class WindowWork:
     """What one rank did in a window."""
 
     micro_batches: int
@@ -72,7 +72,7 @@ class Shares:
         """The shares of the next window."""
         return self._learned.shares or self._planned
 
-    def measure(self, step: int, work: Sequence[Work]) -> list[float] | None:
+    def measure(self, step: int, work: Sequence[WindowWork]) -> list[float] | None:
         """Takes a window into account.
 
         Args:

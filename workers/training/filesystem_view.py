@@ -64,7 +64,7 @@ def named_view(folder: Path, assignment: Assignment) -> str:
 def isolate(run: Path) -> bool:
     """Hides the data folder that the supervisor names, except for this run and the files that it needs.
 
-    Call it in a process with mounts of its own (enclosure.py), before there is a second thread.
+    Call it in a process with mounts of its own (process_tree.py), before there is a second thread.
 
     Returns:
         Whether anything is hidden now.

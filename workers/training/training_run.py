@@ -21,14 +21,14 @@ from workers.training.exceptions import InterruptionRequested
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.trackers import Trackers
-from workers.training.tuner import Tuner
+from workers.training.trial_policy import Tuner
 
 Stop = Callable[[], bool]
 """Whether a stop was requested."""
 
 
 @dataclass
-class Training:
+class TrainingRun:
     """A run in progress, on one rank.
 
     It holds its inputs (assignment, run directory, reporter, stop signal), the ranks that train together,

@@ -8,8 +8,8 @@ from typing import Any, Self
 from app.contract.data_formats import Chat, Example, PromptCompletion, TextExample
 from workers.training.exceptions import CannotTrain
 from workers.training.limits import limited_memory
+from workers.training.piece_boundaries import encode_continued, marks_beginnings
 from workers.training.rendering import Conversation, NotRendered, Renderer
-from workers.training.seams import encode_continued, marks_beginnings
 
 Piece = tuple[str, bool]
 """A stretch of text, and whether its tokens count for the loss."""
@@ -21,12 +21,12 @@ _CHARACTERS = 2**18
 """About how many characters are tokenised at once; an example is never divided."""
 
 
-class Tokeniser:
+class ExampleEncoder:
     """Turns examples into tokens piece by piece, split where the loss begins or ends.
 
     At inference, a prompt is tokenised without its completion; the same is done here. Some tokenizers treat
     the beginning of a text differently (SentencePiece's put a space in front of it): with these, a piece is
-    tokenised as the continuation of what is before it (`seams.py`).
+    tokenised as the continuation of what is before it (`piece_boundaries.py`).
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, re, signal, sys, time
 from pathlib import Path
-from workers.training.enclosure import run_enclosed
+from workers.training.process_tree import run_enclosed
 
 def work(apart):
     what, folder = sys.argv[1], Path(sys.argv[2])
@@ -161,9 +161,9 @@ def test_work_still_runs_if_namespaces_cannot_be_set_up(tmp_path: Path) -> None:
     """As on systems that let a user create namespaces, and then forbid setting them up."""
     script = SCRIPT.replace(
         "sys.exit(run_enclosed(",
-        "from workers.training import enclosure\n"
+        "from workers.training import process_tree\n"
         "def forbidden(): raise PermissionError(1, 'Operation not permitted')\n"
-        "enclosure._enter_namespaces = forbidden\n"
+        "process_tree._enter_namespaces = forbidden\n"
         "sys.exit(run_enclosed(",
     )
     process = subprocess.Popen([sys.executable, "-c", script, "status", str(tmp_path), "apart"], cwd=ROOT)

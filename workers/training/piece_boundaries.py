@@ -1,8 +1,8 @@
 """Tokenises texts in pieces with tokenizers that treat the beginning of a text differently.
 
 SentencePiece's tokenizers (Llama 2, Mistral and others) put a space in front of a text. If the pieces of a
-sample were tokenised as texts of their own, the model would learn a space at every seam, which it does not
-see at inference.
+sample were tokenised as texts of their own, the model would learn a space at every boundary, which it does
+not see at inference.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,9 @@ def marks_beginnings(tokenizer: Any) -> bool:
 def encode_continued(tokenizer: Any, examples: Sequence[Sequence[str]]) -> list[list[int]]:
     """The tokens of each piece, as they are where the pieces of an example follow each other.
 
-    If a token of the whole example crosses a seam, or if the first piece has other tokens there than alone,
-    the text up to the seam is tokenised by itself, as at inference, and the rest as its continuation.
+    If a token of the whole example crosses a boundary, or if the first piece has other tokens there than
+    alone, the text up to the boundary is tokenised by itself, as at inference, and the rest as its
+    continuation.
     """
     wholes = _tokens(tokenizer, ["".join(pieces) for pieces in examples])
     firsts = _tokens(tokenizer, [pieces[0] for pieces in examples])
@@ -64,10 +65,10 @@ def _divided(
 
 
 def _crossed(tokens: Sequence[Token], pieces: Sequence[str]) -> list[int]:
-    """The numbers of pieces before each seam that a token reaches across."""
-    seams = {at: number for number, at in enumerate(accumulate(map(len, pieces[:-1])), 1)}
+    """The numbers of pieces before each boundary that a token reaches across."""
+    boundaries = {at: number for number, at in enumerate(accumulate(map(len, pieces[:-1])), 1)}
     inside = {at for _, start, end in tokens if end - start > 1 for at in range(start + 1, end)}
-    return sorted(number for at, number in seams.items() if at in inside)
+    return sorted(number for at, number in boundaries.items() if at in inside)
 
 
 def _continuations(tokenizer: Any, texts: list[str]) -> list[list[Token]]:

@@ -17,7 +17,7 @@ MODEL_DELETED = "model_deleted"
 which may take long."""
 
 
-def hold(session: Session, spec: Spec) -> None:
+def lock(session: Session, spec: Spec) -> None:
     """Keeps the jobs that a spec starts from, and their models, from being deleted until the transaction
     ends. On SQLite, which has one writer, no lock is needed.
 

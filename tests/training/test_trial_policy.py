@@ -18,10 +18,10 @@ from tests.harness.runs import create_run, events_of, small_data, start_trainer,
 from tests.harness.specs import make_spec
 from tests.harness.training import finished, interrupted_at, log_of_run, raw_log, run_to_end, weights
 from workers.run_directory import RunDirectory
-from workers.training import accumulate, fit, tuner
+from workers.training import accumulate, fit, trial_policy
 from workers.training.replica import Replica
 from workers.training.state import VERSION, LearnedTuning, RunState, from_json
-from workers.training.tuner import Bounds, Measured, Tuner
+from workers.training.trial_policy import Bounds, Measured, Tuner
 
 BOUNDS = Bounds(planned=512, least=100, most=10**6, windows_left=10**6)
 Speed = Callable[[int], float]
@@ -89,7 +89,7 @@ def test_short_windows_are_not_compared() -> None:
 @pytest.mark.parametrize(
     "bounds",
     [
-        replace(BOUNDS, windows_left=tuner.WORTH_TRYING - 1),
+        replace(BOUNDS, windows_left=trial_policy.WORTH_TRYING - 1),
         replace(BOUNDS, least=300, most=600),
     ],
 )
@@ -102,7 +102,7 @@ def test_nothing_is_tried_where_it_cannot_gain(bounds: Bounds) -> None:
 def test_sizes_are_tried_again_later() -> None:
     """Lengths and speeds change."""
     own = after(40, lambda size: 100.0)
-    after(2 * tuner.FIRST_PERIOD, lambda size: float(size), own=own)
+    after(2 * trial_policy.FIRST_PERIOD, lambda size: float(size), own=own)
     assert own.next_tokens(512) == 2048
 
 
@@ -147,7 +147,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, speed: Speed) -> None:
         return honest(self, step, replace(window, seconds=seconds), bounds)
 
     monkeypatch.setattr(Tuner, "measure", measure)
-    monkeypatch.setattr(tuner, "WORTH_TRYING", 2)
+    monkeypatch.setattr(trial_policy, "WORTH_TRYING", 2)
 
 
 def test_a_run_keeps_the_fastest_size_and_trains_the_same(
@@ -193,7 +193,7 @@ def test_a_stopped_run_continues_its_trial(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.thorough
 def test_a_killed_run_cuts_the_windows_that_it_repeats_as_before(tmp_path: Path) -> None:
-    steps = tuner.WORTH_TRYING + 60
+    steps = trial_policy.WORTH_TRYING + 60
     run = create(tmp_path / "run", steps=steps, save_every=10**6)
     trainer = start_trainer(run)
     until(lambda: len(log_of_run(run)) >= 9)
@@ -230,7 +230,7 @@ def test_a_recorded_trial_does_not_begin_again_after_running_out_of_memory() -> 
 def test_no_trial_begins_with_too_few_windows_left() -> None:
     own = Tuner(LearnedTuning(), adapts=True)
     for step in range(1, 41):
-        left = tuner.WORTH_TRYING + 9 - step
+        left = trial_policy.WORTH_TRYING + 9 - step
         own.measure(step, window_of(own, lambda size: float(size)), replace(BOUNDS, windows_left=left))
     assert len(own.learned.tried) == 2
 

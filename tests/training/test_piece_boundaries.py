@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.harness.tokenizers import made, tokens_of
-from workers.training.seams import encode_continued, marks_beginnings
+from workers.training.piece_boundaries import encode_continued, marks_beginnings
 from workers.training.tiny_gpt2 import make_tokenizer
 
 CHAT = [
@@ -84,7 +84,7 @@ def test_a_prompt_is_tokenised_as_it_is_alone(prompt: str) -> None:
     assert counts == [False] * len(alone) + [True] * (len(tokens) - len(alone))
 
 
-def test_seams_that_tokens_cross_take_time_in_proportion_to_the_text() -> None:
+def test_boundaries_that_tokens_cross_take_time_in_proportion_to_the_text() -> None:
     tokenizer = byte_level()
     pieces = ["a\n", "\nb"] * 4000
     started = time.monotonic()

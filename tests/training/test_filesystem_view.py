@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.runs import create_run
 from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
-from workers.training.isolation import named_view
+from workers.training.filesystem_view import named_view
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +20,9 @@ LOOK = """
 import ctypes, json, os, resource, subprocess, sys, tempfile
 from pathlib import Path
 from workers.run_directory import RunDirectory
-from workers.training import isolation
-from workers.training.enclosure import run_enclosed
-from workers.training.isolation import isolate
+from workers.training import filesystem_view
+from workers.training.process_tree import run_enclosed
+from workers.training.filesystem_view import isolate
 
 run, hidden = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
 outside, shared = os.getppid(), Path(sys.argv[3])
@@ -57,7 +57,7 @@ def look(apart):
         "taken_away": libc.umount2(os.fsencode(hidden), 2) == 0,
         "by_a_child": subprocess.run(["umount", "-l", str(hidden)], capture_output=True).returncode == 0,
         "elsewhere": [attempt(lambda: Path(name).open("ab")) is None
-                      for name in (isolation.__file__, json.__file__, "/etc/planted",
+                      for name in (filesystem_view.__file__, json.__file__, "/etc/planted",
                                    str(Path.home() / ".cache" / "planted"), "/proc/sys/kernel/core_pattern")],
         "of_its_own": [attempt(lambda: Path(name).write_text("x")) is not None
                        for name in (f"{tempfile.gettempdir()}/own", "/dev/shm/own", "/tmp/own")],
@@ -208,7 +208,7 @@ def test_non_root_users_are_isolated_too(folder: Path) -> None:
         path.chmod(path.stat().st_mode | 0o055)
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     if subprocess.run(
-        [*nobody, sys.executable, "-c", "import workers.training.isolation"], cwd=ROOT
+        [*nobody, sys.executable, "-c", "import workers.training.filesystem_view"], cwd=ROOT
     ).returncode:
         pytest.skip("another user cannot read this checkout")
     seen = look(run, folder, *nobody)

@@ -1,4 +1,5 @@
-"""Connects the tuner (tuner.py) with a run: what it may try, what it measures, and where it is recorded."""
+"""Tries sizes of micro-batches while training: what `trial_policy.py` may choose, what it measures, and where
+its decisions are recorded."""
 
 from dataclasses import asdict
 
@@ -6,13 +7,13 @@ from app.contract.assignment import Assignment
 from app.contract.plan import TokenBudget
 from app.contract.reports import Tuning, TuningStep
 from workers.run_directory import RunDirectory
-from workers.training.accumulate import Trained
+from workers.training.accumulate import TrainedWindow
 from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
 from workers.training.distributed.group import Group
 from workers.training.state import LearnedTuning, RunState
-from workers.training.training import Training
-from workers.training.tuner import Bounds, Measured, Tuner
+from workers.training.training_run import TrainingRun
+from workers.training.trial_policy import Bounds, Measured, Tuner
 
 _COMPARABLE_SHARE = 0.75
 """A window with fewer than this share of the effective batch's samples is not compared with others."""
@@ -58,7 +59,7 @@ def make_tuner(
     )
 
 
-def decide(training: Training, window: Indices, trained: Trained) -> None:
+def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> None:
     """Lets the tuner decide the next window's token budget."""
     tuner, budget, loader, state = training.tuner, training.budget, training.loader, training.state
     spec, planned = training.assignment.spec, state.tuning.planned
@@ -101,7 +102,7 @@ def decide(training: Training, window: Indices, trained: Trained) -> None:
         _report(training, found, planned)
 
 
-def _report(training: Training, found: Tuning, planned: int) -> None:
+def _report(training: TrainingRun, found: Tuning, planned: int) -> None:
     """Reports what trying other sizes of micro-batch has found, as an event."""
     speeds = {each.token_budget: each.tokens_per_second for each in found.tried}
     chosen = found.token_budget
