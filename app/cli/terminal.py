@@ -22,7 +22,7 @@ _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by me
 _REASONS = {
     "no_worker": "no worker is running",
     "no_free_gpu": "every device is busy",
-    "not_before": "waiting to retry",
+    "retry_delay": "waiting to retry",
     "starting": "about to start",
 }
 """Why a job waits, by the service's `waiting.reason`."""

@@ -95,7 +95,7 @@ class ResultAnswer(Answer):
     """The results of independent replicas; null: the devices trained one model."""
 
 
-Reason = Literal["no_worker", "no_free_gpu", "not_before", "starting"]
+Reason = Literal["no_worker", "no_free_gpu", "retry_delay", "starting"]
 
 
 class Waiting(Answer):

@@ -87,7 +87,7 @@ class WaitingReasons:
         if not self._workers.alive:
             return "no_worker"
         if later:
-            return "not_before"
+            return "retry_delay"
         return "starting" if self._workers.free >= devices else "no_free_gpu"
 
 

@@ -212,7 +212,7 @@ def test_a_disk_that_is_full_for_a_while(accrue: Accrue, undisturbed: dict[str, 
 
     until(given_back, 60)
     job = accrue.job(job_id)
-    assert job["waiting"]["reason"] == "not_before"
+    assert job["waiting"]["reason"] == "retry_delay"
     told = accrue.get(f"{TRAINING}/{job_id}/events?limit=5")["data"][0]["message"]
     assert "the disk is full" in told
     assert not list(accrue.run(job_id).checkpoints.glob(".step-*"))  # the room is given back

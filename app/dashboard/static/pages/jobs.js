@@ -12,7 +12,7 @@ const EVERY = 2000;
 const REASONS = {
   no_worker: "no worker is running: start one with accrue worker",
   no_free_gpu: "every device is busy",
-  not_before: "waiting to retry",
+  retry_delay: "waiting to retry",
   starting: "about to start",
 };
 const COLUMNS = [
