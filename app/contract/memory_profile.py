@@ -35,6 +35,9 @@ class Recipe(Frozen):
     """How many ranks each parameter is divided among (fsdp)."""
     zero_stage: ZeroStage = 3
     """What is divided, if there are several parts."""
+    direct_sums: bool = False
+    """Whether the gradients of large weights are added to their sums directly
+    (workers/training/direct_sums.py)."""
     expandable_segments: bool = False
     """Whether PyTorch's caching allocator uses expandable segments."""
 

@@ -212,14 +212,18 @@ def _estimate(question: Question, known: PlannerEvidence) -> Estimate:
     ranks = len(question.devices)
     if ranks == 1 or known.architecture is None:
         return known.estimates(question.recipe, question.sequence)
-    if question.strategy == "fsdp":
-        return known.estimates(divided(question.recipe, ranks, question.zero_stage), question.sequence)
-    return WithGradientBuffers(known.estimates(question.recipe, question.sequence), question.compresses)
+    estimate = known.estimates(
+        recipe_of_rank(question.recipe, ranks, question.strategy, question.zero_stage), question.sequence
+    )
+    return estimate if question.strategy == "fsdp" else WithGradientBuffers(estimate, question.compresses)
 
 
-def divided(recipe: Recipe, ranks: int, stage: ZeroStage) -> Recipe:
-    """The recipe of a rank's step if each parameter is divided among several."""
-    return recipe.model_copy(update={"parts": ranks, "zero_stage": stage})
+def recipe_of_rank(recipe: Recipe, ranks: int, strategy: Strategy | None, stage: ZeroStage) -> Recipe:
+    """The recipe of each rank's step if there are several."""
+    if strategy == "independent":
+        return recipe
+    own = recipe.model_copy(update={"direct_sums": False})
+    return own.model_copy(update={"parts": ranks, "zero_stage": stage}) if strategy == "fsdp" else own
 
 
 def capacity_of(

@@ -51,7 +51,7 @@ def make_recipe(
         lora=method.lora,
         quantised=method.name == "qlora",
         expandable_segments=device.expandable_segments,
-        **options,
+        **{"direct_sums": device.kind == "cpu", **options},
     )
 
 
@@ -73,6 +73,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         accumulate_in_fp32=spec.accumulate_in_fp32,
         accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
         optimizer_on_cpu=spec.use_cpu_offload and device.kind == "cuda",
+        direct_sums=device.kind == "cpu" and not spec.compile,
     )
 
 

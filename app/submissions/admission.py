@@ -24,7 +24,7 @@ from app.models.base_models import PlannableModel
 from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
 from app.planning.plan import devices_worth_using, make_plan, sample_length_of
-from app.planning.planner import divided
+from app.planning.planner import recipe_of_rank
 from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.statistics.performance import Speed
@@ -117,8 +117,8 @@ def check(
     plan, speed = _plan(spec, profile_key, devices.planned, inputs)
     predicted = predict(spec, plan, devices.planned[0], data.bytes, speed, measured, inputs)
     plan = plan if predicted is None else with_duration(plan, predicted.duration)
-    if plan.strategy == "fsdp" and len(plan.ranks) > 1:  # each rank has a part of the model
-        recipe = divided(profile_key.recipe, len(plan.ranks), plan.zero_stage)
+    if plan.strategy != "independent" and len(plan.ranks) > 1:
+        recipe = recipe_of_rank(profile_key.recipe, len(plan.ranks), plan.strategy, plan.zero_stage)
         profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
     if (warning := requested.sharing().warning) is not None:

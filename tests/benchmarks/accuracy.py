@@ -234,12 +234,12 @@ def predicted_bytes(case: Case, requested: dict[str, Any]) -> int:
     """The peak that a simulation predicts, with the recipe that the service would use."""
     from app.contract.memory_profile import Recipe
     from app.planning.estimate import ByProfile, Estimate, WithGradientBuffers
-    from app.planning.planner import divided
+    from app.planning.planner import recipe_of_rank
     from workers.profiling.profile import make_profile
 
     recipe = Recipe.model_validate(requested["recipe"])
-    if case.strategy == "fsdp":
-        recipe = divided(recipe, case.ranks, case.stage)
+    if case.ranks > 1:
+        recipe = recipe_of_rank(recipe, case.ranks, case.strategy, case.stage)
     estimate: Estimate = ByProfile(
         make_profile(case.config, recipe, case.sequence).curve, recipe, "simulated"
     )

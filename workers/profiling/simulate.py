@@ -28,6 +28,7 @@ from workers.training.attention import heads_repeated
 from workers.training.auto_class import auto_class
 from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
+from workers.training.direct_sums import DirectSums
 from workers.training.gradients import Gradients, gradients_for
 from workers.training.head import Head, head_of
 from workers.training.loss import Forward, TokenLoss
@@ -242,8 +243,9 @@ class Simulation:
             else make_optimizer(_optimizer(recipe), parameters)
         )
         scale = LossScale(1.0) if recipe.precision == "fp16" else None
+        direct = self._token_loss.direct = DirectSums(model) if recipe.direct_sums else None
         gradients = (
-            gradients_for(parameters, in_fp32=recipe.accumulate_in_fp32, host=_host(recipe))
+            gradients_for(parameters, in_fp32=recipe.accumulate_in_fp32, host=_host(recipe), direct=direct)
             if self._divided is None
             else self._divided.sums()
         )

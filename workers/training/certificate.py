@@ -28,7 +28,9 @@ from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, cut_window
 from workers.training.data import Samples
 from workers.training.decision import Observed
+from workers.training.direct_sums import DirectSums
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed
+from workers.training.gradients import InPlace
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.parameters import Parameters
@@ -59,6 +61,11 @@ class Certificate:
 
 
 Split = TypeVar("Split")
+
+
+def by_autograd(loss: TokenLoss) -> AbstractContextManager[None]:
+    """Computes gradients without `DirectSums`, so that the comparison verifies these, too."""
+    return nullcontext() if loss.direct is None else loss.direct.suspended()
 
 
 def gradient_error(
@@ -122,10 +129,11 @@ def certify(training: TrainingRun) -> None:
         return
     if state.fallbacks.equivalence_error is not None or state.step or denominator == 0.0 or training.finished:
         return
-    chosen = []
+    chosen: list[Tensor] = []
 
     def accumulate(groups: list[Groups]) -> None:
-        failed = _accumulate(training, window, groups, denominator)
+        with by_autograd(replica.token_loss) if groups is reference else nullcontext():
+            failed = _accumulate(training, window, groups, denominator)
         if failed is not None:
             raise _Failed(groups, failed)
         if replica.balance is not None and replica.balance.scope == "window":
@@ -233,19 +241,23 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None
+        loss.direct = DirectSums(model)
         twin = replace(
             replica,
             device=torch.device("cpu"),
             precision="fp32",  # no autocast
             model=model,
             parameters=Parameters(model),
-            window=Window(parameters, torch.optim.SGD(parameters)),
+            window=Window(
+                parameters, torch.optim.SGD(parameters), gradients=InPlace(parameters, loss.direct)
+            ),
             token_loss=loss,
             balance=None,
         )
 
         def accumulate(groups: Groups) -> None:
-            twin.window.open(samples.denominator(few))
+            with by_autograd(loss) if groups is one_by_one else nullcontext():
+                twin.window.open(samples.denominator(few))
             for group in groups:
                 twin.add(training.loader.fetch_on(twin.device, few[group].tolist()))
 
@@ -254,8 +266,9 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
             FixedSize(samples=len(few)),
             isolate_above=training.loader.layout.isolate_above,
         )
+        one_by_one = [[each] for each in range(len(few))]
         with models.without_randomness(model):
-            found = gradient_error(twin.window, accumulate, together, [[each] for each in range(len(few))])
+            found = gradient_error(twin.window, accumulate, together, one_by_one)
     except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None
     return found

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from workers.training.direct_sums import DirectSums
 from workers.training.distributed.buckets import BUCKET_BYTES, Buckets, in_parts
 from workers.training.distributed.compression import Exchange
 
@@ -19,8 +20,12 @@ class Gradients(Protocol):
     is_sharded: bool
     """Whether each rank holds only a part of each sum."""
 
-    def open(self) -> None:
-        """Prepares for a window."""
+    def open(self, loss_factor: float) -> None:
+        """Prepares for a window.
+
+        Args:
+            loss_factor: what each micro-batch's summed loss is multiplied by before its backward pass.
+        """
 
     def begin_last(self) -> None:
         """Announces the last backward pass of this rank: each sum may be exchanged as soon as that pass has
@@ -51,15 +56,21 @@ class Gradients(Protocol):
 
 
 class InPlace:
-    """Lets autograd sum gradients in each parameter's `grad`, in the parameter's own precision."""
+    """Lets autograd sum gradients in each parameter's `grad`, in the parameter's own precision.
+
+    Args:
+        direct: adds the gradients of large weights while a window is open; None leaves all to autograd.
+    """
 
     is_sharded = False
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], direct: DirectSums | None = None) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._direct = direct
 
-    def open(self) -> None:
-        """There is nothing to prepare."""
+    def open(self, loss_factor: float) -> None:
+        if self._direct is not None:
+            self._direct.begin(loss_factor)
 
     def begin_last(self) -> None:
         """There is no other rank."""
@@ -78,6 +89,8 @@ class InPlace:
         """Puts the sums where an optimizer looks for them."""
 
     def clear(self) -> None:
+        if self._direct is not None:
+            self._direct.end()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -114,7 +127,7 @@ class SeparateAccumulator:
         self._sums: dict[Tensor, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
 
-    def open(self) -> None:
+    def open(self, loss_factor: float) -> None:
         """There is nothing to prepare."""
 
     def begin_last(self) -> None:
@@ -178,13 +191,15 @@ def gradients_for(
     in_fp32: bool,
     host: torch.device | None,
     exchange: Exchange | None = None,
+    direct: DirectSums | None = None,
 ) -> Gradients:
     """Where gradients are summed: in host memory if requested, or in fp32 for lower precisions.
 
     Args:
         exchange: sums them over all ranks; None if there is only one.
+        direct: adds the gradients of large weights, if they are summed in place.
     """
     low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
     if host or (low and in_fp32):
         return SeparateAccumulator(parameters, host=host, exchange=exchange)
-    return InPlace(parameters) if exchange is None else Buckets(parameters, exchange)
+    return InPlace(parameters, direct) if exchange is None else Buckets(parameters, exchange)

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from workers.training.batches import MicroBatch
+from workers.training.direct_sums import DirectSums, sum_of
 from workers.training.head import Head, backbone_of, head_error, head_of
 
 _FP16_GRADIENT_SCALE = 256.0
@@ -56,6 +57,8 @@ class TokenLoss(nn.Module):
         self._arguments = {"output_router_logits": True} if routed else {}
         self._caching = {"use_cache": False} if _takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
+        self.direct: DirectSums | None = None
+        """Adds the gradient of the head's weight to its sum while a window is open."""
 
     def forward(
         self, batch: MicroBatch, *, only_route: bool = False, summed: bool = True, probe_head: bool = False
@@ -114,7 +117,8 @@ class TokenLoss(nn.Module):
         plain = head.cap is None and head.scale == 1.0 and not self._smoothing and batch.weights is None
         precise = autocast is None and hidden.dtype in (torch.float32, torch.float64)
         several = len(hidden) > head.rows and hidden.dtype == head.weight.dtype
-        if plain and precise and several and hasattr(F, "linear_cross_entropy"):
+        factor = self.direct.factor_for(head.weight) if self.direct is not None else None
+        if factor is None and plain and precise and several and hasattr(F, "linear_cross_entropy"):
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=head.rows)
             return F.linear_cross_entropy(
                 hidden,
@@ -128,6 +132,7 @@ class TokenLoss(nn.Module):
         with torch.autocast(kind, enabled=False):
             loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
                 hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype,
+                None if dtype == torch.float16 else factor,
                 tuple(
                     torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
                     for tensor in (hidden, head.weight, head.bias)
@@ -154,7 +159,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     With p = softmax(z) and the smoothed target q, dL/dz = weight × (p - q); the products with the head's
     weight and the hidden states follow at once, so that a chunk's logits are freed before the next chunk's
-    are computed (the idea of Hsu et al. 2024, Liger Kernel, section 3.2).
+    are computed (the idea of Hsu et al. 2024, Liger Kernel, section 3.2). With a factor, by which the loss
+    will be multiplied, the weight's gradient is added to its sum at once (`DirectSums`).
     """
 
     @staticmethod
@@ -168,6 +174,7 @@ class _ChunkedLoss(torch.autograd.Function):
         smoothing: float,
         head: Head,
         dtype: torch.dtype,
+        factor: float | None,
         wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -178,7 +185,8 @@ class _ChunkedLoss(torch.autograd.Function):
             heaviest = torch.where(heaviest > 0, heaviest, torch.ones_like(heaviest))
             token_weights = token_weights / heaviest  # so that none leaves fp16's range
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight and factor is None else None
+        sums = sum_of(weight) if wants_weight and factor is not None else None
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         matrix = weight.to(dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -217,6 +225,12 @@ class _ChunkedLoss(torch.autograd.Function):
             if to_hidden is not None:
                 narrow = (error * up if up != 1.0 else error).to(dtype)
                 to_hidden[part] = (narrow @ matrix).to(wide) / up if up != 1.0 else narrow @ matrix
+            if sums is not None:
+                assert factor is not None
+                if dtype == wide:
+                    sums.addmm_(error.t(), states, alpha=factor)
+                else:
+                    sums.add_(error.to(dtype).t() @ states, alpha=factor)
             if to_weight is not None:
                 if dtype == wide:
                     to_weight.addmm_(error.t(), states)
@@ -245,7 +259,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None
 
 
 def _takes(model: Any, argument: str) -> bool:

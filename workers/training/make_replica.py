@@ -6,6 +6,7 @@ from app.contract.assignment import Assignment
 from workers.training import memory
 from workers.training import model as models
 from workers.training.balance import Balance
+from workers.training.direct_sums import DirectSums, on_cpu
 from workers.training.distributed.compression import Exact, In16Bits
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.gradients import Gradients, gradients_for
@@ -52,12 +53,16 @@ def make_replica(
     scale = _loss_scale(state) if precision == "fp16" else None
     layers = models.parameters_by_layer(token_loss.model) if spec.log_gradients else {}
     compression = In16Bits(group, spec.gradient_compression) if spec.gradient_compression else None
+    direct = None
+    if group.size == 1 and not spec.compile and on_cpu(parameters.trained.values()):
+        direct = DirectSums(token_loss.model)
+    token_loss.direct = direct
     window = Window(
         parameters.trained.values(),
         optimizer,
         Clipping(spec.gradient_clipping, spec.clip_mode),
         scale,
-        gradients=_gradients(assignment, parameters, group, compression),
+        gradients=_gradients(assignment, parameters, group, compression, direct),
         layers={layer: [parameters.of(each) for each in own] for layer, own in layers.items()},
         keep_micro_losses=spec.log_micro_losses,
         group=group,
@@ -79,7 +84,11 @@ def make_replica(
 
 
 def _gradients(
-    assignment: Assignment, parameters: Parameters, group: Group, compression: In16Bits | None
+    assignment: Assignment,
+    parameters: Parameters,
+    group: Group,
+    compression: In16Bits | None,
+    direct: DirectSums | None,
 ) -> Gradients:
     spec = assignment.spec
     if parameters.is_sharded:
@@ -92,6 +101,7 @@ def _gradients(
         in_fp32=spec.accumulate_in_fp32,
         host=torch.device("cpu") if spec.accumulate_gradients_on_cpu else None,
         exchange=None if group.size == 1 else compression or Exact(group),
+        direct=direct,
     )
 
 

@@ -193,13 +193,13 @@ class Window:
         if not denominator > 0:
             raise ValueError(f"a window needs at least one target token, not {denominator:g}")
         self.abandon()
-        self._gradients.open()
         self._micro_batches_before = sum((by_rank or ())[: self._group.rank])
         self._micro_batches_of_all = sum(by_rank or ())
         whole = self._clipping.mode == "each_micro_batch" or not exchange_early
         self._exchanges_early = self._gradients.is_sharded or not whole
         self._count, self._passes = 0, 0
         self._denominator = float(denominator)
+        self._gradients.open((self._scale.value if self._scale else 1.0) / self._denominator)
         self._expected = micro_batches
         self._expected_passes = passes or micro_batches
         self._opened = time.perf_counter()

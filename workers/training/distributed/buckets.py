@@ -56,7 +56,7 @@ class Buckets:
         """The bucket whose exchange begins next: all ranks begin them in the same order."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._completed) for p in self._parameters]
 
-    def open(self) -> None:
+    def open(self, loss_factor: float) -> None:
         self._present.clear()
         self._is_last, self._next = False, 0
         for bucket in self._buckets:

@@ -148,7 +148,7 @@ class ShardedSums:
         self._parameters = parameters
         self._pairs = [(parameters.divided(name), own) for name, own in parameters.trained.items()]
 
-    def open(self) -> None:
+    def open(self, loss_factor: float) -> None:
         self._parameters.exchange_in_next_pass(False)
 
     def begin_last(self) -> None:

@@ -1,0 +1,198 @@
+"""Adds the gradients of large weights to their sums inside the operations that compute them.
+
+By itself, autograd computes each weight's gradient of a micro-batch as a tensor of its own, and then adds
+that tensor to the sum in `grad`. A matrix product can add its result to a matrix instead (BLAS's `beta` of
+1), and an embedding needs to change only the rows of tokens that occur. That saves time, most with small
+micro-batches and large vocabularies, and the memory of a weight. Megatron-LM calls it gradient accumulation
+fusion.
+
+Gradients are the same up to rounding. The comparison before the first step (`certificate.py`) computes its
+reference without this module.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+_LEAST_ELEMENTS = 2**16
+"""Smaller weights are left to autograd: calling Python takes longer than adding them."""
+
+
+class DirectSums:
+    """The large weights of a model whose gradients are added directly, while a window is open.
+
+    Args:
+        model: its trained weights are on a CPU, and nothing but `grad` holds their sums.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards = [
+            (module, partial(forward, module))
+            for module in model.modules()
+            if (forward := _forward_of(module)) is not None
+        ]
+        self._weights = {id(module.weight) for module, _ in self._forwards}
+        self.loss_factor: float | None = None
+        """What the sum of the token losses is multiplied by in the open window; None: no window is open."""
+        self._is_suspended = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leaves windows that are opened within it to autograd."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+    def begin(self, loss_factor: float) -> None:
+        """Adds gradients directly from now on.
+
+        Args:
+            loss_factor: what each micro-batch's summed loss is multiplied by before its backward pass.
+        """
+        if self._is_suspended:
+            return
+        if self.loss_factor is None:
+            for module, forward in self._forwards:
+                module.forward = forward
+        self.loss_factor = loss_factor
+
+    def end(self) -> None:
+        """Leaves gradients to autograd again."""
+        if self.loss_factor is not None:
+            for module, _ in self._forwards:
+                del module.forward
+        self.loss_factor = None
+
+    def factor_for(self, weight: Tensor) -> float | None:
+        """The loss factor, if the gradient of an output head's weight is to be added directly."""
+        return self.loss_factor if id(weight) in self._weights else None
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The forward pass that adds a layer's gradient directly; None if autograd is to do it."""
+    kind = type(module)
+    if kind not in _FORWARDS or kind.forward is not _FORWARDS[kind][0]:
+        return None
+    weight: Any = module.weight
+    large = weight.numel() >= _LEAST_ELEMENTS and weight.dtype in (torch.float32, torch.float64)
+    if not (isinstance(weight, nn.Parameter) and weight.requires_grad and large):
+        return None
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    ):
+        return None
+    return _FORWARDS[kind][1]
+
+
+def _linear(module: nn.Linear, given: Tensor) -> Tensor:
+    weight = module.weight
+    if not _is_usable(given, weight):
+        return nn.Linear.forward(module, given)
+    found: Tensor = _Product.apply(given, weight, module.bias, False)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _conv1d(module: Any, given: Tensor) -> Tensor:
+    """GPT-2's layer, whose weight has the shape (inputs, outputs)."""
+    if not _is_usable(given, module.weight):
+        plain: Tensor = Conv1D.forward(module, given)
+        return plain
+    found: Tensor = _Product.apply(given, module.weight, module.bias, True)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return nn.Embedding.forward(module, ids)
+    found: Tensor = _Lookup.apply(ids, module.weight, module.padding_idx)  # type: ignore[no-untyped-call]
+    return found
+
+
+_FORWARDS: dict[type[nn.Module], tuple[Any, Callable[..., Tensor]]] = {
+    nn.Linear: (nn.Linear.forward, _linear),
+    Conv1D: (Conv1D.forward, _conv1d),
+    nn.Embedding: (nn.Embedding.forward, _embedding),
+}
+
+
+def _is_usable(given: Tensor, weight: Tensor) -> bool:
+    """Whether a product is computed in the weight's precision, and has a gradient."""
+    autocast = torch.is_autocast_enabled(given.device.type)
+    return torch.is_grad_enabled() and not autocast and given.dtype == weight.dtype
+
+
+def sum_of(weight: Tensor) -> Tensor:
+    """The sum of a weight's gradients, to be added to; zero at first."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product of two matrices to the sum of a weight's gradients."""
+    if weight.grad is None:
+        weight.grad = left @ right
+    else:
+        weight.grad.addmm_(left, right)
+
+
+class _Product(torch.autograd.Function):
+    """given · weightᵀ + bias, or given · weight + bias if the weight is transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(given)
+        ctx.weight, ctx.bias, ctx.transposed = weight, bias, transposed
+        return F.linear(given, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upper: Tensor) -> Any:
+        (given,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        rows, columns = given.flatten(0, -2), upper.flatten(0, -2)
+        if ctx.transposed:
+            add_product(weight, rows.t(), columns)
+        else:
+            add_product(weight, columns.t(), rows)
+        if bias is not None and bias.requires_grad:
+            own = columns.sum(0)
+            bias.grad = own if bias.grad is None else bias.grad.add_(own)
+        to_given = None
+        if ctx.needs_input_grad[0]:
+            to_given = upper @ (weight.t() if ctx.transposed else weight)
+        return to_given, None, None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of an embedding."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upper: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        own = upper.flatten(0, -2)
+        if ctx.padding is not None:
+            own = own * (ids.flatten() != ctx.padding).unsqueeze(1).to(own.dtype)
+        sum_of(ctx.weight).index_add_(0, ids.flatten(), own)
+        return None, None, None
+
+
+def on_cpu(parameters: Iterable[Tensor]) -> bool:
+    """Whether all parameters are on a CPU. What this module does has not been tried on GPUs."""
+    return all(parameter.device.type == "cpu" for parameter in parameters)
