@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-_LEAST_ELEMENTS = 2**16
+LEAST_ELEMENTS = 2**16
 """Smaller weights are left to autograd: calling Python takes longer than adding them."""
 
 
@@ -83,7 +83,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
     if kind not in _FORWARDS or kind.forward is not _FORWARDS[kind][0]:
         return None
     weight: Any = module.weight
-    large = weight.numel() >= _LEAST_ELEMENTS and weight.dtype in (torch.float32, torch.float64)
+    large = weight.numel() >= LEAST_ELEMENTS and weight.dtype in (torch.float32, torch.float64)
     if not (isinstance(weight, nn.Parameter) and weight.requires_grad and large):
         return None
     if isinstance(module, nn.Embedding) and (
