@@ -258,7 +258,13 @@ def _submit(
     settings: list[str] | None,
     columns: dict[str, str] | None,
 ) -> Any:
-    """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer."""
+    """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer.
+
+    Raises:
+        InvalidRequest: it is not a regular file: a device such as /dev/zero may have no end.
+    """
+    if not file.is_file():
+        raise InvalidRequest(f"{file} is not a regular file")
     uploaded = None
     if file.suffix.lower() in SUFFIXES:
         stored = None if columns else client.find_uploaded(file)

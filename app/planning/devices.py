@@ -27,7 +27,7 @@ MAX_DEVICE_LENGTH = 60
 _LARGEST_GB = 10**6
 
 _WITH_SIZE = re.compile(
-    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE
+    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE | re.ASCII
 )
 
 

@@ -4,6 +4,7 @@ import sys
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,3 +121,19 @@ def test_a_program_that_is_not_accrue_gives_one_line_and_no_traceback(
         assert ended.value.code == 1
         assert len(shown.err.splitlines()) == 1
         assert "ACCRUE_URL" in shown.err
+
+
+@pytest.mark.parametrize(
+    "command", ["jobs --url http://[::1", "submit /dev/zero --dry-run", "backup /proc/no-such-folder"]
+)
+def test_unusable_arguments_give_one_line_and_no_traceback(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["accrue", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().err
+    assert ended.value.code in (1, 2)
+    assert "Traceback" not in shown
+    assert shown

@@ -82,7 +82,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
     except ValueError as error:
         why = str(error).splitlines()[0]
         if why.startswith("Target module"):  # followed by that module, over many lines
-            why = f"target_modules names {why.split()[2].rstrip('(')}, which is not a linear layer"
+            why = f"target_modules names {why.split()[2].partition('(')[0]}, which is not a linear layer"
         raise CannotTrain("lora", f"lora: {why}") from error
     if lora.merge:
         check_mergeable(adapted)

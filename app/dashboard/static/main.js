@@ -9,7 +9,7 @@ import * as jobs from "./pages/jobs.js";
 import * as plan from "./pages/plan.js";
 import * as recommendations from "./pages/recommendations.js";
 
-const PAGES = { plan, jobs, job, compare, gpus, recommendations };
+const PAGES = new Map(Object.entries({ plan, jobs, job, compare, gpus, recommendations }));
 const main = document.getElementById("main");
 let pageController = new AbortController();
 
@@ -18,17 +18,17 @@ async function show() {
   pageController = new AbortController();
   const { signal } = pageController;
   const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
-  const [name, id] = path.split("/").map(decodeURIComponent);
-  const page = PAGES[name] ?? plan;
+  const [name, id] = path.split("/").map(decoded);
+  const page = PAGES.get(name) ?? plan;
   for (const link of document.querySelectorAll("nav a")) {
     const target = link.hash.slice(2);
     const here = target === name || (target === "jobs" && name === "job") || (target === "plan" && !name);
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = name && !PAGES[name] ? "No such page · Accrue" : `${page.TITLE} · Accrue`;
+  document.title = name && !PAGES.has(name) ? "No such page · Accrue" : `${page.TITLE} · Accrue`;
   fill(main);
-  if (name && !PAGES[name]) {
+  if (name && !PAGES.has(name)) {
     main.append(
       problem(new ServiceError(404, { detail: `There is no page ${name} here.` }), false),
       h("p", {}, h("a", { href: "#/plan" }, "Plan a job")),
@@ -39,6 +39,15 @@ async function show() {
     await page.show(main, { id, chosen: new URLSearchParams(search), signal });
   } catch (error) {
     if (!signal.aborted) main.append(problem(error));
+  }
+}
+
+/** A part of the address without its %-escapes, or as it is if they are invalid. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
   }
 }
 
