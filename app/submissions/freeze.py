@@ -7,20 +7,15 @@ from typing import Literal
 from app.contract.accumulation import AccumulationConfig, Precision
 from app.contract.data_formats import DataFormat
 from app.contract.model_reference import ModelReference
-from app.contract.reports import MAX_REPLICAS
 from app.contract.spec import (
     MAX_EVALUATIONS,
     DataSpec,
-    GradientCompression,
     Overlength,
     RampSpec,
     RequestedSplit,
     RequestedTune,
     Spec,
-    Strategy,
-    Tune,
     ValidationSpec,
-    ZeroStage,
 )
 from app.datasets.dataset_config import DatasetConfig
 from app.errors import Unprocessable
@@ -36,8 +31,10 @@ from app.planning.split import (
     resolve,
     without_accumulation,
 )
+from app.submissions.distribution import Distribution
 from app.submissions.methods import method_from
 from app.submissions.optimizer import optimizer_spec, schedule_spec
+from app.submissions.tuning import tuning_of
 
 DEFAULT_SAVE_EVERY = 50
 DEFAULT_RAMP_FACTOR = 8
@@ -132,43 +129,6 @@ def _check_evaluations(spec: Spec) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """How the requested devices share the work."""
-
-    devices: int
-    steps_by_device: Sequence[int] | None = None
-    """The accumulation steps of each device, if they are given so."""
-    strategy: Strategy | None = None
-    """None: as the plan decides."""
-    zero_stage: ZeroStage | None = None
-    average: bool = False
-    gradient_compression: GradientCompression | None = None
-
-    @property
-    def independent(self) -> bool:
-        """Whether each device trains a model of its own."""
-        return self.strategy == "independent"
-
-    def check(self, samples: int) -> None:
-        """Checks the number of independent replicas.
-
-        Args:
-            samples: those to train on, of all replicas together.
-
-        Raises:
-            Unprocessable: there are too many.
-        """
-        field = "parallel_independent"
-        if self.independent and self.devices > MAX_REPLICAS:
-            raise Unprocessable(f"{field}: at most {MAX_REPLICAS} replicas are possible.", field=field)
-        if self.independent and samples < self.devices:
-            raise Unprocessable(
-                f"{field} on {self.devices} devices needs at least {self.devices} samples to train on.",
-                field=field,
-            )
-
-
 def freeze(
     model: ModelReference,
     data: Data,
@@ -201,7 +161,7 @@ def freeze(
         recommended_batch(None if own.overlength == "split" else samples),
         by_device,
     )
-    own_tune = _tune(tune, batch, config, training, distribution)
+    own_tune = tuning_of(tune, batch, config, training, distribution)
     spec = Spec(
         model=model,
         data=own,
@@ -278,72 +238,6 @@ def _check_options(config: AccumulationConfig, training: TrainingConfig, data: D
         raise Unprocessable(
             "compile and packing cannot be combined: each packed row has a different shape.",
             field="training_config.compile",
-        )
-
-
-def _tune(
-    requested: RequestedTune | None,
-    batch: ResolvedBatch,
-    config: AccumulationConfig,
-    training: TrainingConfig,
-    distribution: Distribution,
-) -> Tune | None:
-    """How the job tunes its micro-batches; None: not at all. If nothing is requested, it tunes while
-    training wherever that cannot change the result.
-
-    Raises:
-        Unprocessable: tuning is requested, but the job does not leave the micro-batch open.
-    """
-    if requested == "off":
-        return None
-    if requested is not None:
-        _check_tunable(requested, batch, config, training, distribution)
-        return requested
-    is_open = batch.steps is None and batch.micro_batch is None and distribution.steps_by_device is None
-    several = distribution.devices != 1 or distribution.independent
-    fixed = several or training.compile or training.deterministic
-    changes = config.clip_mode == "each_micro_batch" or config.accumulation_scheduler == "noise_scale"
-    return "while_training" if is_open and not fixed and not changes else None
-
-
-def _check_tunable(
-    tune: Tune,
-    batch: ResolvedBatch,
-    config: AccumulationConfig,
-    training: TrainingConfig,
-    distribution: Distribution,
-) -> None:
-    if tune == "while_training" and (distribution.devices != 1 or distribution.independent):
-        raise Unprocessable(
-            "tune while_training needs a single device: leave it out, or request one device.", field="tune"
-        )
-    if tune != "only" and config.clip_mode == "each_micro_batch":
-        raise Unprocessable(
-            "clip_mode each_micro_batch makes the training depend on the micro-batch, which tune chooses by "
-            "measured time: leave one of them out.",
-            field="tune",
-        )
-    if tune == "while_training" and config.accumulation_scheduler == "noise_scale":
-        raise Unprocessable(
-            "accumulation_scheduler noise_scale measures the noise scale with micro-batches, whose size "
-            "tune while_training changes: choose another scheduler, or leave tune out.",
-            field="tune",
-        )
-    if tune != "only" and training.deterministic:
-        raise Unprocessable(
-            "tune chooses micro-batches by their measured speed, so that two runs can differ: leave out tune "
-            "or deterministic.",
-            field="tune",
-        )
-    if batch.steps is not None or batch.micro_batch is not None:
-        raise Unprocessable(
-            "tune chooses the micro-batch: leave accumulation_steps and micro_batch_size out.", field="tune"
-        )
-    if training.compile:
-        raise Unprocessable(
-            "tune and compile cannot be combined: every measured size would have to be compiled. Tune "
-            "without compile: the result is valid for both.",
-            field="tune",
         )
 
 

@@ -11,8 +11,8 @@ from workers.run_directory import RunDirectory
 from workers.training import base_model, checkpoint
 from workers.training import model as models
 from workers.training.distributed.independent import replicas_of
+from workers.training.evaluation import validation_loss
 from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRequested
-from workers.training.fit import validation_loss
 from workers.training.parameters import Parameters
 from workers.training.start import start
 from workers.training.trackers import Trackers

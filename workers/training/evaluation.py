@@ -7,11 +7,14 @@ import torch
 
 from app.contract.plan import TokenBudget
 from app.contract.spec import EarlyStopping
+from workers.training import guards
 from workers.training.batches import BatchLayout, collate, cut_window
 from workers.training.data import Samples
 from workers.training.distributed.group import ALONE, Group
+from workers.training.exceptions import InterruptionRequested
 from workers.training.replica import Replica
 from workers.training.state import RunState
+from workers.training.training_run import TrainingRun
 
 
 def loss_sum(
@@ -53,6 +56,38 @@ def loss_sum(
     finally:
         replica.model.train(was_training)
     return total.item()
+
+
+def validation_loss(training: TrainingRun) -> float:
+    """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
+
+    Raises:
+        InterruptionRequested: a stop was requested.
+    """
+    group, loader, samples = training.group, training.loader, training.loader.validation
+    assert samples is not None
+    longest, most = int(loader.samples.lengths.max()), int(samples.lengths.max())
+    batch = training.assignment.spec.effective_batch_size
+    tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
+    while True:
+        own, interruption_requested, failure = 0.0, False, None
+        try:
+            own = loss_sum(
+                training.replica, samples, training.loader.layout, tokens, training.check_interruption, group
+            )
+        except InterruptionRequested:
+            interruption_requested = True
+        except RuntimeError as error:
+            if not guards.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
+                raise
+            failure = "out of memory"
+        stop, failed = group.any(interruption_requested, failure is not None)
+        if stop:
+            raise InterruptionRequested
+        if not failed:
+            (whole,) = group.sum([own])
+            return whole / samples.denominator(np.flatnonzero(samples.targets))
+        tokens //= 2
 
 
 def record(state: RunState, loss: float, early_stopping: EarlyStopping | None) -> bool:

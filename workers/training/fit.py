@@ -3,17 +3,12 @@
 import contextlib
 from math import isfinite
 
-import numpy as np
-import torch
-
 from app.contract.assignment import Assignment
-from app.contract.fail_points import fail_point
-from app.contract.reports import NoiseScale, Outcome, RankShares, Tuning
+from app.contract.reports import Outcome, RankShares
 from app.contract.spec import MAX_EVALUATIONS
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import (
-    base_model,
     certificate,
     checkpoint,
     completions,
@@ -27,19 +22,20 @@ from workers.training import (
     sweep,
     trials,
 )
-from workers.training import model as models
 from workers.training.accumulate import TrainedWindow, train_window
 from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.distributed.group import ALONE, Group
+from workers.training.evaluation import validation_loss
 from workers.training.exceptions import Interrupted, InterruptionRequested
+from workers.training.finish import finish, outcome
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
-from workers.training.parameters import Parameters
 from workers.training.report import log_line, report_start
 from workers.training.schedule import rate_factor
-from workers.training.start import start, whole_model
+from workers.training.skip import skip
+from workers.training.start import start
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
 from workers.training.training_run import Stop, TrainingRun
@@ -96,7 +92,7 @@ def measure(training: TrainingRun) -> Outcome:
         advance(training)
     tuning = sweep.sweep(training)
     sweep.apply(training, tuning)
-    return _outcome(training, files=(), tuning=tuning)
+    return outcome(training, files=(), tuning=tuning)
 
 
 def train(training: TrainingRun) -> None:
@@ -168,7 +164,7 @@ def advance(training: TrainingRun) -> None:
     state.position.advance(len(window), len(samples))
     state.progress.micro_step += len(trained.groups) if trained else 0
     if trained is None or not trained.closed.applied:
-        _skip(training, window, trained)
+        skip(training, window, trained)
     else:
         _record_step(training, window, trained)
         noise = noise_scale.estimate(state.noise)
@@ -213,116 +209,6 @@ def evaluate(training: TrainingRun) -> None:
             f"Stopped at step {state.step}: {own.without_gain} evaluations without enough improvement; the "
             f"lowest validation loss is {own.best_loss:.4f} at step {own.best_step}.",
         )
-
-
-def validation_loss(training: TrainingRun) -> float:
-    """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
-
-    Raises:
-        InterruptionRequested: a stop was requested.
-    """
-    group, loader, samples = training.group, training.loader, training.loader.validation
-    assert samples is not None
-    longest, most = int(loader.samples.lengths.max()), int(samples.lengths.max())
-    batch = training.assignment.spec.effective_batch_size
-    tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
-    while True:
-        own, interruption_requested, failure = 0.0, False, None
-        try:
-            own = evaluation.loss_sum(
-                training.replica, samples, training.loader.layout, tokens, training.check_interruption, group
-            )
-        except InterruptionRequested:
-            interruption_requested = True
-        except RuntimeError as error:
-            if not guards.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
-                raise
-            failure = "out of memory"
-        stop, failed = group.any(interruption_requested, failure is not None)
-        if stop:
-            raise InterruptionRequested
-        if not failed:
-            (whole,) = group.sum([own])
-            return whole / samples.denominator(np.flatnonzero(samples.targets))
-        tokens //= 2
-
-
-def finish(training: TrainingRun) -> Outcome:
-    """Saves the model (with early stopping, the best one) and returns how the run ended.
-
-    Raises:
-        CannotTrain: no window made a step, so that the model is untrained.
-    """
-    guards.check_any_step(training.state.step)
-    model = whole_model(training)
-    if not training.group.leads:
-        training.group.wait()
-        return _outcome(training, files=())
-    assignment, evaluations = training.assignment, training.state.evaluations
-    if not training.state.progress.stopped_early:  # otherwise a user requested the model as it is
-        guards.check_weights_changed(model, training.run.digest_of_base())
-    has_other_best = assignment.spec.early_stopping is not None and evaluations.best_step not in (
-        None,
-        training.state.step,
-    )
-    best = checkpoint.best(training.run.checkpoints) if has_other_best else None
-    if has_other_best and best is None:
-        message = (
-            f"The checkpoint of step {evaluations.best_step}, which has the lowest validation loss, is "
-            f"damaged or missing: saving the model of step {training.state.step}."
-        )
-        training.reporter.event("checkpoint_damaged", message, "warning")
-        evaluations.best_step = None
-    elif best is not None:
-        checkpoint.load_weights(best, Parameters(model))
-        evaluations.loss = evaluations.best_loss
-        message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
-        training.reporter.event("best", message)
-    noise = noise_scale.estimate(training.state.noise)
-    if noise is not None:
-        band = f"{noise.low:.0f} to {noise.high:.0f}" if noise.high is not None else f"above {noise.low:.0f}"
-        message = f"Gradient noise scale {noise.value:.0f} samples (90 % confidence interval: {band})."
-        training.reporter.event("noise_scale", message, **noise.model_dump())
-    if not training.replica.is_sharded:
-        completions.after(training)
-    fail_point("trainer.saving")
-    tokenizer = base_model.load_tokenizer(training.base)  # loaded again, since using a tokenizer changes it
-    files = models.save(
-        model,
-        tokenizer,
-        training.run.model,
-        assignment.spec.method,
-        *assignment.spec.model.below_adapters(),
-    )
-    fail_point("trainer.saved")
-    training.reporter.event("saved", f"Model saved in {len(files)} files.", files=list(files))
-    training.group.wait()
-    return _outcome(training, files=files, noise=noise)
-
-
-def _outcome(
-    training: TrainingRun,
-    *,
-    files: tuple[str, ...],
-    noise: NoiseScale | None = None,
-    tuning: Tuning | None = None,
-) -> Outcome:
-    """Closes the data, and returns how the run ended."""
-    training.loader.close()
-    state = training.state
-    return Outcome(
-        files=files,
-        steps=state.step,
-        first_loss=state.losses.first,
-        final_loss=state.losses.last,
-        trained_tokens=state.progress.trained_tokens,
-        effective_batch_size=training.assignment.spec.effective_batch_size,
-        eval_loss=state.evaluations.loss,
-        best_step=state.evaluations.best_step,
-        equivalence_error=state.fallbacks.equivalence_error,
-        noise_scale=noise,
-        tuning=tuning,
-    )
 
 
 def save_checkpoint(training: TrainingRun) -> None:
@@ -417,66 +303,3 @@ def _note_loss(losses: Losses, loss: float) -> None:
     losses.last = loss
     losses.average = loss if losses.average is None else (1 - EMA) * losses.average + EMA * loss
     losses.recent = [*losses.recent[1 - guards.RECENT :], loss]
-
-
-_MAX_SAMPLES_LISTED = 1000
-"""The maximum number of samples that the event of a skipped window lists."""
-
-
-def _skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) -> None:
-    """Counts a window that made no step, names the samples at fault, and gives up after too many."""
-    progress, samples = training.state.progress, training.loader.samples
-    progress.skipped += 1
-    if trained is None:
-        message, named = "Window skipped: none of its tokens count toward the loss.", window.tolist()
-    else:
-        progress.skipped_in_a_row += 1
-        counted = window[samples.targets[window] > 0]
-        named = []
-        if trained.closed.rejected_by_filter:
-            reason = f"its loss of {trained.closed.loss:.4g} is a spike. Samples with the highest losses:"
-            if training.group.leads and not training.replica.is_sharded:
-                named = _highest_losses(training, counted)
-        else:
-            reason = "its loss or gradient is not finite. Samples at fault:"
-            whole = samples.denominator(window)
-            if training.group.leads and not training.replica.is_sharded:
-                named = guards.samples_at_fault(
-                    training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
-                )
-        training.group.wait()
-        if training.replica.is_sharded:
-            searched = "not searched for, since the model is sharded"
-        else:
-            searched = ", ".join(map(str, named)) or "none individually"
-        message = f"Window skipped: {reason} {searched}."
-    training.reporter.event(
-        "skipped", message, "warning", samples=named[:_MAX_SAMPLES_LISTED], skipped=progress.skipped
-    )
-    guards.give_up_after_too_many(progress.skipped_in_a_row)
-
-
-def _add_alone(training: TrainingRun, sample: int, denominator: float) -> None:
-    """Opens a window with the whole window's denominator, and adds one of its samples."""
-    replica, batch = training.replica, training.loader.fetch([sample])
-    replica.window.open(denominator)
-    if replica.balance is not None:
-        replica.balance.begin(1)
-        if replica.balance.scope == "window":
-            replica.observe_routing(batch)
-    replica.add(batch)
-
-
-def _highest_losses(training: TrainingRun, window: Indices, count: int = 5) -> list[int]:
-    """The samples with the highest mean loss, highest first."""
-    sums: list[torch.Tensor] = []
-    loader = training.loader
-    with torch.no_grad():
-        for sample in window.tolist():
-            if training.stop():
-                return []
-            sums.append(training.replica.forward(loader.fetch([sample])).loss_sum)
-    own = np.array([loader.samples.denominator(window[[i]]) for i in range(len(window))])
-    means = np.asarray(torch.stack(sums).tolist()) / own
-    found: list[int] = window[np.argsort(-means)[:count]].tolist()
-    return found
