@@ -18,10 +18,14 @@ router = APIRouter(prefix="/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")
-def totals_of_service(database: CurrentDatabase, filters: Filters) -> Totals:
+async def totals_of_service(slowly: Slowly, database: CurrentDatabase, filters: Filters) -> Totals:
     """Totals of all jobs; filter by `status`, `user_id`, `model`, submission (`since`, `until`)."""
-    with database.connecting() as connection:
-        return totals.count(connection, database.viewer.owner, filters)
+
+    def counted() -> Totals:
+        with database.connecting() as connection:
+            return totals.count(connection, database.viewer.owner, filters)
+
+    return await slowly(counted)  # the steps of running jobs are counted one by one
 
 
 @router.get(

@@ -202,6 +202,7 @@ def test_client_addresses_are_validated_before_they_are_stored(host: str, kept: 
     [
         "/gradient-accumulation/performance/metrics",
         "/gradient-accumulation/performance/recommendations?training_id={job}",
+        "/gradient-accumulation/stats",
         "/gradient-accumulation/stats/{job}",
         "/gradient-accumulation/training/{job}/metrics",
         "/v1/files?purpose=fine-tune-results",
