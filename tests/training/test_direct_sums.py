@@ -35,6 +35,7 @@ class Layers(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids)
+        hidden = hidden + self.first(hidden[0, 0]).sum()  # a vector alone, too
         for _ in range(2):
             hidden = hidden + self.frozen(self.second(torch.tanh(self.first(hidden))))
         return hidden.square().sum()
@@ -82,7 +83,11 @@ def test_frozen_layers_and_those_of_other_kinds_are_left_to_autograd() -> None:
         def forward(self, given: Tensor) -> Tensor:
             return 2.0 * super().forward(given)
 
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), Scaled(4, 4), nn.Linear(4, 4).bfloat16())
+    hooked = nn.Linear(4, 4)
+    hooked.weight.register_hook(lambda gradient: gradient * 2.0)
+    model = nn.Sequential(
+        nn.Linear(4, 4).requires_grad_(False), Scaled(4, 4), nn.Linear(4, 4).bfloat16(), hooked
+    )
     direct = DirectSums(model)
     direct.begin(1.0)
     assert not [module for module in model if "forward" in vars(module)]

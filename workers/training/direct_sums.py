@@ -86,6 +86,8 @@ def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
     large = weight.numel() >= LEAST_ELEMENTS and weight.dtype in (torch.float32, torch.float64)
     if not (isinstance(weight, nn.Parameter) and weight.requires_grad and large):
         return None
+    if weight._backward_hooks:  # they would not see the gradient
+        return None
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     ):
@@ -159,7 +161,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, upper: Tensor) -> Any:
         (given,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        rows, columns = given.flatten(0, -2), upper.flatten(0, -2)
+        rows, columns = given.reshape(-1, given.shape[-1]), upper.reshape(-1, upper.shape[-1])
         if ctx.transposed:
             add_product(weight, rows.t(), columns)
         else:
@@ -186,7 +188,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upper: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        own = upper.flatten(0, -2)
+        own = upper.reshape(-1, upper.shape[-1])
         if ctx.padding is not None:
             own = own * (ids.flatten() != ctx.padding).unsqueeze(1).to(own.dtype)
         sum_of(ctx.weight).index_add_(0, ids.flatten(), own)
