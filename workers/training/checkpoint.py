@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,17 @@ def _write(folder: Path, state: RunState, content: Content) -> None:
     }
     (folder / "state.json").write_text(json.dumps(rest))
     fail_point("checkpoint.state")
-    manifest = {file.name: _digest(file) for file in sorted(folder.iterdir())}
+    files = sorted(folder.iterdir())
+    with ThreadPoolExecutor(2 * len(files)) as threads:  # the disk writes while digests are computed
+        synced = [threads.submit(sync, file) for file in files]
+        manifest = {
+            file.name: digest for file, digest in zip(files, threads.map(_digest, files), strict=True)
+        }
+    for each in synced:
+        each.result()
     (folder / "manifest.json").write_text(json.dumps(manifest))
     fail_point("checkpoint.manifest")
-    for path in (*folder.iterdir(), folder):
+    for path in (folder / "manifest.json", folder):
         sync(path)
 
 
@@ -258,7 +266,11 @@ def _is_whole(path: Path) -> bool:
         if any(each.is_symlink() or not each.is_file() for each in path.iterdir()):
             return False  # a pipe could not be read to its end
         manifest = json.loads((path / "manifest.json").read_text())
-        if set(manifest) != _CONTENT or any(_digest(path / name) != own for name, own in manifest.items()):
+        if set(manifest) != _CONTENT:
+            return False
+        with ThreadPoolExecutor(len(manifest)) as threads:
+            digests = threads.map(_digest, [path / name for name in manifest])
+        if list(digests) != list(manifest.values()):
             return False
         content = json.loads((path / "state.json").read_text())
         state = from_json(content["state"], content.get("version", 1))
