@@ -3,6 +3,7 @@
 import time
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import Connection, select
 
@@ -42,6 +43,7 @@ from app.web.dependencies import (
     CurrentSettings,
     Limit,
     Reading,
+    Slowly,
     Writing,
     planning_inputs_of,
     slowly_of,
@@ -130,14 +132,29 @@ def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobI
 
 
 @router.get("/{fine_tuning_job_id}/events", summary="List a job's events, newest first")
-def list_events(
-    session: Reading, fine_tuning_job_id: JobId, limit: Limit = 20, after: After = None
+async def list_events(
+    slowly: Slowly,
+    database: CurrentDatabase,
+    fine_tuning_job_id: JobId,
+    limit: Limit = 20,
+    after: After = None,
 ) -> Page[FineTuningEvent]:
     """Messages, and an event of type `metrics` for every step."""
-    transitions.get(session, fine_tuning_job_id)
-    query = select(JobEvent).where(JobEvent.job_id == fine_tuning_job_id)
+
+    def listed() -> Page[FineTuningEvent]:
+        with database.reading() as session:
+            return _events(session, fine_tuning_job_id, limit, after)
+
+    if after is None:
+        return await to_thread.run_sync(listed)
+    return await slowly(listed)  # all steps since then are passed over
+
+
+def _events(session: Session, job_id: str, limit: int, after: str | None) -> Page[FineTuningEvent]:
+    transitions.get(session, job_id)
+    query = select(JobEvent).where(JobEvent.job_id == job_id)
     messages = page(session, query, JobEvent.id, limit, after, _event)
-    metrics = _metrics(session, fine_tuning_job_id, limit, after)
+    metrics = _metrics(session, job_id, limit, after)
     both = sorted([*messages.data, *metrics], key=lambda event: event.id, reverse=True)
     data = both[:limit]
     return Page(

@@ -68,7 +68,8 @@ class ProfileKey:
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     """The key that a profile is stored under: a digest of the architecture, the recipe, the sequence length,
     and the versions of torch and of the profiler."""
-    defaults = {"optimizer_on_cpu": False, "parts": 1, "zero_stage": 3}  # left out, which keeps older keys
+    # Left out, which keeps older keys.
+    defaults = {"optimizer_on_cpu": False, "parts": 1, "zero_stage": 3, "direct_sums": False}
     own = recipe.model_dump_json(
         exclude={name for name, value in defaults.items() if getattr(recipe, name) == value}
     )

@@ -37,7 +37,7 @@ class Layers(nn.Module):
         hidden = self.embedding(ids)
         hidden = hidden + self.first(hidden[0, 0]).sum()  # a vector alone, too
         for _ in range(2):
-            hidden = hidden + self.frozen(self.second(torch.tanh(self.first(hidden))))
+            hidden = hidden + self.frozen(self.second(x=torch.tanh(self.first(input=hidden))))
         return hidden.square().sum()
 
 
@@ -83,15 +83,18 @@ def test_frozen_layers_and_those_of_other_kinds_are_left_to_autograd() -> None:
         def forward(self, given: Tensor) -> Tensor:
             return 2.0 * super().forward(given)
 
-    hooked = nn.Linear(4, 4)
-    hooked.weight.register_hook(lambda gradient: gradient * 2.0)
+    hooked, wrapped = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert hooked.bias is not None
+    hooked.bias.register_hook(lambda gradient: gradient * 2.0)
+    own = wrapped.forward = lambda given: given
     model = nn.Sequential(
-        nn.Linear(4, 4).requires_grad_(False), Scaled(4, 4), nn.Linear(4, 4).bfloat16(), hooked
+        nn.Linear(4, 4).requires_grad_(False), Scaled(4, 4), nn.Linear(4, 4).bfloat16(), hooked, wrapped
     )
     direct = DirectSums(model)
     direct.begin(1.0)
-    assert not [module for module in model if "forward" in vars(module)]
+    assert [module for module in model if "forward" in vars(module)] == [wrapped]
     direct.end()
+    assert wrapped.forward is own
 
 
 def batch_of(ids: Tensor) -> MicroBatch:

@@ -205,6 +205,7 @@ def test_client_addresses_are_validated_before_they_are_stored(host: str, kept: 
         "/gradient-accumulation/stats",
         "/gradient-accumulation/stats/{job}",
         "/gradient-accumulation/training/{job}/metrics",
+        "/v1/fine_tuning/jobs/{job}/events?after=ftevent-00000000000000000000000000",
         "/v1/files?purpose=fine-tune-results",
         "/v1/files?limit=10000",
         "/v1/files/file-metrics-{number}",

@@ -80,49 +80,55 @@ class DirectSums:
 def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
     """The forward pass that adds a layer's gradient directly; None if autograd is to do it."""
     kind = type(module)
-    if kind not in _FORWARDS or kind.forward is not _FORWARDS[kind][0]:
+    if kind not in _FORWARDS or "forward" in vars(module):  # another library has replaced it
         return None
     weight: Any = module.weight
     large = weight.numel() >= LEAST_ELEMENTS and weight.dtype in (torch.float32, torch.float64)
     if not (isinstance(weight, nn.Parameter) and weight.requires_grad and large):
         return None
-    if weight._backward_hooks:  # they would not see the gradient
+    if any(_has_hooks(parameter) for parameter in module.parameters()):  # they would not see the gradient
         return None
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     ):
         return None
-    return _FORWARDS[kind][1]
+    return _FORWARDS[kind]
 
 
-def _linear(module: nn.Linear, given: Tensor) -> Tensor:
-    weight = module.weight
-    if not _is_usable(given, weight):
-        return nn.Linear.forward(module, given)
-    found: Tensor = _Product.apply(given, weight, module.bias, False)  # type: ignore[no-untyped-call]
+def _has_hooks(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+# The parameters have the names of those that they replace.
+
+
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+    if not _is_usable(input, module.weight):
+        return nn.Linear.forward(module, input)
+    found: Tensor = _Product.apply(input, module.weight, module.bias, False)  # type: ignore[no-untyped-call]
     return found
 
 
-def _conv1d(module: Any, given: Tensor) -> Tensor:
+def _conv1d(module: Any, x: Tensor) -> Tensor:
     """GPT-2's layer, whose weight has the shape (inputs, outputs)."""
-    if not _is_usable(given, module.weight):
-        plain: Tensor = Conv1D.forward(module, given)
+    if not _is_usable(x, module.weight):
+        plain: Tensor = Conv1D.forward(module, x)
         return plain
-    found: Tensor = _Product.apply(given, module.weight, module.bias, True)  # type: ignore[no-untyped-call]
+    found: Tensor = _Product.apply(x, module.weight, module.bias, True)  # type: ignore[no-untyped-call]
     return found
 
 
-def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
+def _embedding(module: nn.Embedding, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return nn.Embedding.forward(module, ids)
-    found: Tensor = _Lookup.apply(ids, module.weight, module.padding_idx)  # type: ignore[no-untyped-call]
+        return nn.Embedding.forward(module, input)
+    found: Tensor = _Lookup.apply(input, module.weight, module.padding_idx)  # type: ignore[no-untyped-call]
     return found
 
 
-_FORWARDS: dict[type[nn.Module], tuple[Any, Callable[..., Tensor]]] = {
-    nn.Linear: (nn.Linear.forward, _linear),
-    Conv1D: (Conv1D.forward, _conv1d),
-    nn.Embedding: (nn.Embedding.forward, _embedding),
+_FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: _linear,
+    Conv1D: _conv1d,
+    nn.Embedding: _embedding,
 }
 
 
