@@ -1,15 +1,14 @@
 """Routes that submit, read, stop and delete jobs."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
 import structlog
 from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.background import BackgroundTask
 
 from app.contract.base import Page
 from app.contract.reports import WindowProgress
@@ -47,6 +46,7 @@ from app.web.dependencies import (
     planning_inputs_of,
     slowly_of,
 )
+from app.web.downloads import ClosingStream
 from app.web.event_stream import EventStream
 from app.web.pagination import page
 from app.web.sessions import SessionRoute
@@ -213,10 +213,10 @@ def events(
         return Response(status_code=204)  # tells a browser's EventSource not to reconnect
     stream: EventStream = request.app.state.events
     follower = stream.join(training_id, last_event_id, request.state.caller.key_id)
-    return StreamingResponse(
+    return ClosingStream(
         _as_sent_events(request, stream.follow(follower)),
+        partial(stream.leave, follower),  # the client may be gone before the first event
         media_type="text/event-stream",
-        background=BackgroundTask(stream.leave, follower),  # the client may be gone before the first event
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 

@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from anyio import to_thread
@@ -37,6 +38,10 @@ _MAX_SIMULATED_CHANGES = 4
 within `wait_seconds`."""
 
 
+_MANY_DEVICES = 16
+"""Calculations for more devices count as slow requests: they take up to a second."""
+
+
 async def calculate(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeAnswer:
@@ -51,6 +56,12 @@ async def calculate(
     until = time.monotonic() + seconds
     looked_up = await to_thread.run_sync(_look_up, requested, settings, database)
 
+    is_slow = len(looked_up.question.devices) > _MANY_DEVICES
+
+    async def answered() -> BatchSizeAnswer:
+        work = partial(_answered, looked_up, profile_warnings, database)
+        return await (request.app.state.slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work))
+
     async def wait_for_profile(recipe: Recipe, sequence: int) -> list[str]:
         base = looked_up.base
         wanted = ProfileKey(looked_up.model_name, base.architecture, base.config, recipe, sequence)
@@ -59,14 +70,14 @@ async def calculate(
 
     with waits.place(key_id) if seconds else nullcontext():
         profile_warnings = await wait_for_profile(looked_up.question.recipe, looked_up.question.sequence)
-        found = await to_thread.run_sync(_answered, looked_up, profile_warnings, database)
+        found = await answered()
         for _ in range(
             0 if profile_warnings else _MAX_SIMULATED_CHANGES
         ):  # a warning means that no simulation was finished in time
             change = change_to_simulate(found, looked_up.question)
             if change is None or await wait_for_profile(change.recipe, change.sequence):
                 break
-            found = await to_thread.run_sync(_answered, looked_up, profile_warnings, database)
+            found = await answered()
     return found
 
 

@@ -81,12 +81,21 @@ def _is_comparable(
     )
 
 
+_MAX_STEPS = 1000
+"""The newest steps of a job from which its speed is computed: submissions wait for it."""
+
+
 def _speed_of(session: Session, job_id: str, *, is_same_file: bool) -> Speed | None:
-    samples, tokens, seconds = session.execute(
-        select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens), func.sum(_SECONDS)).where(
-            StepMetric.job_id == job_id
-        )
-    ).one()
+    seconds_of_step = _SECONDS.label("seconds")
+    newest = (
+        select(StepMetric.samples, StepMetric.input_tokens, seconds_of_step)
+        .where(StepMetric.job_id == job_id)
+        .order_by(StepMetric.step.desc())
+        .limit(_MAX_STEPS)
+        .subquery()
+    )
+    sums = select(func.sum(newest.c.samples), func.sum(newest.c.input_tokens), func.sum(newest.c.seconds))
+    samples, tokens, seconds = session.execute(sums).one()
     if not seconds or not samples:
         return None
     return Speed(job_id, samples / seconds, tokens / samples, is_same_file)

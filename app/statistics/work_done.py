@@ -102,8 +102,15 @@ def tokens_per_sample(session: Session, file_id: str, vocabulary: int, max_lengt
         .limit(_MOST_JOBS)
     )
     for job_id in session.scalars(jobs):
-        counted = select(func.sum(StepMetric.samples), func.sum(StepMetric.input_tokens))
-        samples, tokens = session.execute(counted.where(StepMetric.job_id == job_id)).one()
+        newest = (
+            select(StepMetric.samples, StepMetric.input_tokens)
+            .where(StepMetric.job_id == job_id)
+            .order_by(StepMetric.step.desc())
+            .limit(_MOST_STEPS)
+            .subquery()
+        )
+        counted = select(func.sum(newest.c.samples), func.sum(newest.c.input_tokens))
+        samples, tokens = session.execute(counted).one()
         if samples:
             return float(tokens / samples)
     return None

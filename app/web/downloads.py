@@ -1,7 +1,7 @@
 """Downloads: files and streams, with limits on the descriptors that they hold open."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -23,12 +23,15 @@ class ClosingStream(StreamingResponse):
     """A stream whose files are closed at its end, even if the client disconnected or never read any of it.
 
     Args:
-        parts: texts or bytes; they are generated in a thread, one after another.
+        parts: texts or bytes, one after another; those of a plain iterator are generated in a thread.
         close: releases the resources behind the parts.
     """
 
     def __init__(
-        self, parts: Iterator[str] | Iterator[bytes], close: Callable[[], None], **options: Any
+        self,
+        parts: Iterator[str] | Iterator[bytes] | AsyncIterator[bytes],
+        close: Callable[[], None],
+        **options: Any,
     ) -> None:
         super().__init__(parts, **options)
         self._parts, self._close = parts, close

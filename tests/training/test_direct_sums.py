@@ -35,7 +35,10 @@ class Layers(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids)
+        hidden *= 0.5  # outputs may be changed in place
         hidden = hidden + self.first(hidden[0, 0]).sum()  # a vector alone, too
+        grown = self.first(hidden)
+        hidden = hidden + torch.relu_(grown)[..., :6]
         for _ in range(2):
             hidden = hidden + self.frozen(self.second(x=torch.tanh(self.first(input=hidden))))
         return hidden.square().sum()

@@ -36,6 +36,7 @@ def test_head_of_a_stream_ends_at_once(client: TestClient, made: dict[str, str])
     head = client.head(events, headers={"Accept": "text/event-stream"})
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"].startswith("text/event-stream")
+    assert not client.app.state.events._followers  # type: ignore[attr-defined]
 
 
 def test_head_is_refused_where_get_is(client: TestClient) -> None:

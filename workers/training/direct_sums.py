@@ -10,7 +10,7 @@ Gradients are the same up to rounding. The comparison before the first step (`ce
 reference without this module.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -153,6 +153,13 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
         weight.grad.addmm_(left, right)
 
 
+def _owned(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows in another shape, as a tensor that autograd does not treat as a view: some models change the
+    output of a layer in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(rows, [*shape, rows.shape[-1]])
+    return found
+
+
 class _Product(torch.autograd.Function):
     """given · weightᵀ + bias, or given · weight + bias if the weight is transposed."""
 
@@ -160,7 +167,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.save_for_backward(given)
         ctx.weight, ctx.bias, ctx.transposed = weight, bias, transposed
-        return F.linear(given, weight.t() if transposed else weight, bias)
+        rows = given.reshape(-1, given.shape[-1])
+        return _owned(F.linear(rows, weight.t() if transposed else weight, bias), given.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -188,7 +196,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding = weight, padding
-        return F.embedding(ids, weight)
+        return _owned(F.embedding(ids.reshape(-1), weight), ids.shape)
 
     @staticmethod
     @once_differentiable
