@@ -40,10 +40,12 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ACCRUE_LOG_LEVEL", "").upper() == "DEBUG":
             raise
-        lines = str(printable(f"{type(error).__name__}: {error}")).splitlines()
+        what = str(printable(f"{type(error).__name__}: {error}")).splitlines()[0]
+        hint = "ACCRUE_LOG_LEVEL=debug shows where the error occurred."
+        if isinstance(error, (LookupError, TypeError, AttributeError, RecursionError)):
+            hint = f"Is the address (--url or ACCRUE_URL) that of an Accrue service of this version? {hint}"
         errors.print(
-            f"accrue: unexpected error ({lines[0]}): is the address (--url or ACCRUE_URL) that of an Accrue "
-            "service of this version? ACCRUE_LOG_LEVEL=debug shows where the error occurred.",
+            f"accrue: unexpected error ({what}). {hint}",
             style="red", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
         sys.exit(1)

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Literal
 
-from anyio import to_thread
 from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
@@ -95,8 +94,7 @@ async def recommendations(
                 advice=advice_for(session, job) if job is not None else [],
             )
 
-    # A job's measurements are read from all of its steps.
-    return await (slowly(found) if training_id is not None else to_thread.run_sync(found))
+    return await slowly(found)  # measurements are read, and all steps of a job
 
 
 def _devices(

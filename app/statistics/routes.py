@@ -34,8 +34,9 @@ async def totals_of_service(slowly: Slowly, database: CurrentDatabase, filters: 
     response_model=Comparison,
     responses={200: {"content": {"image/png": {}}, "description": "Figures; or, with format=png, a chart"}},
 )
-def compare_jobs(
+async def compare_jobs(
     request: Request,
+    slowly: Slowly,
     database: CurrentDatabase,
     caller: CurrentCaller,
     ids: Annotated[
@@ -46,11 +47,14 @@ def compare_jobs(
     format: Annotated[Literal["json", "png"], Query()] = "json",
 ) -> Comparison | Response:
     """Losses at equal numbers of samples seen, whatever the batch size, and how noisy each loss is."""
-    with request.app.state.comparisons.counted(caller.key_id), database.reading() as session:
-        compared = compare(session, ids, points)
-    if format == "png":
-        return Response(charts.comparison(compared), media_type="image/png")
-    return compared
+
+    def compared() -> Comparison | Response:
+        with database.reading() as session:
+            found = compare(session, ids, points)
+        return Response(charts.comparison(found), media_type="image/png") if format == "png" else found
+
+    with request.app.state.comparisons.counted(caller.key_id):
+        return await slowly(compared)
 
 
 @router.get("/{identifier}", summary="Statistics of a job or of a configuration's jobs")

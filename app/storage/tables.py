@@ -397,7 +397,11 @@ class Measurement(Base):
     job."""
 
     __tablename__ = "measurements"
-    __table_args__ = (Index(None, "architecture", "device_name"),)
+    __table_args__ = (
+        Index(None, "architecture", "device_name"),
+        Index("ix_measurements_key", "key", "device_name", "created_at"),
+        Index("ix_measurements_device", "device", "created_at"),
+    )
 
     job_id: Mapped[str] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)

@@ -23,10 +23,12 @@ class HeadRequests:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             raise _Answered
 
-        as_get = {**scope, "method": "GET"}
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]  # only for GET
+        as_get = {**scope, "method": "GET", "headers": headers}
         try:
             await self.app(as_get, receive, send_head)
         except _Answered:
             pass
         finally:
-            scope.update({**as_get, "method": "HEAD"})  # the outer middleware reads the route and the caller
+            # The outer middleware reads the route and the caller.
+            scope.update({**as_get, "method": "HEAD", "headers": scope["headers"]})

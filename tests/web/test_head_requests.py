@@ -46,6 +46,11 @@ def test_head_is_refused_where_get_is(client: TestClient) -> None:
     assert (evil.status_code, evil.content) == (403, b"")
 
 
+def test_head_ignores_a_range(client: TestClient, made: dict[str, str]) -> None:
+    head = client.head(f"/v1/files/{made['file_id']}/content", headers={"Range": "bytes=0-3"})
+    assert (head.status_code, head.headers["content-length"]) == (200, "1400")
+
+
 def test_any_etag_matches_an_asterisk(client: TestClient, made: dict[str, str]) -> None:
     path = f"{PATH}/{made['training_id']}"
     assert client.get(path, headers={"If-None-Match": "*"}).status_code == 304
