@@ -36,7 +36,7 @@ class SubmissionHandler(ABC):
 
     Args:
         inputs: what its plan is made from, with the database as the caller sees it.
-        once: the request's `Idempotency-Key`.
+        idempotency: the request's `Idempotency-Key`.
     """
 
     status = 200
