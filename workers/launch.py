@@ -22,7 +22,7 @@ from app.models import base_models
 from app.planning.devices import Device, common_name
 from app.planning.memory import bytes_on_disk
 from app.planning.plan import make_plan, sample_length_of
-from app.planning.planner import PlannerEvidence
+from app.planning.planner import PlannerEvidence, recipe_of_rank
 from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.storage.database import Database
@@ -128,7 +128,7 @@ class Launcher:
             threads = max(1, together // self.settings.cpu_devices)
         with self.database.reading() as session:
             known = profiles.known(session, spec.model.architecture, common_name(devices))
-            length = _sample_length(session, spec, devices[0], known)
+            length = _sample_length(session, spec, devices, known)
             return make_plan(spec, devices, known, predicted=False, sample_length=length, threads=threads)
 
     def _times_out(self, spec: Spec, fence: Fence) -> float | None:
@@ -145,11 +145,13 @@ class Launcher:
         return str(self.settings.files_dir / validation.file_id)
 
 
-def _sample_length(session: Session, spec: Spec, device: Device, known: PlannerEvidence) -> int:
+def _sample_length(session: Session, spec: Spec, devices: Sequence[Device], known: PlannerEvidence) -> int:
     """Tokens of a sample of full length: as measured, unless memory was simulated for `max_length` alone."""
     order, most = lengths.order_of(spec), spec.data.max_length
     measured = sample_length_of(spec, None if order is None else lengths.find(session, order))
-    recipe = recipe_of(spec, device)
+    recipe = recipe_of(spec, devices[0])
+    if len(devices) > 1:
+        recipe = recipe_of_rank(recipe, len(devices), spec.strategy, spec.zero_stage or 3)
     if known.estimates(recipe, measured).source == "formula" != known.estimates(recipe, most).source:
         return most
     return measured

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import JSON, func, insert, select
+from sqlalchemy import JSON, and_, delete, func, insert, select
 
 from app.contract.plan import Plan
 from app.contract.spec import Spec
@@ -22,7 +22,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
-from app.storage.tables import File, Job, job_of
+from app.storage.tables import DeletedJob, File, Job, StepMetric, job_of
 
 TIMEOUT = "timeout"
 """The error code of a job that exceeded its `timeout_seconds`."""
@@ -249,7 +249,12 @@ def retry(session: Session, job_id: str) -> Job:
 
 
 def remove(session: Session, job_id: str) -> tuple[str, str | None]:
-    """Deletes an ended job. Returns its id, and the id of its inline data's file if that was deleted, too."""
+    """Deletes an ended job. If it has many steps, most of them are left to `remove_steps`, for other writers
+    would have to wait for so long a transaction.
+
+    Returns:
+        The job's id, and the id of its inline data's file if that was deleted, too.
+    """
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
         raise Conflict(f"Job {job_id} is {job.status}: cancel it before deleting it.")
@@ -259,12 +264,28 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     file = session.get_one(File, job.file_id)
     session.delete(job)
     session.flush()
+    if not remove_steps(session, job_id):
+        session.add(DeletedJob(id=job_id))
     of_the_file = select(func.count()).select_from(Job).where(Job.file_id == file.id)
     others = session.scalar(of_the_file, execution_options=OF_EVERYONE)  # an admin may have retried the job
     if not file.inline or others:
         return job_id, None
     session.delete(file)
     return job_id, file.id
+
+
+STEPS_AT_ONCE = 2000
+"""The maximum number of steps that one transaction deletes."""
+
+
+def remove_steps(session: Session, job_id: str) -> bool:
+    """Deletes the next steps of a deleted job. Returns whether all are gone."""
+    own = StepMetric.job_id == job_id
+    last = select(StepMetric.step).where(own).order_by(StepMetric.step).offset(STEPS_AT_ONCE - 1).limit(1)
+    through = session.scalar(last)
+    part = own if through is None else and_(own, StepMetric.step <= through)
+    session.execute(delete(StepMetric).where(part).execution_options(synchronize_session=False))
+    return through is None
 
 
 def _request(session: Session, job: Job, what: RequestedAction) -> None:

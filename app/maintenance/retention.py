@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import structlog
-from sqlalchemy import and_, select
+from sqlalchemy import and_, delete, select
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.contract.states import ENDED
@@ -16,12 +16,15 @@ from app.results.run_files import remove_run
 from app.settings import Settings
 from app.storage import pending
 from app.storage.database import Database, database_now, is_unavailable
-from app.storage.tables import File, Job
+from app.storage.tables import DeletedJob, File, Job
 
 log = structlog.get_logger("accrue.service")
 
 _DAY = 86400.0
 _POLL_SECONDS = 600.0
+_STEPS_POLL_SECONDS = 10.0
+_PAUSE_SECONDS = 0.02
+"""Between two parts of a long deletion, so that other writers get a turn."""
 _AT_ONCE = 100
 
 
@@ -42,6 +45,19 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
         (settings.files_dir / file_id).unlink(missing_ok=True)
     for path in going if is_gone else going[1:]:  # otherwise the next start of the service tries again
         pending.settle(path)
+
+
+def delete_remaining_steps(database: Database, ended: threading.Event) -> None:
+    """Deletes the steps that deleted jobs have left, in short transactions. Stops once `ended` is set."""
+    with database.reading() as session:
+        job_ids = session.scalars(select(DeletedJob.id)).all()
+    for job_id in job_ids:
+        all_gone = False
+        while not all_gone and not ended.wait(_PAUSE_SECONDS):
+            with database.writing() as session:
+                all_gone = lifecycle.remove_steps(session, job_id)
+                if all_gone:
+                    session.execute(delete(DeletedJob).where(DeletedJob.id == job_id))
 
 
 def delete_file(database: Database, settings: Settings, file_id: str) -> None:
@@ -102,30 +118,43 @@ def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> i
 
 
 class Retention:
-    """Deletes by age from `start()` to `close()`, if an age is set."""
+    """From `start()` to `close()`, deletes by age, if an age is set, and the steps that deleted jobs have
+    left."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database, self._settings = database, settings
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._repeat, args=each, name=each[0].__name__.lstrip("_"), daemon=True)
+            for each in ((self._delete_steps, _STEPS_POLL_SECONDS), (self._delete_by_age, _POLL_SECONDS))
+        ]
 
     def start(self) -> None:
-        if self._settings.retention_days is not None:
-            self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(10)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(10)
 
-    def _run(self) -> None:
-        assert self._settings.retention_days is not None
+    def _delete_steps(self) -> int:
+        delete_remaining_steps(self._database, self._ended)
+        return 0
+
+    def _delete_by_age(self) -> int:
+        days = self._settings.retention_days
+        return 0 if days is None else delete_expired(self._database, self._settings, days)
+
+    def _repeat(self, delete_some: Callable[[], int], poll_seconds: float) -> None:
+        """Deletes at once as long as something was deleted, otherwise every `poll_seconds`."""
         while not self._ended.is_set():
             gone = 0
             try:
-                gone = delete_expired(self._database, self._settings, self._settings.retention_days)
+                gone = delete_some()
             except (SQLAlchemyError, ReplacedDatabase, OSError) as error:
-                log.warning("deletion by age is interrupted; it is tried again later", error=str(error))
+                log.warning("deletion is interrupted; it is tried again later", error=str(error))
             except Exception:
-                log.exception("deleting by age failed")  # this thread must go on
-            self._ended.wait(0.0 if gone else _POLL_SECONDS)
+                log.exception("deletion failed")  # this thread must go on
+            self._ended.wait(0.0 if gone else poll_seconds)

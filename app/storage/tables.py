@@ -186,7 +186,8 @@ class StepMetric(Base):
     __tablename__ = "step_metrics"
     __table_args__ = BY_JOB
 
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(primary_key=True)
+    """Not a foreign key: the steps of a deleted job are deleted after it, in parts (`DeletedJob`)."""
     step: Mapped[int] = mapped_column(primary_key=True)
     attempt: Mapped[int]
     micro_step: Mapped[int]
@@ -219,6 +220,14 @@ class StepMetric(Base):
     micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)
     gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
     ranks: Mapped[Any] = mapped_column(Json, nullable=True)
+
+
+class DeletedJob(Base):
+    """A deleted job with steps that are still to be deleted (app/maintenance/retention.py)."""
+
+    __tablename__ = "deleted_jobs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
 
 
 class JobEvent(Base):

@@ -3,14 +3,17 @@
 import time
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 from starlette.testclient import TestClient
 
+from app.jobs import lifecycle
 from app.main import create_app
 from app.maintenance import retention
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.tables import File, Job
+from app.storage.session import Session
+from app.storage.tables import DeletedJob, File, Job, StepMetric
+from tests.harness.log_lines import line
 from tests.harness.runs import until
 from tests.harness.submissions import submitted
 
@@ -78,3 +81,41 @@ def test_nothing_is_deleted_by_age_by_default(
         if days is not None:
             until(lambda: not any(settings.runs_dir.iterdir()), 10)  # which goes after its row
     assert (job_id in left(database, settings)[0]) == (days is None)
+
+
+def record_steps(database: Database, job_id: str, count: int) -> None:
+    with database.writing() as session:
+        session.add_all(StepMetric(job_id=job_id, **line(step).model_dump()) for step in range(1, count + 1))
+
+
+def steps_of(database: Database, job_id: str) -> int:
+    with database.reading() as session:
+        return session.scalar(select(func.count()).where(StepMetric.job_id == job_id)) or 0
+
+
+def test_many_steps_are_deleted_in_short_transactions(
+    database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "STEPS_AT_ONCE", 10)
+    kept, short, long = (aged(database, settings, 1) for _ in range(3))
+    for job_id, steps in ((kept, 15), (short, 9), (long, 35)):
+        record_steps(database, job_id, steps)
+    for job_id in (short, long):
+        retention.delete_job(database, settings, job_id)
+    assert [steps_of(database, job_id) for job_id in (kept, short, long)] == [15, 0, 25]
+    assert left(database, settings)[0] == {kept}
+
+    rows_left, remove_steps = [], lifecycle.remove_steps
+
+    def watched(session: Session, job_id: str) -> bool:
+        all_gone = remove_steps(session, job_id)
+        rows_left.append(session.scalar(select(func.count()).where(StepMetric.job_id == job_id)))
+        return all_gone
+
+    monkeypatch.setattr(lifecycle, "remove_steps", watched)
+    with TestClient(create_app(settings)):
+        until(lambda: steps_of(database, long) == 0, 10)
+    assert rows_left == [15, 5, 0]
+    assert steps_of(database, kept) == 15
+    with database.reading() as session:
+        assert session.scalars(select(DeletedJob.id)).all() == []
