@@ -65,11 +65,21 @@ class ProfileKey:
         return key_of(self.architecture, self.recipe, self.sequence)
 
 
+_LATER_OPTIONS = ("optimizer_on_cpu", "parts", "zero_stage", "direct_sums", "compile")
+"""Fields that recipes did not have at first: without them, if they have their defaults, older keys remain."""
+
+
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     """The key that a profile is stored under: a digest of the architecture, the recipe, the sequence length,
     and the versions of torch and of the profiler."""
     # Left out, which keeps older keys.
-    defaults = {"optimizer_on_cpu": False, "parts": 1, "zero_stage": 3, "direct_sums": False}
+    defaults = {
+        "optimizer_on_cpu": False,
+        "parts": 1,
+        "zero_stage": 3,
+        "direct_sums": False,
+        "compile": False,
+    }
     own = recipe.model_dump_json(
         exclude={name for name, value in defaults.items() if getattr(recipe, name) == value}
     )

@@ -74,6 +74,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         accumulate_on_cpu=spec.accumulate_gradients_on_cpu,
         optimizer_on_cpu=spec.use_cpu_offload and device.kind == "cuda",
         direct_sums=device.kind == "cpu" and not spec.compile,
+        compile=spec.compile,
     )
 
 

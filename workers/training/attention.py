@@ -1,17 +1,22 @@
-"""Which kernel of scaled dot-product attention runs on a GPU.
+"""Which kernel of scaled dot-product attention runs on a GPU, and what it needs to know of packed rows.
 
 - cuDNN's is off: it is planned for each exact shape, and micro-batches rarely have the same shape twice.
 - Flash attention runs in bf16 and fp16, and has a deterministic backward pass.
 - In fp32 and tf32 only the memory-efficient kernel and the plain one (math) can run. The former does not take
   grouped heads as such, so keys and values are repeated for it; its backward pass is not deterministic, so
   that deterministic training uses the plain one, which holds all scores in memory.
+- transformers looks for packed rows in the position ids of every forward pass: it waits for the device, or,
+  while torch.compile traces the model, assumes that there are some, and passes a mask, which flash attention
+  does not take. The trainer knows which rows are packed.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from app.contract.spec import RunPrecision
 
@@ -50,3 +55,38 @@ def heads_repeated(device: Literal["cpu", "cuda"], precision: RunPrecision) -> I
 
 def _never(*_: object, **__: object) -> bool:
     return False
+
+
+_packed: bool | None = None
+"""Whether the rows of the running forward pass are packed; None: not known, or no pass is running."""
+
+
+@contextmanager
+def rows_known(*, packed: bool) -> Iterator[None]:
+    """Within the block, transformers does not look for packed rows itself.
+
+    Args:
+        packed: whether rows hold several samples, each with positions from 0; otherwise a row holds one.
+    """
+    global _packed
+    masks: Any = sys.modules.get("transformers.masking_utils")  # None: no model of transformers exists
+    if masks is not None and not hasattr(masks.find_packed_sequence_indices, "searches"):
+        masks.find_packed_sequence_indices = _unless_known(masks.find_packed_sequence_indices)
+    before, _packed = _packed, packed
+    try:
+        yield
+    finally:
+        _packed = before
+
+
+def _unless_known(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """Tells which tokens of a row belong together (shape: rows × sequence), or None if all of them do; calls
+    `search` if it is not known whether rows are packed."""
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        if _packed is None:
+            return search(position_ids)
+        return (position_ids == 0).cumsum(-1) if _packed else None
+
+    find.searches = search  # type: ignore[attr-defined]
+    return find

@@ -54,7 +54,7 @@ class MicroBatch:
     weights: Tensor | None = None
     """How much each target counts, fp32 of shape (targets,); None if all are 1."""
     position_ids: Tensor | None = None
-    """int64 of shape (1, sequence), of a packed row."""
+    """int64 of shape (1, sequence), of a packed row of several samples."""
     token_positions: Tensor | None = None
     """Flat positions of all tokens that are not padding; int64 of shape (tokens,)."""
     sample_of_token: Tensor | None = None
@@ -306,14 +306,15 @@ def collate(rows: Sequence[Row], layout: BatchLayout, weights: Sequence[float] |
         weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), [len(at) for at in own]))
         if uneven
         else None,
-        position_ids=torch.from_numpy(_positions(lengths)).unsqueeze(0) if layout.packed else None,
+        position_ids=_positions(lengths) if layout.packed and len(rows) > 1 else None,
         token_positions=torch.from_numpy(token_positions) if layout.routed else None,
         sample_of_token=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)) if layout.routed else None,
     )
 
 
-def _positions(lengths: Lengths) -> Lengths:
-    return np.concatenate([np.arange(length) for length in lengths])
+def _positions(lengths: Lengths) -> Tensor:
+    """The position of each token in its sample, for a packed row."""
+    return torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).unsqueeze(0)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from workers.training.attention import rows_known
 from workers.training.batches import MicroBatch
 from workers.training.direct_sums import DirectSums, sum_of
 from workers.training.head import Head, backbone_of, head_error, head_of
@@ -70,6 +71,10 @@ class TokenLoss(nn.Module):
             summed: false gives the loss of each target; without label smoothing, weights or gradient.
             probe_head: compute `head_error` instead.
         """
+        with rows_known(packed=batch.position_ids is not None):
+            return self._forward(batch, only_route, summed, probe_head)
+
+    def _forward(self, batch: MicroBatch, only_route: bool, summed: bool, probe_head: bool) -> Forward:
         arguments = self._arguments_for(batch)
         if probe_head:
             assert self.head is not None, "there is nothing to compare with the model's own logits"
