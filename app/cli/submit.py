@@ -128,8 +128,8 @@ def tune(
 ) -> None:
     """Measure on the device which micro-batch is fastest with your data; trains no model.
 
-    It runs as a job, so it waits for a free device. Later plans for this model, method and length on such a
-    device use the result.
+    It runs as a job, so it waits for a free device. Later plans use the result, if their model, method and
+    other training options, sample length and kind of device are the same.
     """
     from app.cli.terminal import show_tuning, wait_for
 

@@ -128,8 +128,8 @@ def show_tuning(job: dict[str, Any]) -> int:
     )
     console.print(table)
     console.print(
-        "Chosen: the smallest size that is within 3% of the fastest. Later plans for this model, method and "
-        "length on such a device use it."
+        "Chosen: the smallest size that is within 3% of the fastest. Later plans with the same model, "
+        "training options, sample length and kind of device use it."
     )
     return 0
 

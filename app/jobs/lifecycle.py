@@ -193,7 +193,8 @@ def resume(session: Session, job_id: str) -> Job:
         )
         record_event(session, job, "queued", "Job resumed; its timeout_seconds starts again.")
     elif job.status in ENDED:
-        raise Conflict(f"Job {job_id} has ended ({job.status}): retry it, or submit a new job.")
+        remedy = "submit a new job" if job.status == "succeeded" else "retry it, or submit a new job"
+        raise Conflict(f"Job {job_id} has ended ({job.status}): {remedy}.")
     else:
         _check_not_ending(job)
     return job

@@ -232,7 +232,7 @@ class JobOptions(AccumulationConfig):
             named = len(self.gpu_ids) if self.gpu_ids else self.num_gpus
             if named not in (None, len(by_device)):
                 raise ValueError(
-                    f"accumulation_steps names {len(by_device)} devices, but {named} are requested"
+                    f"accumulation_steps has {len(by_device)} entries, but {named} devices are requested"
                 )
         if self.gpu_ids is not None:  # a worker uses GPUs in the order of their numbers
             if by_device is not None:

@@ -189,7 +189,7 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
     tight = [str(rank.device.id) for rank in solution.ranks if not rank.capacity.largest]
     if tight:
         warnings.append(
-            f"not even one sample of {solution.question.sequence} tokens fits device "
+            f"not even one sample of {solution.question.sequence} tokens fits on device "
             f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device "
             "with more memory"
         )

@@ -171,7 +171,7 @@ def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
             "medium",
         )
     if situation.target is not None:
-        return _literature(situation.target, "the target that was given", "high")
+        return _requested(situation.target, "the target that was given")
     if situation.noise is not None and _is_usable(situation.noise):
         return _measured_batch(situation.noise, batch)
     if situation.samples is not None:
@@ -308,7 +308,7 @@ def recommended_rate(
 
 def _optimizer(situation: Situation, batch: int) -> Recommendation:
     if situation.optimizer is not None:
-        return _literature(situation.optimizer, "the optimizer that was given", "high")
+        return _requested(situation.optimizer, "the optimizer that was given")
     if situation.kind == "vision" and batch >= _LARGE_VISION_BATCH:
         return _literature(
             "lars",
@@ -331,6 +331,10 @@ def _precision(situation: Situation) -> Recommendation:
     return _literature(
         "bf16", "half the activation memory at the range of fp32 (Kalamkar et al. 2019)", "high"
     )
+
+
+def _requested(value: Any, why: str) -> Recommendation:
+    return Recommendation(value=value, why=why, evidence="requested", confidence="high")
 
 
 def _literature(value: Any, why: str, confidence: Confidence) -> Recommendation:

@@ -175,7 +175,7 @@ class LearningRateAnswer(Answer):
 class Recommendation(Answer):
     value: Any
     why: str
-    evidence: Literal["measured", "simulated", "formula", "literature"]
+    evidence: Literal["measured", "simulated", "formula", "literature", "requested"]
     confidence: Literal["low", "medium", "high"]
     range: list[float] | None = None
 

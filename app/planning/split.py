@@ -85,7 +85,7 @@ def without_accumulation(requested: RequestedBatch, recommended: int) -> Resolve
         raise ConflictingBatch(
             "use_gradient_accumulation",
             "use_gradient_accumulation is false, but the given numbers need several micro-batches per step: "
-            f"set it to true, or set only micro_batch_size, to {per_device}",
+            f"set it to true, or leave the other numbers out and set micro_batch_size to {per_device}",
         )
     return ResolvedBatch(resolved.effective_batch_size, 1, per_device)
 

@@ -91,11 +91,12 @@ class Totals(Answer):
     steps: int
     samples: int
     tokens: int
+    """Target tokens: those that the loss is averaged over."""
     skipped: int
     final_loss: float | None
     """Mean of the jobs' last losses."""
-    tokens_per_second: float | None
-    """Target tokens per second of all windows."""
+    target_tokens_per_second: float | None
+    """Tokens that the loss is averaged over, per second of all windows."""
     samples_per_second: float | None
     device_hours: float
     """Hours of each attempt times its devices; of a running job, only the earlier attempts count."""

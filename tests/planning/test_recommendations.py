@@ -61,7 +61,7 @@ def test_without_a_measurement_the_evidence_is_literature_but_a_requested_batch_
     situation = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda")
     assert recommend(situation)["effective_batch_size"].evidence == "literature"
     given = recommend(replace(situation, target=7, noise=NOISE))["effective_batch_size"]
-    assert (given.value, given.evidence) == (7, "literature")
+    assert (given.value, given.evidence) == (7, "requested")
 
 
 def test_a_sweep_caps_the_micro_batch_and_is_cited() -> None:

@@ -71,7 +71,7 @@ def test_totals_equal_the_sums_of_steps_for_running_and_ended_jobs(database: Dat
     assert (counted.jobs, counted.steps, counted.samples) == (2, 9, 72)
     assert counted.by_status == {"succeeded": 1, "running": 1}
     assert counted.final_loss == 1.0
-    assert counted.tokens_per_second == pytest.approx(80 / 0.6)
+    assert counted.target_tokens_per_second == pytest.approx(80 / 0.6)
     assert counted.samples_per_second == pytest.approx(8 / 0.6)
     assert counted.by_day == {datetime.now(UTC).date().isoformat(): 2}
     with database.writing() as session:
@@ -126,7 +126,7 @@ def test_totals_count_only_jobs_that_match_the_filters(database: Database) -> No
         assert own.by_model == {"accrue/tiny-gpt2": 1}
         own = totals.count(connection, None, [Job.model_name == "other", Job.status == "succeeded"])
         assert (own.jobs, own.steps, own.by_user, own.device_hours) == (1, 3, {"7": 1}, 1.0)
-        assert totals.count(connection, None, [Job.status == "failed"]).tokens_per_second is None
+        assert totals.count(connection, None, [Job.status == "failed"]).target_tokens_per_second is None
         assert totals.count(connection, None).device_hours == 1.5
 
 

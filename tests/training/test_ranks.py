@@ -236,7 +236,7 @@ def training_of(rules: list[MicroBatchRule], lengths: list[int]) -> Any:
         batch=len(lengths),
         budgets=[Budget(rank, LearnedBudget(), len(lengths)) for rank in ranks],
         group=SimpleNamespace(rank=0, size=len(rules)),
-        loader=SimpleNamespace(lengths=lambda window: np.array(lengths), shrink_buckets=lambda tokens: None),
+        loader=SimpleNamespace(lengths=lambda window: np.array(lengths), limit_buckets=lambda tokens: None),
         replica=SimpleNamespace(free_memory=lambda: None, model=None),
         shares=SimpleNamespace(now=[1.0] * len(rules)),
         reporter=SimpleNamespace(event=lambda kind, message, *_, **__: events.append(message)),

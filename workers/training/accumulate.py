@@ -401,7 +401,7 @@ def reduce_memory(
                 "out_of_memory", message, "warning", token_budget=smaller, failed_tokens=tokens, rank=rank
             )
             if rank == training.group.rank:
-                training.loader.shrink_buckets(smaller)
+                training.loader.limit_buckets(smaller)
         elif not already_recomputes:
             if not fallbacks.checkpointing:  # otherwise another rank's failure has just turned it on
                 models.recompute_activations(training.replica.model)

@@ -49,6 +49,7 @@ class Loader:
         self.layout = layout
         self.device = device
         self.executor: Executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._planned_buckets = layout.buckets
         self._seed = seed
         self._order_of_epoch: tuple[int, Indices] = (-1, np.empty(0, np.int64))
 
@@ -78,11 +79,12 @@ class Loader:
         """The micro-batches of a window, each prepared while the device works on the one before it."""
         return prefetched(self.executor, lambda group: self.fetch(window[group].tolist()), groups)
 
-    def shrink_buckets(self, budget: int | None) -> None:
-        """Limits a compiled model's shapes to the learned token budget."""
-        buckets = self.layout.buckets
-        if buckets is not None and budget is not None:
-            self.layout = replace(self.layout, buckets=replace(buckets, tokens=min(buckets.tokens, budget)))
+    def limit_buckets(self, budget: int | None) -> None:
+        """Limits a compiled model's shapes to the learned token budget, which may grow again up to the
+        planned size."""
+        buckets, planned = self.layout.buckets, self._planned_buckets
+        if buckets is not None and planned is not None and budget is not None:
+            self.layout = replace(self.layout, buckets=replace(buckets, tokens=min(planned.tokens, budget)))
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)

@@ -1,4 +1,5 @@
-"""Exceptions that end a run, with a message for the user."""
+"""Exceptions of a run: `CannotTrain` has a message for the user; the others tell ranks and the supervisor
+how to go on."""
 
 
 class CannotTrain(Exception):

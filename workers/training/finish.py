@@ -21,7 +21,7 @@ def finish(training: TrainingRun) -> Outcome:
         training.group.wait()
         return outcome(training, files=())
     assignment, evaluations = training.assignment, training.state.evaluations
-    if not training.state.progress.stopped_early:  # otherwise a user requested the model as it is
+    if not training.state.progress.stopped_early:  # a run that was stopped keeps the model as it is
         guards.check_weights_changed(model, training.run.digest_of_base())
     has_other_best = assignment.spec.early_stopping is not None and evaluations.best_step not in (
         None,

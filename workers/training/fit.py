@@ -272,7 +272,7 @@ def _record_step(training: TrainingRun, window: Indices, trained: TrainedWindow)
             rank=rank,
         )
         if rank == training.group.rank:
-            loader.shrink_buckets(larger)
+            loader.limit_buckets(larger)
 
 
 def _record_work(training: TrainingRun, trained: TrainedWindow) -> None:

@@ -170,11 +170,15 @@ def check_weights_changed(model: nn.Module, before: str | None) -> None:
 
 def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
-    requested = "leave auto_adjust_batch_size on, " if samples > 1 else ""
+    requested = "set auto_adjust_batch_size to true, " if samples > 1 else ""
+    where = (
+        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens"
+        if samples
+        else "on a device without a micro-batch in this window"
+    )
     return CannotTrain(
         "out_of_memory",
-        f"out of memory at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, even "
-        f"with gradient checkpointing: {requested}{_remedies(plan)}",
+        f"out of memory {where}, even with gradient checkpointing: {requested}{_remedies(plan)}",
     )
 
 

@@ -1,6 +1,7 @@
 """The learning rate as a pure function of the number of updates, so no scheduler state is saved."""
 
 from math import cos, pi
+from typing import assert_never
 
 from app.contract.spec import ScheduleSpec
 
@@ -28,7 +29,13 @@ def rate_factor(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     if schedule.name == "constant":
         return 1.0
     done = min(1.0, (step - warmup) / max(1, steps_total - warmup))
-    left = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + cos(pi * done))
+    match schedule.name:
+        case "linear":
+            left = 1.0 - done
+        case "cosine":
+            left = 0.5 * (1.0 + cos(pi * done))
+        case _:
+            assert_never(schedule.name)
     return schedule.final + (1.0 - schedule.final) * left
 
 

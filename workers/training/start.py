@@ -71,7 +71,7 @@ def start(
     replica, state = _replica(run, assignment, model, reporter, group)
     layout = _layout(assignment, plan.ranks[group.rank], tokenizer, model, replica.balance)
     loader = Loader(samples, validation, layout, replica.device, spec.seed)
-    loader.shrink_buckets(state.budgets[group.rank].tokens)
+    loader.limit_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
     until, recorded = _earlier_steps(run, assignment, group)
     budgets = [
