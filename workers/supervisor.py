@@ -225,10 +225,10 @@ class Supervisor:
             log.warning("lost the job before its start", job=job.id)
         except Exception as error:
             log.exception("the trainer could not be started", job=job.id)
-            passing = _passing_reason(error)
-            if passing is not None:
+            transient = _transient_reason(error)
+            if transient is not None:
                 with contextlib.suppress(LostJob), self.database.writing() as session:
-                    queue.postpone(session, fence, passing, RETRY_SECONDS["disk_full"])
+                    queue.postpone(session, fence, transient, RETRY_SECONDS["disk_full"])
                 return True
             permanent = isinstance(error, DamagedRunDirectory)
             failure = Failure(code="not_started", message=why_not_started(error), permanent=permanent)
@@ -396,7 +396,7 @@ def _offer(devices: Sequence[Device], before_place: float = inf, shrink_above: i
     return Offer(len(devices), gpu_ids, before_place, shrink_above)
 
 
-def _passing_reason(error: Exception) -> str | None:
+def _transient_reason(error: Exception) -> str | None:
     """Why a job could not be started now, for a reason that is not the job's and may pass; None if it may
     not."""
     if is_full(error):

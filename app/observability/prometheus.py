@@ -107,7 +107,7 @@ def _counters(session: Session) -> Iterable[Metric]:
     yield seconds
     text = "Target tokens of the jobs that succeeded"
     yield CounterMetricFamily("accrue_trained_tokens", text, value=counted["trained_tokens", ""])
-    text = "Times that a trainer ran out of memory and continued with less (smaller micro-batches, checkpointing)"
+    text = "Times that a trainer ran out of memory, and continued in a way that needs less"
     yield CounterMetricFamily("accrue_oom_recoveries", text, value=counted["oom_recoveries", ""])
 
 

@@ -131,7 +131,7 @@ def test_tokenising_stops_between_chunks_on_request(tmp_path: Path, monkeypatch:
     requested = with_digest_of(source, spec("text"))
     looks = iter([False, False, True])
     with pytest.raises(Interrupted):
-        prepare(requested, source, make_tokenizer(), tmp_path / "prepared", stop=lambda: next(looks))
+        prepare(requested, source, make_tokenizer(), tmp_path / "prepared", interrupted=lambda: next(looks))
     assert prepare(requested, source, make_tokenizer(), tmp_path / "prepared").samples == 40
 
 

@@ -28,5 +28,5 @@ def test_a_complete_window_is_applied_replayed_or_skipped(
 
 
 def test_a_stop_takes_precedence_over_out_of_memory_and_that_over_non_finite_values() -> None:
-    assert decide(Observed(interruption_requested=True, out_of_memory_on=(0,))) is Verdict.STOP
+    assert decide(Observed(interruption_requested=True, out_of_memory_on=(0,))) is Verdict.INTERRUPT
     assert decide(Observed(Totals(nan, nan), out_of_memory_on=(0,))) is Verdict.REPLAY_IN_LESS_MEMORY

@@ -173,7 +173,7 @@ def test_two_ranks_without_memory_are_both_named(ranks: Ranks) -> None:
 
 def test_a_stop_of_one_rank_stops_all(ranks: Ranks) -> None:
     found = ranks.run(3, accumulate, RankedWindow("llama"), {2: "stop"})
-    assert [first.verdict for first, _ in found] == [Verdict.STOP] * 3
+    assert [first.verdict for first, _ in found] == [Verdict.INTERRUPT] * 3
 
 
 def test_one_rank_s_nan_skips_the_window_on_all(ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ from workers.run_directory import (
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
-from workers.training.fetching import fetch, fetch_in_child, first_line, may_pass
+from workers.training.fetching import fetch, fetch_in_child, first_line, is_transient
 from workers.training.filesystem_view import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
@@ -84,11 +84,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     limit()
     is_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    stop = InterruptSignal(ends_early=is_rank)
+    interrupted = InterruptSignal(ends_early=is_rank)
     if is_rank:
-        _end_at_once(_as_rank(run, stop))
+        _end_at_once(_as_rank(run, interrupted))
     if (part := os.environ.get(PART_VARIABLE)) is not None:
-        return _as_part(run, stop, part)
+        return _as_part(run, interrupted, part)
     isolated = bool(os.environ.get(HIDDEN_VARIABLE))
     if isolated and (status := fetch_in_child(lambda: _fetch(run))) != 0:
         return status
@@ -104,10 +104,10 @@ def main() -> int:
                 assignment = run.assignment()
                 plan = assignment.plan
                 if assignment.spec.strategy == "independent":
-                    return train_replicas(run, assignment, stop)
+                    return train_replicas(run, assignment, interrupted)
                 if len(plan.ranks) > 1:
-                    return launch(run, plan.ranks, plan.device, stop)
-                return attempt(run, stop)
+                    return launch(run, plan.ranks, plan.device, interrupted)
+                return attempt(run, interrupted)
         except RunDirectoryInUse as error:
             log.error("%s", error)
             return INTERRUPTED  # no fault of the job's: another attempt is about to end
@@ -128,23 +128,23 @@ def _end_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _as_rank(run: RunDirectory, stop: InterruptSignal) -> int:
+def _as_rank(run: RunDirectory, interrupted: InterruptSignal) -> int:
     """Runs one of several ranks, which the launcher started, or torchrun."""
     rank = int(os.environ["RANK"])
     launched = RENDEZVOUS_VARIABLE in os.environ
     if launched:
         _enclose_again()
     with contextlib.nullcontext() if launched or rank else run.locked():
-        return attempt(run, stop, rank, int(os.environ["WORLD_SIZE"]))
+        return attempt(run, interrupted, rank, int(os.environ["WORLD_SIZE"]))
 
 
-def _as_part(run: RunDirectory, stop: InterruptSignal, part: str) -> int:
+def _as_part(run: RunDirectory, interrupted: InterruptSignal, part: str) -> int:
     """Trains one of a job's independent replicas, or combines them."""
     _enclose_again()
     if part == "combine":
-        return _report_end(run, stop, _combine)
+        return _report_end(run, interrupted, _combine)
     with run.locked():
-        return attempt(run, stop)
+        return attempt(run, interrupted)
 
 
 def _enclose_again() -> None:
@@ -154,10 +154,10 @@ def _enclose_again() -> None:
     die_with_parent()
 
 
-def _combine(reporter: Reporter, run: RunDirectory, stop: InterruptSignal) -> None:
+def _combine(reporter: Reporter, run: RunDirectory, interrupted: InterruptSignal) -> None:
     from workers.training.combine import combine
 
-    run.write_outcome(combine(run, reporter, stop))
+    run.write_outcome(combine(run, reporter, interrupted))
 
 
 def _fetch(run: RunDirectory) -> int:
@@ -169,42 +169,42 @@ def _fetch(run: RunDirectory) -> int:
         with run.at_work():  # nothing is reported during a download
             fetch(assignment.spec.model, assignment.model_path)
     except Exception as error:
-        known = isinstance(error, (OSError, ValueError, ImportError)) or may_pass(error)
+        known = isinstance(error, (OSError, ValueError, ImportError)) or is_transient(error)
         if not known:
             log.exception("the download failed")
         first = first_line(error, assignment, run.base) if known else "the hub's answers cannot be read"
         message = f"the model {assignment.spec.model.name} could not be loaded: {first}"
-        failure = Failure(code="model_not_loaded", message=message, permanent=not may_pass(error))
+        failure = Failure(code="model_not_loaded", message=message, permanent=not is_transient(error))
         run.write_failure(failure)
         return 1
     return 0
 
 
-def attempt(run: RunDirectory, stop: InterruptSignal, rank: int = 0, size: int = 1) -> int:
+def attempt(run: RunDirectory, interrupted: InterruptSignal, rank: int = 0, size: int = 1) -> int:
     """Runs one attempt, or one rank of it, and writes its result to the run directory."""
 
-    def train(reporter: Reporter, run: RunDirectory, stop: InterruptSignal) -> None:
+    def train(reporter: Reporter, run: RunDirectory, interrupted: InterruptSignal) -> None:
         from workers.training.distributed.group import connect
         from workers.training.fit import fit
 
         assignment = run.assignment()
         with connect(assignment.plan, rank, size) as group:
-            outcome = fit(run, assignment, reporter, stop, group)
+            outcome = fit(run, assignment, reporter, interrupted, group)
         if rank == 0:
             run.write_outcome(outcome)
 
-    return _report_end(run, stop, train, rank)
+    return _report_end(run, interrupted, train, rank)
 
 
 Work = Callable[[Reporter, RunDirectory, InterruptSignal], None]
 
 
-def _report_end(run: RunDirectory, stop: InterruptSignal, work: Work, rank: int = 0) -> int:
+def _report_end(run: RunDirectory, interrupted: InterruptSignal, work: Work, rank: int = 0) -> int:
     """Runs work to its end, and reports a failure in the run directory. Returns the exit status."""
     number = run.assignment().attempt
     with SilentReporter(number) if rank else Reporter(run, number) as reporter:
         try:
-            work(reporter, run, stop)
+            work(reporter, run, interrupted)
         except Interrupted:
             reporter.event("interrupted", "Training was interrupted: a checkpoint was written.")
             return INTERRUPTED

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from app.contract.fail_points import fail_point
 from app.contract.plan import FixedCount, MicroBatchRule
 from app.contract.reports import LearnedLimits
-from workers.training import guards, memory
+from workers.training import device_errors, guards, memory
 from workers.training import model as models
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, MicroBatch, needs_parting, tokens_of, without_first
@@ -71,7 +71,7 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
     loss scale) and after running out of memory (in smaller micro-batches, or recomputing activations).
 
     Raises:
-        InterruptionRequested: a stop was requested; the window was abandoned.
+        InterruptionRequested: an interruption was requested; the window was abandoned.
         CannotTrain: there is no memory for the smallest micro-batch, or for the optimizer's step.
     """
     spec, own, began = training.assignment.spec, training.replica.window, time.perf_counter()
@@ -84,7 +84,7 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
         with contextlib.nullcontext() if cost is None else training.group.training(cost):
             observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
-        if verdict is Verdict.STOP:
+        if verdict is Verdict.INTERRUPT:
             raise InterruptionRequested
         if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
             reduce_memory(training, groups, observed.out_of_memory_on, training.loader.lengths(window))
@@ -125,7 +125,7 @@ def observe(
     except OtherRankFailed:
         pass  # the other rank says why
     except RuntimeError as error:
-        if not guards.is_out_of_memory(error):
+        if not device_errors.is_out_of_memory(error):
             raise
         if replica.is_sharded:
             raise leave_step(training, window, groups) from error
@@ -151,7 +151,7 @@ def accumulate(
             micro-batches.
 
     Raises:
-        InterruptionRequested: a stop was requested; the window was abandoned.
+        InterruptionRequested: an interruption was requested; the window was abandoned.
         OtherRankFailed: another rank could not do its part.
     """
     replica, reporter, progress = training.replica, training.reporter, training.state.progress
@@ -388,7 +388,7 @@ def reduce_memory(
     for rank in failed_on:
         budget = training.budgets[rank]
         if not groups[rank]:
-            raise guards.out_of_memory_error(training.assignment.plan, 0, 0)
+            raise device_errors.out_of_memory_error(training.assignment.plan, 0, 0)
         widest = max(groups[rank], key=lambda group: tokens_of(lengths[group], budget.packed))
         tokens = tokens_of(lengths[widest], budget.packed)
         on = f" on rank {rank}" if len(groups) > 1 else ""
@@ -412,4 +412,4 @@ def reduce_memory(
             )
             training.reporter.event("out_of_memory", message, "warning", failed_tokens=tokens, rank=rank)
         else:
-            raise guards.out_of_memory_error(training.assignment.plan, len(widest), tokens)
+            raise device_errors.out_of_memory_error(training.assignment.plan, len(widest), tokens)

@@ -19,7 +19,7 @@ from app.contract.model_reference import ModelReference
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from workers.run_directory import RunDirectory, write_atomically
-from workers.training import guards
+from workers.training import device_errors
 from workers.training.auto_class import auto_class
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, first_line
@@ -142,7 +142,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
         ArithmeticError, AssertionError, StrictDataclassError, RuntimeError,
     ) as error:  # fmt: skip
-        if isinstance(error, RuntimeError) and guards.may_pass(error):
+        if isinstance(error, RuntimeError) and device_errors.is_transient(error):
             raise
         raise CannotTrain(
             "model_not_loaded",

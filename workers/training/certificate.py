@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.contract.plan import FixedCount, FixedSize
-from workers.training import guards
+from workers.training import device_errors
 from workers.training import model as models
 from workers.training.accumulate import (
     divide,
@@ -120,7 +120,7 @@ def certify(training: TrainingRun) -> None:
 
     Raises:
         CannotTrain: they differ by more than rounding.
-        InterruptionRequested: a stop was requested.
+        InterruptionRequested: an interruption was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
     window = training.next_window()
@@ -218,7 +218,7 @@ def _accumulate(
     except OtherRankFailed:
         pass
     except RuntimeError as error:
-        if not guards.is_out_of_memory(error):
+        if not device_errors.is_out_of_memory(error):
             raise
         if replica.is_sharded:
             raise leave_step(training, window, groups) from error

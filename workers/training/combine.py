@@ -16,10 +16,10 @@ from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRe
 from workers.training.parameters import Parameters
 from workers.training.start import start
 from workers.training.trackers import Trackers
-from workers.training.training_run import Stop, TrainingRun
+from workers.training.training_run import Interruption, TrainingRun
 
 
-def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
+def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) -> Outcome:
     """Saves the job's model, and returns how the job ended.
 
     With `average`, the model has the mean of the replicas' weights, and is evaluated like each of them. The
@@ -28,7 +28,7 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
 
     Raises:
         CannotTrain: all checkpoints of a replica are damaged.
-        Interrupted: a stop was requested.
+        Interrupted: an interruption was requested.
     """
     assignment = run.assignment()
     replicas = replicas_of(run, assignment)
@@ -36,7 +36,7 @@ def combine(run: RunDirectory, reporter: Reporter, stop: Stop) -> Outcome:
     best = min(range(len(outcomes)), key=lambda number: _order(outcomes[number]))
     own = replicas[best].assignment()
     with Trackers((), own, run.path) as trackers:
-        training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, stop)
+        training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, interrupted)
     if assignment.spec.average:
         _average(training, [_weights(each) for each in replicas])
     else:

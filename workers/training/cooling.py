@@ -14,7 +14,7 @@ def wait_until_cool(training: TrainingRun) -> None:
     Every rank calls it.
 
     Raises:
-        InterruptionRequested: a stop was requested.
+        InterruptionRequested: an interruption was requested.
     """
     run, group, began = training.run, training.group, time.monotonic()
     why = run.why_cooling_down() or "a GPU is too hot"
@@ -23,10 +23,10 @@ def wait_until_cool(training: TrainingRun) -> None:
     is_hot = True
     while is_hot:
         time.sleep(_POLL_SECONDS)
-        stop, finish, is_hot = group.any(
-            training.stop(), run.finish_requested(), run.why_cooling_down() is not None
+        interrupted, finish, is_hot = group.any(
+            training.interrupted(), run.finish_requested(), run.why_cooling_down() is not None
         )
-        if stop:
+        if interrupted:
             raise InterruptionRequested
         if finish:
             return

@@ -129,19 +129,19 @@ def prepare(
     tokenizer: Any,
     folder: Path,
     taken: Mask | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = lambda: False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Prepared:
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
 
     Args:
         taken: which of the file's examples are used, bool of shape (examples,); None for all.
-        stop: checked between chunks.
+        interrupted: checked between chunks.
         report: called between chunks with the number of examples done, and of all.
 
     Raises:
         CannotTrain: a line is invalid or too long, or no token counts for the loss.
-        Interrupted: a stop was requested; the next attempt prepares the data again.
+        Interrupted: an interruption was requested; the next attempt prepares the data again.
     """
     key = _key(spec, tokenizer, taken)
     done = folder / "prepared.json"
@@ -151,7 +151,7 @@ def prepare(
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
-    prepared = _write(spec, source, tokenizer, folder, taken, stop, report)
+    prepared = _write(spec, source, tokenizer, folder, taken, interrupted, report)
     if prepared.targets == 0:
         raise CannotTrain("nothing_to_learn", _why_nothing_counts(prepared, spec.max_length))
     for file in folder.iterdir():
@@ -221,7 +221,7 @@ def _write(
     tokenizer: Any,
     folder: Path,
     taken: Mask | None,
-    stop: Callable[[], bool],
+    interrupted: Callable[[], bool],
     report: Callable[[int, int], None],
 ) -> Prepared:
     prepared = Prepared()
@@ -233,7 +233,7 @@ def _write(
         pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer,
     ):
         while chunk := list(itertools.islice(examples, _CHUNK)):
-            if stop():
+            if interrupted():
                 raise Interrupted
             for _, example in chunk:
                 prepared.note_unused(example)

@@ -14,8 +14,8 @@ class Verdict(Enum):
 
     APPLY = auto()
     """The optimizer makes its step."""
-    STOP = auto()
-    """A stop was requested during the window: nothing is applied, and a resume begins with this window."""
+    INTERRUPT = auto()
+    """An interruption was requested: nothing is applied, and a resume begins with this window."""
     REPLAY_IN_LESS_MEMORY = auto()
     """It ran out of memory."""
     REPLAY_AT_LOWER_LOSS_SCALE = auto()
@@ -67,7 +67,7 @@ def decide(
         accept: whether a finite loss may be trained on; None accepts any.
     """
     if observed.interruption_requested:
-        return Verdict.STOP
+        return Verdict.INTERRUPT
     if observed.out_of_memory_on:
         return Verdict.REPLAY_IN_LESS_MEMORY
     totals = observed.totals

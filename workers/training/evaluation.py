@@ -7,7 +7,7 @@ import torch
 
 from app.contract.plan import TokenBudget
 from app.contract.spec import EarlyStopping
-from workers.training import guards
+from workers.training import device_errors
 from workers.training.batches import BatchLayout, collate, cut_window
 from workers.training.data import Samples
 from workers.training.distributed.group import ALONE, Group
@@ -62,7 +62,7 @@ def validation_loss(training: TrainingRun) -> float:
     """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
 
     Raises:
-        InterruptionRequested: a stop was requested.
+        InterruptionRequested: an interruption was requested.
     """
     group, loader, samples = training.group, training.loader, training.loader.validation
     assert samples is not None
@@ -78,11 +78,11 @@ def validation_loss(training: TrainingRun) -> float:
         except InterruptionRequested:
             interruption_requested = True
         except RuntimeError as error:
-            if not guards.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
+            if not device_errors.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
                 raise
             failure = "out of memory"
-        stop, failed = group.any(interruption_requested, failure is not None)
-        if stop:
+        interrupted, failed = group.any(interruption_requested, failure is not None)
+        if interrupted:
             raise InterruptionRequested
         if not failed:
             (whole,) = group.sum([own])

@@ -31,4 +31,4 @@ class OtherRankFailed(Exception):
 
 
 class InterruptionRequested(Exception):
-    """A stop was requested between two micro-batches; the current window was abandoned."""
+    """An interruption was requested between two micro-batches; the current window was abandoned."""

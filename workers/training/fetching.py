@@ -127,18 +127,18 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether a failed download may succeed later: the hub could not be reached, or failed itself."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     if isinstance(error, HfHubHTTPError):
-        return error.response is None or error.response.status_code in _PASSING
+        return error.response is None or error.response.status_code in _TRANSIENT
     if isinstance(error, LocalEntryNotFoundError):
         return not os.environ.get("HF_HUB_OFFLINE")
     return type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError)
 
 
-_PASSING = {408, 425, 429, *range(500, 600)}
+_TRANSIENT = {408, 425, 429, *range(500, 600)}
 """Statuses of the hub's answers after which a later request may succeed."""
 
 

@@ -13,6 +13,7 @@ from workers.training import (
     checkpoint,
     completions,
     cooling,
+    device_errors,
     evaluation,
     guards,
     memory,
@@ -38,14 +39,18 @@ from workers.training.skip import skip
 from workers.training.start import start
 from workers.training.state import Losses, RankTotals
 from workers.training.trackers import Trackers
-from workers.training.training_run import Stop, TrainingRun
+from workers.training.training_run import Interruption, TrainingRun
 
 EMA = 0.1
 """Weight of the newest loss in the moving average."""
 
 
 def fit(
-    run: RunDirectory, assignment: Assignment, reporter: Reporter, stop: Stop, group: Group = ALONE
+    run: RunDirectory,
+    assignment: Assignment,
+    reporter: Reporter,
+    interrupted: Interruption,
+    group: Group = ALONE,
 ) -> Outcome:
     """Trains what the assignment says, from the last checkpoint if there is one, and saves the model.
 
@@ -53,15 +58,15 @@ def fit(
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
-        Interrupted: a stop was requested; a checkpoint was written.
+        Interrupted: an interruption was requested; a checkpoint was written.
     """
     with Trackers(assignment.spec.report_to if group.leads else (), assignment, run.path) as trackers:
         try:
-            training, prepared = start(run, assignment, reporter, trackers, stop, group)
+            training, prepared = start(run, assignment, reporter, trackers, interrupted, group)
         except RuntimeError as error:
-            if not guards.is_out_of_memory(error):
+            if not device_errors.is_out_of_memory(error):
                 raise
-            raise guards.start_out_of_memory_error(assignment.plan) from None
+            raise device_errors.start_out_of_memory_error(assignment.plan) from None
         report_start(training, prepared)
         try:
             with final_failures(group):
@@ -83,7 +88,7 @@ def measure(training: TrainingRun) -> Outcome:
     """Makes the first steps as a warm-up, then sweeps over micro-batch sizes. Saves no model.
 
     Raises:
-        InterruptionRequested: a stop was requested.
+        InterruptionRequested: an interruption was requested.
     """
     state = training.state
     while state.step < sweep.AFTER_STEPS:
@@ -102,12 +107,12 @@ def train(training: TrainingRun) -> None:
     memory.reset_peak(training.replica.device)  # that of loading and of the checks is not a step's
     _evaluate_if_due(training)  # repeats an evaluation that was interrupted
     while not training.finished:
-        stop, finish, is_hot = training.group.any(
-            training.stop(),
+        interrupted, finish, is_hot = training.group.any(
+            training.interrupted(),
             training.run.finish_requested(),
             training.run.why_cooling_down() is not None,
         )
-        if stop:
+        if interrupted:
             raise InterruptionRequested
         if state.step and finish:
             _stop_early(training)
@@ -178,7 +183,7 @@ def evaluate(training: TrainingRun) -> None:
     """Computes the validation loss at this step, and keeps the checkpoint of the best step.
 
     Raises:
-        InterruptionRequested: a stop was requested.
+        InterruptionRequested: an interruption was requested.
     """
     spec, state = training.assignment.spec, training.state
     if training.loader.validation is None:

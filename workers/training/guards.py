@@ -1,7 +1,6 @@
-"""Recognises why windows fail, names the samples at fault, and decides when to give up."""
+"""Recognises loss spikes, names the samples at fault, and decides when to give up."""
 
 import hashlib
-import re
 from collections.abc import Callable
 from statistics import fmean, pstdev
 
@@ -10,10 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from app.contract.plan import Plan
 from workers.training.decision import Totals, Verdict
+from workers.training.device_errors import is_out_of_memory
 from workers.training.exceptions import CannotTrain
-from workers.training.memory import GIB
 from workers.training.window import Window, WindowResult
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -48,50 +46,19 @@ def finish(window: Window, totals: Totals, verdict: Verdict) -> WindowResult:
         ) from None
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device, or the host, had no memory left.
-
-    What takes memory beside PyTorch's allocator (CUDA's libraries, compiled kernels, pinned memory) fails
-    with errors of other kinds.
-    """
-    return isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-_OUT_OF_MEMORY = re.compile(
-    r"DefaultCPUAllocator|(CUDA|HIP)\b[^\n]{0,40}out of memory|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|NVRTC)_[A-Z_]*"
-    r"(ALLOC_FAILED|OUT_OF_MEMORY)",
-    re.IGNORECASE,
-)
-
-
-_PASSING = (
-    "cublas", "cudnn", "cusolver", "nccl", "cuda error", "cuda driver", "bad_alloc", "cannot allocate",
-    "can't allocate", "out of memory", "start new thread", "shared memory", "too many open files",
-    "no space left", "connection",
-)  # fmt: skip
-"""Parts of messages of errors that the machine causes, not the model."""
-
-
-def may_pass(error: RuntimeError) -> bool:
-    """Whether an error is one of the machine, after which another attempt may succeed."""
-    text = str(error).lower()
-    passing = any(sign in text for sign in _PASSING)
-    return passing or is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
-
-
 def samples_at_fault(
-    window: Window, add: Callable[[int], None], samples: Indices, stop: Callable[[], bool]
+    window: Window, add: Callable[[int], None], samples: Indices, interrupted: Callable[[], bool]
 ) -> list[int]:
     """The samples whose loss or gradient is not finite by itself; each one runs alone.
 
     Args:
         add: opens the window and adds one sample to it.
         samples: those of the window that was not applied, without those that have no target.
-        stop: ends the search early, with what was found so far.
+        interrupted: ends the search early, with what was found so far.
     """
     faults = []
     for sample in samples.tolist():
-        if stop():
+        if interrupted():
             break
         add(sample)
         if not window.finite():
@@ -166,40 +133,3 @@ def check_weights_changed(model: nn.Module, before: str | None) -> None:
             "no step changed any weight, so the model is the base model: raise learning_rate, or make "
             "warmup_steps shorter than the run",
         )
-
-
-def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
-    """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
-    requested = "set auto_adjust_batch_size to true, " if samples > 1 else ""
-    where = (
-        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens"
-        if samples
-        else "on a device without a micro-batch in this window"
-    )
-    return CannotTrain(
-        "out_of_memory",
-        f"out of memory {where}, even with gradient checkpointing: {requested}{_remedies(plan)}",
-    )
-
-
-def start_out_of_memory_error(plan: Plan) -> CannotTrain:
-    """The error of a job whose model does not fit, or cannot be checked on one sample."""
-    rank = plan.ranks[0]
-    return CannotTrain(
-        "out_of_memory",
-        "out of memory before the first step, when the model was loaded and checked on one sample (the plan "
-        f"expects {rank.predicted_peak_bytes / GIB:.2f} GiB for a step, and "
-        f"{rank.memory_limit_bytes / GIB:.2f} GiB may be used): {_remedies(plan)}",
-    )
-
-
-def _remedies(plan: Plan) -> str:
-    remedies = [
-        f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
-        for other in plan.alternatives
-        if not other.change.startswith("gradient_checkpointing")
-    ]
-    return (
-        "use a GPU with more memory, or make one of these changes (predicted peak for one sample): "
-        f"{'; '.join(remedies) or 'a smaller model'}"
-    )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from workers.reporter import Reporter
-from workers.training import guards
+from workers.training import device_errors
 from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, MicroBatch, collate
@@ -44,7 +44,7 @@ def check_head(
     try:
         why = _difference(replica, _beginning_of_a_sample(loader))
     except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as failure:
-        if isinstance(failure, RuntimeError) and guards.is_out_of_memory(failure):
+        if isinstance(failure, RuntimeError) and device_errors.is_out_of_memory(failure):
             raise
         why = "it has an interface of its own"
     reason: str | None = group.broadcast(why)
@@ -67,7 +67,7 @@ def _difference(replica: Replica, batch: MicroBatch) -> str | None:
             try:
                 return _difference_of(replica, batch, narrow=models.is_narrow(replica.model))
             except RuntimeError as error:
-                if guards.is_out_of_memory(error):
+                if device_errors.is_out_of_memory(error):
                     raise
         with replica.autocast():
             narrow = replica.precision in models.AUTOCAST or models.is_narrow(replica.model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.reporter import Reporter
-from workers.training import guards
+from workers.training import device_errors
 from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, MicroBatch, collate
@@ -39,7 +39,7 @@ def final_failures(group: Group) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise _fails(error) from error
     except RuntimeError as error:
-        if group.size > 1 or guards.may_pass(error):
+        if group.size > 1 or device_errors.is_transient(error):
             raise
         raise _fails(error) from error
 
@@ -64,9 +64,9 @@ def check_that_it_runs(replica: Replica, loader: Loader) -> None:
         with torch.no_grad(), replica.autocast():
             replica.token_loss(batch)
     except RuntimeError as error:
-        if guards.is_out_of_memory(error):
+        if device_errors.is_out_of_memory(error):
             return  # training knows what to do then
-        if replica.precision not in models.AUTOCAST or guards.may_pass(error):
+        if replica.precision not in models.AUTOCAST or device_errors.is_transient(error):
             raise
         with torch.no_grad():
             replica.token_loss(batch)  # its own error is a clearer one

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.contract.plan import TokenBudget
 from workers.reporter import Reporter
-from workers.training import guards
+from workers.training import device_errors
 from workers.training import model as models
 from workers.training.batch_loader import Indices, Loader
 from workers.training.batches import BatchLayout, collate, cut_window
@@ -140,7 +140,7 @@ def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts
     try:
         found, rounding = _errors(replica, samples, layouts)
     except RuntimeError as error:
-        if not guards.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
+        if not device_errors.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
             raise
         return _found_against(replica, samples[: (len(samples) + 1) // 2], layouts)
     is_precise = rounding < _ROUNDING_IN_16_BITS
@@ -179,7 +179,7 @@ def _errors(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> tu
             try:
                 return errors(), _rounding_of_weights(replica)
             except RuntimeError as error:
-                if guards.is_out_of_memory(error):
+                if device_errors.is_out_of_memory(error):
                     raise
         with replica.autocast():
             narrow = replica.precision in models.AUTOCAST
@@ -242,7 +242,7 @@ def packing_errors(
         together = losses(samples, layouts.packed)
         other = losses([*_with_other_tokens(samples[:-1]), samples[-1]], layouts.packed)
     except (RuntimeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and guards.may_pass(error):
+        if isinstance(error, RuntimeError) and device_errors.is_transient(error):
             raise
         return PackingErrors(inf, inf)
     targets = (lengths - 1).clip(1).tolist()

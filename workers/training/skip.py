@@ -31,7 +31,10 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
             whole = samples.denominator(window)
             if training.group.leads and not training.replica.is_sharded:
                 named = guards.samples_at_fault(
-                    training.replica.window, lambda s: _add_alone(training, s, whole), counted, training.stop
+                    training.replica.window,
+                    lambda s: _add_alone(training, s, whole),
+                    counted,
+                    training.interrupted,
                 )
         training.group.wait()
         if training.replica.is_sharded:
@@ -62,7 +65,7 @@ def _highest_losses(training: TrainingRun, window: Indices, count: int = 5) -> l
     loader = training.loader
     with torch.no_grad():
         for sample in window.tolist():
-            if training.stop():
+            if training.interrupted():
                 return []
             sums.append(training.replica.forward(loader.fetch([sample])).loss_sum)
     own = np.array([loader.samples.denominator(window[[i]]) for i in range(len(window))])

@@ -41,7 +41,7 @@ from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
-from workers.training.training_run import Stop, TrainingRun
+from workers.training.training_run import Interruption, TrainingRun
 from workers.training.trials import make_tuner
 
 
@@ -50,7 +50,7 @@ def start(
     assignment: Assignment,
     reporter: Reporter,
     trackers: Trackers,
-    stop: Stop,
+    interrupted: Interruption,
     group: Group = ALONE,
 ) -> tuple[TrainingRun, Prepared]:
     """Loads model and data, and resumes from the newest undamaged checkpoint.
@@ -62,7 +62,7 @@ def start(
     """
     spec, plan = assignment.spec, assignment.plan
     base, model, tokenizer = _load(run, assignment, reporter, group)
-    prepared, samples, validation = _tokenised(run, assignment, tokenizer, stop, reporter, group)
+    prepared, samples, validation = _tokenised(run, assignment, tokenizer, interrupted, reporter, group)
     if group.leads and run.digest_of_base() is None:
         run.write_digest_of_base(guards.digest_of_weights(model))
     for each in (samples, validation):
@@ -91,7 +91,7 @@ def start(
         run=run,
         reporter=reporter,
         trackers=trackers,
-        stop=stop,
+        interrupted=interrupted,
         base=base,
         tokenizer=tokenizer,
         replica=replica,
@@ -120,7 +120,12 @@ def _load(
 
 
 def _tokenised(
-    run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop, reporter: Reporter, group: Group
+    run: RunDirectory,
+    assignment: Assignment,
+    tokenizer: Any,
+    interrupted: Interruption,
+    reporter: Reporter,
+    group: Group,
 ) -> tuple[Prepared, Samples, Samples | None]:
     """The samples to train on and to evaluate on. Rank 0 writes them; the others then find them ready.
 
@@ -129,7 +134,7 @@ def _tokenised(
     """
     try:
         with leader_first(group):
-            return _data(run, assignment, tokenizer, stop, reporter)
+            return _data(run, assignment, tokenizer, interrupted, reporter)
     except (CannotTrain, Interrupted, OSError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers' panics are BaseExceptions
@@ -255,7 +260,7 @@ def _shares(
 
 
 def _data(
-    run: RunDirectory, assignment: Assignment, tokenizer: Any, stop: Stop, reporter: Reporter
+    run: RunDirectory, assignment: Assignment, tokenizer: Any, interrupted: Interruption, reporter: Reporter
 ) -> tuple[Prepared, Samples, Samples | None]:
     """The tokenised samples to train on, and those to evaluate on."""
     spec = assignment.spec.data
@@ -266,18 +271,18 @@ def _data(
         trained = of_shard(
             assignment.spec.shard, np.ones(spec.examples, np.bool_) if trained is None else trained
         )
-    prepared = prepare(spec, source, tokenizer, run.data, trained, stop, reporter.preparing)
+    prepared = prepare(spec, source, tokenizer, run.data, trained, interrupted, reporter.preparing)
     samples = Samples(run.data)
     if spec.validation is None:
         return prepared, samples, None
     folder = run.data / "validation"
     try:
         if assignment.validation_file is None:
-            prepare(spec, source, tokenizer, folder, taken, stop)
+            prepare(spec, source, tokenizer, folder, taken, interrupted)
         else:
             own = spec.validation.model_dump(exclude={"share"}) | {"validation": None}
             file = Path(assignment.validation_file)
-            prepare(spec.model_copy(update=own), file, tokenizer, folder, stop=stop)
+            prepare(spec.model_copy(update=own), file, tokenizer, folder, interrupted=interrupted)
     except CannotTrain as error:
         raise CannotTrain(error.code, f"validation data: {error}") from None
     return prepared, samples, Samples(folder)

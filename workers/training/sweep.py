@@ -12,7 +12,7 @@ import numpy as np
 
 from app.contract.plan import TokenBudget
 from app.contract.reports import MeasuredSize, Tuning, smallest_of_the_fastest
-from workers.training import guards, memory
+from workers.training import device_errors, memory
 from workers.training.accumulate import accumulate
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, tokens_of
@@ -142,7 +142,7 @@ def _pass(training: TrainingRun, window: Indices, groups: Groups) -> float | Non
         training.replica.window.finite()  # waits for the device
         fits = True
     except RuntimeError as error:
-        if not guards.is_out_of_memory(error):
+        if not device_errors.is_out_of_memory(error):
             raise
     if fits:
         return time.perf_counter() - began

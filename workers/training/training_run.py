@@ -23,8 +23,8 @@ from workers.training.state import RunState
 from workers.training.trackers import Trackers
 from workers.training.trial_policy import Tuner
 
-Stop = Callable[[], bool]
-"""Whether a stop was requested."""
+Interruption = Callable[[], bool]
+"""Whether an interruption was requested."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class TrainingRun:
     run: RunDirectory
     reporter: Reporter
     trackers: Trackers
-    stop: Stop
+    interrupted: Interruption
     base: Path
     """The folder with the base model's staged files."""
     tokenizer: Any
@@ -95,17 +95,17 @@ class TrainingRun:
 
     def any_interruption(self) -> bool:
         """Whether any rank was requested to stop. Every rank calls it at the same point."""
-        (stop,) = self.group.any(self.stop())
-        return stop
+        (interrupted,) = self.group.any(self.interrupted())
+        return interrupted
 
     def check_interruption(self) -> None:
-        """Called between micro-batches: discards the current window and raises, if a stop was requested.
+        """Called between micro-batches. Discards the current window and raises if an interruption was requested.
         Ranks that run each pass at the same time stop only between windows.
 
         Raises:
-            InterruptionRequested: a stop was requested.
+            InterruptionRequested: an interruption was requested.
         """
         self.reporter.note_work()
-        if not self.replica.is_sharded and self.stop():
+        if not self.replica.is_sharded and self.interrupted():
             self.replica.window.abandon()
             raise InterruptionRequested

@@ -31,7 +31,7 @@ PART_VARIABLE = "ACCRUE_PART"
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 60.0
-"""After a requested stop, replicas have this long for their checkpoints, before they are killed."""
+"""After a requested interruption, replicas have this long for their checkpoints, before they are killed."""
 
 _MOST_STEPS_AHEAD = 10_000
 """The maximum number of a replica's steps that are held in memory until the other replicas have made them."""
@@ -51,11 +51,11 @@ def replicas_of(run: RunDirectory, assignment: Assignment) -> list[RunDirectory]
     return [replica_folder(run, number) for number in range(assignment.spec.split.devices)]
 
 
-def train_replicas(run: RunDirectory, assignment: Assignment, stop: Callable[[], bool]) -> int:
+def train_replicas(run: RunDirectory, assignment: Assignment, interrupted: Callable[[], bool]) -> int:
     """Trains all replicas, then makes the job's result of theirs.
 
     Args:
-        stop: whether a stop was requested, which is passed on to the replicas.
+        interrupted: whether an interruption was requested, which is passed on to the replicas.
 
     Returns:
         The exit status: 0, or that of the replica that failed first.
@@ -64,13 +64,13 @@ def train_replicas(run: RunDirectory, assignment: Assignment, stop: Callable[[],
     waiting = [number for number, own in enumerate(replicas) if own.outcome() is None]
     with Reporter(run, assignment.attempt) as reporter:
         merged = _Merged(replicas, reporter, len(assignment.plan.ranks), run.last_step())
-        status = _Team(run, assignment, replicas, waiting, merged).train(stop)
+        status = _Team(run, assignment, replicas, waiting, merged).train(interrupted)
     if status != 0:
         return status
     combine = start_process(run, assignment.plan.ranks[0], assignment.plan.device, {PART_VARIABLE: "combine"})
     try:
         while combine.poll() is None:
-            if stop():
+            if interrupted():
                 combine.send_signal(signal.SIGTERM)
                 return INTERRUPTED
             time.sleep(_POLL_SECONDS)
@@ -102,11 +102,11 @@ class _Team:
     merged: "_Merged"
     running: dict[int, tuple[subprocess.Popen[bytes], RankPlan]] = field(default_factory=dict)
 
-    def train(self, stop: Callable[[], bool]) -> int:
+    def train(self, interrupted: Callable[[], bool]) -> int:
         """Runs all replicas to their ends. Returns 0, or the status of the first that failed."""
         try:
             while self.waiting or self.running:
-                if stop():
+                if interrupted():
                     return self._interrupt()
                 self._start_on_free_devices()
                 self._pass_on_requests()
@@ -151,7 +151,7 @@ class _Team:
             self.waiting.remove(number)
 
     def _interrupt(self) -> int:
-        """Passes a requested stop on, and waits until all replicas have written their checkpoints."""
+        """Passes a requested interruption on, and waits until all replicas have written their checkpoints."""
         for process, _ in self.running.values():
             process.send_signal(signal.SIGTERM)
         until = time.monotonic() + _STOP_SECONDS

@@ -44,25 +44,25 @@ _CAUSE_SECONDS = 2.0
 failed first may be the last to end."""
 
 _STOP_SECONDS = 10.0
-"""After a requested stop, the first rank ends once the checkpoint is written; the others have this long."""
+"""After an interruption, the first rank ends once the checkpoint is written; the others have this long."""
 
 _FROZEN_SECONDS = 5.0
 """A rank that was stopped by a signal for this long is lost, since all other ranks wait for it."""
 
 
-def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Callable[[], bool]) -> int:
+def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupted: Callable[[], bool]) -> int:
     """Runs `python -m workers.training` for each rank, until all have ended.
 
     Args:
         kind: the kind of the devices: "cpu" or "cuda".
-        stop: whether a stop was requested, which is passed on to the ranks.
+        interrupted: whether an interruption was requested, which is passed on to the ranks.
 
     Returns:
         The exit status: that of the rank that failed first; 0 if all succeeded.
     """
     most = _MOST_STARTS * len(ranks)
     for _ in range(most):
-        status = _launch_once(run, ranks, kind, stop)
+        status = _launch_once(run, ranks, kind, interrupted)
         if status != RANKS_MUST_RESTART:
             return status
         log.warning("all ranks start again from the last checkpoint")
@@ -71,14 +71,16 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Call
     return 1
 
 
-def _launch_once(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, stop: Callable[[], bool]) -> int:
+def _launch_once(
+    run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupted: Callable[[], bool]
+) -> int:
     for rank in ranks:
         _failure_file(run, rank.rank).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=run.path) as private:
         shared = {RENDEZVOUS_VARIABLE: f"{private}/rendezvous", "WORLD_SIZE": str(len(ranks))}
         started = [_start(run, rank, kind, shared) for rank in ranks]
         try:
-            return _watch(run, started, stop)
+            return _watch(run, started, interrupted)
         finally:
             _kill(started)
 
@@ -109,7 +111,7 @@ def start_process(
     )
 
 
-def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], stop: Callable[[], bool]) -> int:
+def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], interrupted: Callable[[], bool]) -> int:
     """Waits for the ranks; after the first failure, ends the others and returns its status."""
     frozen_since: dict[int, float] = {}
     stopped = False
@@ -121,7 +123,7 @@ def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], stop: Callab
             return INTERRUPTED  # it was so early that the rank could not note the request yet
         if any(statuses):
             return _end_after_failure(run, ranks)
-        if stop() and not stopped:
+        if interrupted() and not stopped:
             stopped = True
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM)
@@ -147,7 +149,7 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
         time.sleep(_POLL_SECONDS)
     cause = _cause(ranks) if cause is None else cause
     if cause is not None and ranks[cause].returncode == INTERRUPTED:
-        _wait_for_all(ranks)  # a requested stop ends all of them
+        _wait_for_all(ranks)  # a requested interruption ends all of them
     _kill(ranks)
     if cause is None:
         message = "the ranks lost their connection to each other"

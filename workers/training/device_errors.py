@@ -1,0 +1,77 @@
+"""Recognises errors of a device or the machine, such as having no memory left, and says what to change."""
+
+import re
+
+import torch
+
+from app.contract.plan import Plan
+from workers.training.exceptions import CannotTrain
+from workers.training.memory import GIB
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device, or the host, had no memory left.
+
+    What takes memory beside PyTorch's allocator (CUDA's libraries, compiled kernels, pinned memory) fails
+    with errors of other kinds.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator|(CUDA|HIP)\b[^\n]{0,40}out of memory|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|NVRTC)_[A-Z_]*"
+    r"(ALLOC_FAILED|OUT_OF_MEMORY)",
+    re.IGNORECASE,
+)
+
+
+_TRANSIENT = (
+    "cublas", "cudnn", "cusolver", "nccl", "cuda error", "cuda driver", "bad_alloc", "cannot allocate",
+    "can't allocate", "out of memory", "start new thread", "shared memory", "too many open files",
+    "no space left", "connection",
+)  # fmt: skip
+"""Parts of messages of errors that the machine causes, not the model."""
+
+
+def is_transient(error: RuntimeError) -> bool:
+    """Whether an error is one of the machine, after which another attempt may succeed."""
+    text = str(error).lower()
+    known = any(sign in text for sign in _TRANSIENT)
+    return known or is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+
+
+def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
+    """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
+    requested = "set auto_adjust_batch_size to true, " if samples > 1 else ""
+    where = (
+        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens"
+        if samples
+        else "on a device without a micro-batch in this window"
+    )
+    return CannotTrain(
+        "out_of_memory",
+        f"out of memory {where}, even with gradient checkpointing: {requested}{_remedies(plan)}",
+    )
+
+
+def start_out_of_memory_error(plan: Plan) -> CannotTrain:
+    """The error of a job whose model does not fit, or cannot be checked on one sample."""
+    rank = plan.ranks[0]
+    return CannotTrain(
+        "out_of_memory",
+        "out of memory before the first step, when the model was loaded and checked on one sample (the plan "
+        f"expects {rank.predicted_peak_bytes / GIB:.2f} GiB for a step, and "
+        f"{rank.memory_limit_bytes / GIB:.2f} GiB may be used): {_remedies(plan)}",
+    )
+
+
+def _remedies(plan: Plan) -> str:
+    remedies = [
+        f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
+        for other in plan.alternatives
+        if not other.change.startswith("gradient_checkpointing")
+    ]
+    return (
+        "use a GPU with more memory, or make one of these changes (predicted peak for one sample): "
+        f"{'; '.join(remedies) or 'a smaller model'}"
+    )
