@@ -21,7 +21,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("app.jobs",),
     ("app.results",),
     ("app.models",),
-    ("app.planning.inputs", "app.planning.batch_size", "app.planning.evidence", "app.planning.job_advice"),
+    (
+        "app.planning.inputs",
+        "app.planning.batch_size",
+        "app.planning.recommendation_inputs",
+        "app.planning.job_advice",
+    ),
     ("app.submissions",),
     ("app.maintenance", "app.observability"),
     ("app.web",),

@@ -31,14 +31,14 @@ def store_run(session: Session, running: Running) -> None:
             measurements.note_run(session, subject)
 
 
-def store_sweep(session: Session, running: Running, tuning: dict[str, Any]) -> None:
+def store_tuning(session: Session, running: Running, tuning: dict[str, Any]) -> None:
     """Stores what a trainer measured when it tried several micro-batch sizes, unless on several devices."""
     if len(running.devices) > 1:
         return
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.devices[0])
-        measurements.note_sweep(session, subject, Tuning.model_validate(tuning))
+        measurements.record_tuning(session, subject, Tuning.model_validate(tuning))
 
 
 @contextmanager

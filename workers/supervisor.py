@@ -297,7 +297,7 @@ class Supervisor:
                 position = self._ingest(session, running, status)
                 fail_point("supervisor.ingested")
                 if position.tuning is not None and position.tuning != running.position.tuning:
-                    job_measurements.store_sweep(session, running, position.tuning)
+                    job_measurements.store_tuning(session, running, position.tuning)
                 if status is not None and position.caught_up:
                     end_job(session, running, status, self.settings, interrupted=self.stopped)
                     fail_point("supervisor.finishing")

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from app.contract.base import Answer, Flag, Request
+from app.contract.base import Flag, Request, ResponseModel
 
 MAX_ACCUMULATION_STEPS = 4096
 MAX_EFFECTIVE_BATCH = 1_000_000
@@ -194,7 +194,7 @@ class ConfigurationRequest(AccumulationConfig):
     num_gpus: int = Field(1, ge=1, le=1024)
 
 
-class ConfigurationAnswer(Answer):
+class ConfigurationResponse(ResponseModel):
     config_id: str
     object: Literal["accumulation.config"] = "accumulation.config"
     created_at: int

@@ -70,7 +70,7 @@ def _is_plainly_storable(given: Any) -> bool:
         return False
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """What a client gets."""
 
     model_config = ConfigDict(protected_namespaces=())
@@ -82,7 +82,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class Page(Answer, Generic[Item]):
+class Page(ResponseModel, Generic[Item]):
     """One page of a list, newest first; ask for the next with `after=<last_id>`."""
 
     object: Literal["list"] = "list"

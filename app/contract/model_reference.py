@@ -31,7 +31,7 @@ class ModelLayer(Frozen):
     lora: LoraSpec | None
     """The adapters that the weights belong to; None: they replace weights of the model."""
     fingerprint: str
-    """A digest of the folder's files at submission (`model_files.fingerprint_of_files`)."""
+    """A digest of the folder's files at submission (`model_fingerprint.fingerprint_of_files`)."""
 
 
 class ModelReference(Frozen):
@@ -41,8 +41,8 @@ class ModelReference(Frozen):
     source: Literal["built_in", "local", "hub", "job"]
     architecture: Architecture
     fingerprint: str | None = None
-    """A digest of the model's files at submission (`model_files.fingerprint_of_files`); None if it is built
-    in or from the hub."""
+    """A digest of the model's files at submission (`model_fingerprint.fingerprint_of_files`); None if it is
+    built in or from the hub."""
     revision: str | None = None
     """Of a model of the hub: the commit at submission or, if that is unknown, the requested revision."""
     base: str | None = None

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from app.contract.base import Answer, Frozen
+from app.contract.base import Frozen, ResponseModel
 from app.contract.data_formats import DataFormat
 from app.contract.model_reference import ModelReference
 from app.contract.spec import DataSpec, Overlength
@@ -19,7 +19,7 @@ class PreviewSpec(Frozen):
     """The number of samples to return with their tokens; 0: only the lengths are of interest."""
 
 
-class PreviewedSample(Answer):
+class PreviewedSample(ResponseModel):
     """One training sample: `tokens`, `token_ids` and `counts` are of the same length."""
 
     line: int = Field(description="Line number in the file, from 1")
@@ -33,7 +33,7 @@ class PreviewedSample(Answer):
     target_tokens: int = Field(description="Tokens that count toward the loss; the first is never predicted")
 
 
-class LengthBin(Answer):
+class LengthBin(ResponseModel):
     """The number of examples with at least `at_least` and fewer than `below` tokens."""
 
     at_least: int
@@ -41,7 +41,7 @@ class LengthBin(Answer):
     examples: int
 
 
-class Lengths(Answer):
+class Lengths(ResponseModel):
     """Lengths of the examples in tokens, before truncation or splitting."""
 
     examples: int = Field(description="How many were measured: all, or a sample spread evenly over the file")
@@ -60,7 +60,7 @@ class Lengths(Answer):
     histogram: Annotated[tuple[LengthBin, ...], Field(fail_fast=True, max_length=100)]
 
 
-class DatasetPreview(Answer):
+class DatasetPreview(ResponseModel):
     """A dataset as the trainer will see it."""
 
     file_id: str

@@ -165,7 +165,7 @@ class LogLine(Frozen):
     temperature_celsius: Number | None = None
     """The GPU's temperature when the worker read this line."""
     aux_loss: Number | None = None
-    """The balance loss of a mixture of experts, with the weight that it has in training."""
+    """The load-balancing loss of a mixture of experts, with the weight that it has in training."""
     micro_losses: tuple[Number, ...] | None = None
     """The mean loss of each micro-batch, on request."""
     largest_tokens: TokenCount | None = None
@@ -231,7 +231,8 @@ class MeasuredSize(Frozen):
 
 
 class Tuning(Frozen):
-    """A sweep over micro-batch sizes; it chooses the smallest size that is about as fast as the fastest."""
+    """What a sweep, or trials while training, measured of several micro-batch sizes. A sweep chooses the
+    smallest size that is about as fast as the fastest; trials keep a size that is faster by a margin."""
 
     token_budget: TokenCount
     """The chosen token budget."""

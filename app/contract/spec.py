@@ -173,7 +173,7 @@ class Spec(Frozen):
     schedule: ScheduleSpec
     label_smoothing: float
     aux_scope: AuxScope
-    """The scope over which a mixture-of-experts model's balance loss is computed."""
+    """The scope over which a mixture-of-experts model's load-balancing loss is computed."""
     gradient_clipping: float | None
     clip_mode: ClipMode
     loss_spike_zscore: float | None

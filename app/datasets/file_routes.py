@@ -17,7 +17,7 @@ from app.datasets import files
 from app.datasets.containers import ReadOptions, SampleBy
 from app.datasets.content import store_upload
 from app.datasets.dataset_config import Columns
-from app.datasets.schemas import FileAnswer, FileDeleted
+from app.datasets.schemas import FileDeleted, FileObject
 from app.errors import Conflict, NotFound, Unprocessable
 from app.maintenance.retention import delete_file
 from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
@@ -46,7 +46,7 @@ RESULTS = "fine-tune-results"
 FileId = Annotated[str, Path(max_length=100, description="file-…")]
 
 
-@router.post("", summary="Upload a training file", response_model=FileAnswer)
+@router.post("", summary="Upload a training file", response_model=FileObject)
 async def upload(
     slowly: Slowly,
     database: CurrentDatabase,
@@ -66,7 +66,7 @@ async def upload(
     sample_by: Annotated[
         SampleBy, Form(description="What becomes one sample of a plain text file")
     ] = "document",
-) -> FileAnswer | Response:
+) -> FileObject | Response:
     """JSON lines, JSON, CSV, Parquet or plain text, with chats, prompts with completions, or texts; also in
     Alpaca's and ShareGPT's shapes. Every sample is checked. JSON lines are stored as they are, all other
     kinds as JSON lines."""
@@ -121,7 +121,7 @@ def _stored(
     name: str,
     purpose: str,
     how: ReadOptions,
-) -> FileAnswer | Response:
+) -> FileObject | Response:
     with files.incoming(settings) as path:
         checked = store_upload(content, path, settings, name, how)
         equal = files.find_duplicate(database, path, checked)
@@ -151,7 +151,7 @@ _MANY = 100
 """Longer lists count as slow requests."""
 
 
-@router.get("", summary="List files", response_model=Page[FileAnswer])
+@router.get("", summary="List files", response_model=Page[FileObject])
 async def list_files(
     slowly: Slowly,
     database: CurrentDatabase,
@@ -178,30 +178,30 @@ async def list_files(
 
 def _page(
     database: Database, query: "Select[Any]", limit: int, after: str | None, oldest_first: bool
-) -> Page[FileAnswer]:
+) -> Page[FileObject]:
     with database.reading() as session:
         return page(session, query, File.id, limit, after, answer, oldest_first=oldest_first)
 
 
-def _as_json(page: Page[FileAnswer]) -> Response:
+def _as_json(page: Page[FileObject]) -> Response:
     """The response, serialised in the caller's thread: FastAPI would do it in the event loop."""
     return Response(page.model_dump_json(), media_type="application/json")
 
 
 @router.get("/{file_id}", summary="A file")
-async def get(slowly: Slowly, database: CurrentDatabase, file_id: FileId) -> FileAnswer:
+async def get(slowly: Slowly, database: CurrentDatabase, file_id: FileId) -> FileObject:
     job_id = job_of_result_file(file_id)
     if job_id is not None:
         return await slowly(lambda: _result_of_job(database, job_id))
     return await to_thread.run_sync(_uploaded, database, file_id)
 
 
-def _uploaded(database: Database, file_id: str) -> FileAnswer:
+def _uploaded(database: Database, file_id: str) -> FileObject:
     with database.reading() as session:
         return answer(files.get(session, file_id))
 
 
-def _result_of_job(database: Database, job_id: str) -> FileAnswer:
+def _result_of_job(database: Database, job_id: str) -> FileObject:
     with database.reading() as session:
         ended = _succeeded_job(session, job_id)
     return _result(database, ended)
@@ -236,8 +236,8 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId
     return FileDeleted(id=file_id)
 
 
-def answer(row: File) -> FileAnswer:
-    return FileAnswer(
+def answer(row: File) -> FileObject:
+    return FileObject(
         id=row.id,
         bytes=row.bytes,
         created_at=int(row.created_at),
@@ -249,12 +249,12 @@ def answer(row: File) -> FileAnswer:
     )
 
 
-def _list_results(database: Database, limit: int, after: str | None, oldest_first: bool) -> Page[FileAnswer]:
+def _list_results(database: Database, limit: int, after: str | None, oldest_first: bool) -> Page[FileObject]:
     query = select(Job).where(Job.status == "succeeded")
     last = after and (job_of_result_file(after) or after)
     jobs: list[Job] = []
 
-    def noted(job: Job) -> FileAnswer:
+    def noted(job: Job) -> FileObject:
         jobs.append(job)
         return _result_without_size(job)
 
@@ -272,14 +272,14 @@ def _succeeded_job(session: Session, job_id: str) -> Job:
     return job
 
 
-def _result(database: Database, job: Job) -> FileAnswer:
+def _result(database: Database, job: Job) -> FileObject:
     """Describes a job's step metrics as a file. Call it outside a session: counting the bytes opens its
     own."""
     return _result_without_size(job).model_copy(update={"bytes": csv_bytes(database, job.id)})
 
 
-def _result_without_size(job: Job) -> FileAnswer:
-    return FileAnswer(
+def _result_without_size(job: Job) -> FileObject:
+    return FileObject(
         id=result_file_of(job),
         bytes=0,
         created_at=int(job.finished_at or job.created_at),

@@ -163,7 +163,7 @@ def _training_files(name: str, files: list[str]) -> list[str]:
     return chosen
 
 
-def _why(name: str, answer: client.Answer) -> str:
+def _why(name: str, answer: client.HubResponse) -> str:
     """What the hub's refusal means, by its status and its X-Error-Code."""
     from huggingface_hub import constants
 

@@ -11,7 +11,7 @@ from app.contract.spec import DataSpec, Overlength
 from app.datasets import files, previews
 from app.models import starting_models
 from app.storage.waits import WaitLimiter
-from app.submissions.freeze import Data, max_length_for
+from app.submissions.build_spec import Data, max_length_for
 from app.web.dependencies import CurrentDatabase, CurrentSettings
 
 router = APIRouter(prefix="/datasets", tags=["training"])

@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from app.contract.base import Answer
+from app.contract.base import ResponseModel
 from app.contract.data_formats import DataFormat
 
 
-class FileAnswer(Answer):
+class FileObject(ResponseModel):
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -23,7 +23,7 @@ class FileAnswer(Answer):
     )
 
 
-class FileDeleted(Answer):
+class FileDeleted(ResponseModel):
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True

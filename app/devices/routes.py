@@ -8,7 +8,7 @@ from sqlalchemy import select
 from app.contract.base import Page
 from app.devices import gpus
 from app.devices.live_workers import SILENT_SECONDS
-from app.devices.schemas import DeclaredGpu, GpuInfo, GpusAnswer, WorkerAnswer
+from app.devices.schemas import DeclaredGpu, GpuInfo, GpusResponse, WorkerResponse
 from app.planning.devices import GIB
 from app.storage.database import database_now
 from app.storage.session import OF_EVERYONE
@@ -22,7 +22,7 @@ router = APIRouter(tags=["devices"], route_class=SessionRoute)
 
 
 @router.get("/gpus", summary="GPUs of this machine, and declared ones")
-def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
+def list_gpus(session: Reading, settings: CurrentSettings) -> GpusResponse:
     """Lists the GPUs that nvidia-smi reports through GPUtil, and the job that holds each."""
     rows = session.execute(
         select(Job.device, Job.id, Job.owner)
@@ -36,7 +36,7 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
         for gpu_id in gpus.ids_of(row.device)
     }
     seen = gpus.detected()
-    return GpusAnswer(
+    return GpusResponse(
         available_gpus=[gpu.id for gpu in seen if gpu.id not in held],
         gpu_info=[
             GpuInfo(
@@ -60,12 +60,12 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusAnswer:
 
 
 @router.get("/workers", summary="Workers, with their devices and jobs")
-def list_workers(session: Reading) -> Page[WorkerAnswer]:
+def list_workers(session: Reading) -> Page[WorkerResponse]:
     now = session.scalar(select(database_now())) or 0.0
     rows = session.scalars(select(Worker).order_by(Worker.id.desc())).all()
     own = set(session.scalars(select(Job.id).where(Job.status == "running")))
     data = [
-        WorkerAnswer(
+        WorkerResponse(
             id=row.id,
             hostname=row.hostname,
             started_at=int(row.started_at),

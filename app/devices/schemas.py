@@ -2,10 +2,10 @@
 
 from typing import Any, Literal
 
-from app.contract.base import Answer
+from app.contract.base import ResponseModel
 
 
-class GpuInfo(Answer):
+class GpuInfo(ResponseModel):
     gpu_id: int | str
     name: str
     memory_total_bytes: int
@@ -17,19 +17,19 @@ class GpuInfo(Answer):
     held_by: str | None
 
 
-class DeclaredGpu(Answer):
+class DeclaredGpu(ResponseModel):
     gpu_id: int
     name: str
     memory_total_bytes: int
 
 
-class GpusAnswer(Answer):
+class GpusResponse(ResponseModel):
     available_gpus: list[int | str]
     gpu_info: list[GpuInfo]
     declared: list[DeclaredGpu]
 
 
-class WorkerAnswer(Answer):
+class WorkerResponse(ResponseModel):
     id: str
     object: Literal["worker"] = "worker"
     hostname: str

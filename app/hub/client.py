@@ -22,7 +22,7 @@ _LEAST_BYTES_PER_SECOND = 4096
 _MOVED = {301, 302, 303, 307, 308}
 
 
-class Answer(NamedTuple):
+class HubResponse(NamedTuple):
     status: int
     headers: Mapping[str, str]
     content: bytes
@@ -32,7 +32,7 @@ class NotAnswered(Exception):
     """There is no usable answer; the message continues "the hub …"."""
 
 
-def get(url: str, token: str | None, *, most_bytes: int, seconds: float) -> Answer:
+def get(url: str, token: str | None, *, most_bytes: int, seconds: float) -> HubResponse:
     """The response to a GET. Content is cut off one byte after `most_bytes`, so that the caller can tell that
     it is too long.
 
@@ -46,10 +46,10 @@ def get(url: str, token: str | None, *, most_bytes: int, seconds: float) -> Answ
         return len(content) <= most_bytes
 
     status, headers = _run(_stream(url, token, keep, seconds))
-    return Answer(status, headers, bytes(content))
+    return HubResponse(status, headers, bytes(content))
 
 
-def download(url: str, token: str | None, target: Path, *, most_bytes: int, seconds: float) -> Answer:
+def download(url: str, token: str | None, target: Path, *, most_bytes: int, seconds: float) -> HubResponse:
     """Writes the content of an answer to a file, at most one byte more than `most_bytes`. Returns the answer
     without it.
 
@@ -69,7 +69,7 @@ def download(url: str, token: str | None, target: Path, *, most_bytes: int, seco
             return written <= most_bytes
 
         status, headers = _run(_stream(url, token, write, seconds))
-    return Answer(status, headers, b"")
+    return HubResponse(status, headers, b"")
 
 
 def _run(requested: Any) -> tuple[int, Mapping[str, str]]:

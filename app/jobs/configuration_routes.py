@@ -10,8 +10,8 @@ from sqlalchemy import select
 
 from app.contract.accumulation import (
     AccumulationConfig,
-    ConfigurationAnswer,
     ConfigurationRequest,
+    ConfigurationResponse,
     overridden,
 )
 from app.contract.base import Page
@@ -22,7 +22,7 @@ from app.storage.database import database_now
 from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Configuration, Job
-from app.submissions.freeze import resolve_batch
+from app.submissions.build_spec import resolve_batch
 from app.web.dependencies import After, CurrentDatabase, CurrentIdempotentRequest, Limit, Reading, Writing
 from app.web.pagination import page
 from app.web.sessions import SessionRoute
@@ -32,10 +32,12 @@ router = APIRouter(tags=["configurations"], route_class=SessionRoute)
 ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or ftjob-…")]
 
 
-@router.post("/config", status_code=201, summary="Store a configuration", response_model=ConfigurationAnswer)
+@router.post(
+    "/config", status_code=201, summary="Store a configuration", response_model=ConfigurationResponse
+)
 def create(
     database: CurrentDatabase, requested: ConfigurationRequest, idempotency: CurrentIdempotentRequest
-) -> ConfigurationAnswer | Response:
+) -> ConfigurationResponse | Response:
     """Checks that the numbers agree, and stores the configuration under an id."""
     with database.writing() as session:
         replayed = idempotency.replay(session)
@@ -46,7 +48,7 @@ def create(
     return made
 
 
-def _create(session: Session, requested: ConfigurationRequest) -> ConfigurationAnswer:
+def _create(session: Session, requested: ConfigurationRequest) -> ConfigurationResponse:
     given = requested.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
     row = Configuration(
         id=new_id("accumulation"),
@@ -74,25 +76,25 @@ def _effective(requested: ConfigurationRequest) -> int | None:
 @router.get("/config", summary="List configurations")
 def list_configurations(
     session: Reading, limit: Limit = 20, after: After = None
-) -> Page[ConfigurationAnswer]:
+) -> Page[ConfigurationResponse]:
     return page(session, select(Configuration), Configuration.id, limit, after, answer)
 
 
 @router.get("/config/{config_id}", summary="Get a stored configuration, or that of a job")
-def get(session: Reading, config_id: ConfigId) -> ConfigurationAnswer:
+def get(session: Reading, config_id: ConfigId) -> ConfigurationResponse:
     if config_id.startswith("ftjob-"):
         return _of_job(transitions.get(session, config_id))
     return answer(configurations.find(session, config_id))
 
 
 @router.put("/config/{config_id}", summary="Replace a configuration")
-def replace(session: Writing, config_id: ConfigId, requested: ConfigurationRequest) -> ConfigurationAnswer:
+def replace(session: Writing, config_id: ConfigId, requested: ConfigurationRequest) -> ConfigurationResponse:
     """Jobs created with the configuration keep its previous values."""
     return _change(session, config_id, requested)
 
 
 @router.patch("/config/{config_id}", summary="Change some fields of a configuration")
-def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> ConfigurationAnswer:
+def change(session: Writing, config_id: ConfigId, requested: dict[str, Any]) -> ConfigurationResponse:
     """Fields that are not given stay as they are."""
     if (why := size_error(requested)) is not None:
         raise Unprocessable(f"The request {why}.")
@@ -118,7 +120,7 @@ _NAME_BY_ALIAS = {
 """Maps each alias of a field to the field's name."""
 
 
-def _change(session: Session, config_id: str, requested: ConfigurationRequest) -> ConfigurationAnswer:
+def _change(session: Session, config_id: str, requested: ConfigurationRequest) -> ConfigurationResponse:
     row = configurations.find(session, config_id, lock=True)
     row.given = requested.model_dump(mode="json", exclude_unset=True, exclude={"num_gpus"})
     row.num_gpus, row.effective_batch_size = requested.num_gpus, _effective(requested)
@@ -132,13 +134,13 @@ def delete(session: Writing, config_id: ConfigId) -> None:
     session.delete(configurations.find(session, config_id, lock=True))
 
 
-def answer(row: Configuration) -> ConfigurationAnswer:
+def answer(row: Configuration) -> ConfigurationResponse:
     """A stored configuration with every default filled in."""
     config = AccumulationConfig.model_validate(row.given)
     warnings = []
     if config.clip_mode == "each_micro_batch":
         warnings.append("clip_mode each_micro_batch: the result depends on how the batch is split")
-    return ConfigurationAnswer(
+    return ConfigurationResponse(
         config_id=row.id,
         created_at=int(row.created_at),
         config=config,
@@ -148,8 +150,8 @@ def answer(row: Configuration) -> ConfigurationAnswer:
     )
 
 
-def _of_job(job: Job) -> ConfigurationAnswer:
-    return ConfigurationAnswer(
+def _of_job(job: Job) -> ConfigurationResponse:
+    return ConfigurationResponse(
         config_id=job.id,
         created_at=int(job.created_at),
         config=AccumulationConfig.model_validate(job.config),

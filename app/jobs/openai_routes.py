@@ -19,9 +19,9 @@ from app.jobs.openai_schemas import (
     FineTuningEvent,
     FineTuningJob,
     FineTuningRequest,
-    HyperparametersAnswer,
-    MethodAnswer,
-    SupervisedAnswer,
+    HyperparametersResponse,
+    MethodResponse,
+    SupervisedResponse,
 )
 from app.models.trained_models import name_of, result_file_of
 from app.planning.inputs import PlanningInputs
@@ -182,7 +182,7 @@ def list_checkpoints(
 def answer(job: Job) -> FineTuningJob:
     """A job in OpenAI's shape."""
     spec = Spec.model_validate(job.spec)
-    hyperparameters = HyperparametersAnswer(
+    hyperparameters = HyperparametersResponse(
         n_epochs=spec.epochs or "auto",
         batch_size=spec.effective_batch_size,
         learning_rate_multiplier=job.training_config["learning_rate"] / DEFAULT_LEARNING_RATE,
@@ -201,7 +201,7 @@ def answer(job: Job) -> FineTuningJob:
         validation_file=validation.file_id if validation is not None else None,
         result_files=[result_file_of(job)] if job.status == "succeeded" else [],
         hyperparameters=hyperparameters,
-        method=MethodAnswer(supervised=SupervisedAnswer(hyperparameters=hyperparameters)),
+        method=MethodResponse(supervised=SupervisedResponse(hyperparameters=hyperparameters)),
         seed=spec.seed,
         trained_tokens=job.result["trained_tokens"] if job.status == "succeeded" else None,
         estimated_finish=None if left is None else int(time.time() + left),

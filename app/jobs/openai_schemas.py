@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from app.contract.base import Answer, Request
+from app.contract.base import Request, ResponseModel
 from app.contract.model_reference import StartingModel
 from app.datasets.dataset_config import DatasetOptions, FileId
 from app.jobs.request_schemas import JobOptions, Metadata
@@ -61,7 +61,7 @@ class FineTuningRequest(Request):
     dataset_config: DatasetOptions = Field(default_factory=DatasetOptions)
 
 
-class HyperparametersAnswer(Answer):
+class HyperparametersResponse(ResponseModel):
     """The hyperparameters after "auto" has been resolved."""
 
     n_epochs: int | Auto = Field(description='"auto" if the job\'s length is given in steps')
@@ -69,22 +69,22 @@ class HyperparametersAnswer(Answer):
     learning_rate_multiplier: float
 
 
-class SupervisedAnswer(Answer):
-    hyperparameters: HyperparametersAnswer
+class SupervisedResponse(ResponseModel):
+    hyperparameters: HyperparametersResponse
 
 
-class MethodAnswer(Answer):
+class MethodResponse(ResponseModel):
     type: Literal["supervised"] = "supervised"
-    supervised: SupervisedAnswer
+    supervised: SupervisedResponse
 
 
-class FineTuningError(Answer):
+class FineTuningError(ResponseModel):
     code: str
     message: str
     param: str | None = None
 
 
-class FineTuningJob(Answer):
+class FineTuningJob(ResponseModel):
     """A job in OpenAI's shape; `GET /gradient-accumulation/training/{id}` returns all fields."""
 
     id: str
@@ -98,8 +98,8 @@ class FineTuningJob(Answer):
     training_file: str
     validation_file: str | None
     result_files: list[str]
-    hyperparameters: HyperparametersAnswer
-    method: MethodAnswer
+    hyperparameters: HyperparametersResponse
+    method: MethodResponse
     seed: int
     trained_tokens: int | None
     estimated_finish: int | None
@@ -108,7 +108,7 @@ class FineTuningJob(Answer):
     integrations: list[Any] = Field(default_factory=list)
 
 
-class FineTuningEvent(Answer):
+class FineTuningEvent(ResponseModel):
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
     created_at: int
@@ -118,13 +118,13 @@ class FineTuningEvent(Answer):
     data: dict[str, Any]
 
 
-class CheckpointMetrics(Answer):
+class CheckpointMetrics(ResponseModel):
     step: int
     train_loss: float | None
     full_valid_loss: float | None
 
 
-class FineTuningCheckpoint(Answer):
+class FineTuningCheckpoint(ResponseModel):
     """A checkpoint that still exists and from which the job could continue."""
 
     id: str
@@ -136,7 +136,7 @@ class FineTuningCheckpoint(Answer):
     metrics: CheckpointMetrics
 
 
-class ModelAnswer(Answer):
+class ModelResponse(ResponseModel):
     """A base model, or one that a job has trained."""
 
     id: str
@@ -147,12 +147,12 @@ class ModelAnswer(Answer):
     job: str | None = Field(None, description="Of a trained model: the job that made it")
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     object: Literal["list"] = "list"
-    data: list[ModelAnswer]
+    data: list[ModelResponse]
 
 
-class ModelDeleted(Answer):
+class ModelDeleted(ResponseModel):
     id: str
     object: Literal["model"] = "model"
     deleted: Literal[True] = True

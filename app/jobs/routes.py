@@ -16,11 +16,11 @@ from app.contract.states import ENDED
 from app.datasets import lengths
 from app.errors import AccrueError
 from app.jobs import lifecycle, reads, transitions
-from app.jobs.answer_schemas import DryRunAnswer, EventAnswer, JobAnswer
-from app.jobs.answers import dry_run_answer, job_answer
 from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
 from app.jobs.filters import Filters, with_metadata
 from app.jobs.request_schemas import TrainingRequest
+from app.jobs.response_schemas import DryRunResponse, EventResponse, JobResponse
+from app.jobs.responses import dry_run_answer, job_answer
 from app.jobs.waiting import WaitingReasons
 from app.maintenance.retention import delete_job
 from app.memory_profiles import profiles
@@ -60,7 +60,7 @@ _DRY_RUN_WAIT_SECONDS = 1.5
 the worker plans again."""
 
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
-    200: {"model": DryRunAnswer, "description": "With dry_run: the plan"}
+    200: {"model": DryRunResponse, "description": "With dry_run: the plan"}
 }
 
 
@@ -69,7 +69,7 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
     status_code=202,
     responses=_ACCEPTED,
     summary="Train with given accumulation steps",
-    response_model=JobAnswer | DryRunAnswer,
+    response_model=JobResponse | DryRunResponse,
 )
 async def with_accumulation(
     request: Request, requested: TrainingRequest, idempotency: CurrentIdempotentRequest
@@ -83,7 +83,7 @@ async def with_accumulation(
     status_code=202,
     responses=_ACCEPTED,
     summary="Train a large batch with planned accumulation steps",
-    response_model=JobAnswer | DryRunAnswer,
+    response_model=JobResponse | DryRunResponse,
 )
 async def large_batch(
     request: Request, requested: TrainingRequest, idempotency: CurrentIdempotentRequest
@@ -92,7 +92,7 @@ async def large_batch(
     return await _submitted(request, requested, idempotency, planned=True)
 
 
-@router.get("", summary="List jobs", response_model=Page[JobAnswer])
+@router.get("", summary="List jobs", response_model=Page[JobResponse])
 def list_jobs(
     request: Request,
     database: CurrentDatabase,
@@ -109,7 +109,7 @@ def list_jobs(
         return answer_cache.page_response("native", rows, limit, lambda job: job_answer(waiting_reasons, job))
 
 
-@router.get("/{training_id}", summary="A job", response_model=JobAnswer, responses=NOT_MODIFIED)
+@router.get("/{training_id}", summary="A job", response_model=JobResponse, responses=NOT_MODIFIED)
 async def get(request: Request, training_id: JobId) -> Response:
     owner = request.state.caller.owner
 
@@ -124,31 +124,31 @@ async def get(request: Request, training_id: JobId) -> Response:
 
 
 @router.post("/{training_id}/cancel", summary="Cancel a job")
-def cancel(session: Writing, training_id: JobId) -> JobAnswer:
+def cancel(session: Writing, training_id: JobId) -> JobResponse:
     """A waiting job ends at once; a running one as soon as its worker has stopped it."""
     return _answer(session, lifecycle.cancel(session, training_id))
 
 
 @router.post("/{training_id}/pause", summary="Pause a job")
-def pause(session: Writing, training_id: JobId) -> JobAnswer:
+def pause(session: Writing, training_id: JobId) -> JobResponse:
     """A running job writes a checkpoint and releases its device."""
     return _answer(session, lifecycle.pause(session, training_id))
 
 
 @router.post("/{training_id}/stop", summary="End training early, and keep the model")
-def stop(session: Writing, training_id: JobId) -> JobAnswer:
+def stop(session: Writing, training_id: JobId) -> JobResponse:
     """A running job finishes its step and saves its model; a waiting one saves its last checkpoint."""
     return _answer(session, lifecycle.stop(session, training_id))
 
 
 @router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
-def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
+def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobResponse:
     """A job that timed out continues from its last checkpoint, and its `timeout_seconds` starts over."""
     return _answer(session, quota.resume(session, training_id, settings))
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
-def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobAnswer:
+def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobResponse:
     return _answer(session, quota.resume(session, training_id, settings))
 
 
@@ -156,14 +156,14 @@ def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> Jo
     "/{training_id}/retry",
     status_code=202,
     summary="Retry a failed or cancelled job",
-    response_model=JobAnswer,
+    response_model=JobResponse,
 )
 def retry(
     database: CurrentDatabase,
     settings: CurrentSettings,
     idempotency: CurrentIdempotentRequest,
     training_id: JobId,
-) -> JobAnswer | Response:
+) -> JobResponse | Response:
     """Creates a new job with the same spec; the old job is unchanged."""
 
     with database.writing() as session:
@@ -184,7 +184,7 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: Jo
 @router.get(
     "/{training_id}/events",
     summary="List a job's events, newest first, or stream them",
-    response_model=Page[EventAnswer],
+    response_model=Page[EventResponse],
     responses={
         200: {
             "content": {"text/event-stream": {}},
@@ -201,7 +201,7 @@ def events(
     after: After = None,
     accept: Annotated[str, Header(max_length=1000)] = "*/*",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
-) -> Page[EventAnswer] | Response:
+) -> Page[EventResponse] | Response:
     """With `Accept: text/event-stream`, the answer is a stream of server-sent events, oldest first, each with
     its id. It starts with the first event, or after `Last-Event-ID`, and ends with the job. While a window
     takes longer than a second, events named `progress`, without an id, report its progress once a second."""
@@ -297,16 +297,16 @@ class _Handler(SubmissionHandler):
     def check(self) -> AdmittedRequest:
         return admission.check(self._requested, self.inputs, self.settings, planned=self._planned)
 
-    def answer(self, session: Session, job: Job) -> JobAnswer:
+    def answer(self, session: Session, job: Job) -> JobResponse:
         return _answer(session, job)
 
 
-def _answer(session: Session, job: Job) -> JobAnswer:
+def _answer(session: Session, job: Job) -> JobResponse:
     return job_answer(WaitingReasons.within(session), job)
 
 
-def _event(row: JobEvent) -> EventAnswer:
-    return EventAnswer(
+def _event(row: JobEvent) -> EventResponse:
+    return EventResponse(
         id=row.id,
         created_at=int(row.created_at),
         level=row.level,

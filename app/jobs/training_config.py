@@ -42,7 +42,7 @@ class TrainingConfig(Request):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     aux_scope: AuxScope = Field(
         "window",
-        description="Scope of a mixture-of-experts model's balance loss: window (costs a forward pass "
+        description="Scope of a mixture-of-experts model's load-balancing loss: window (costs a forward pass "
         "without gradient), sequence (a different loss, at no cost) or none",
     )
     freeze: list[ShortText] = Field(

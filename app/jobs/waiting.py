@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import BindParameter, Connection, and_, bindparam, case, func, or_, select
 
 from app.devices.live_workers import SILENT_SECONDS
-from app.jobs.answer_schemas import Reason, Waiting
+from app.jobs.response_schemas import Reason, Waiting
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.session import Session

@@ -72,7 +72,7 @@ def note_run(session: Session, subject: Subject) -> None:
     _keep(session, subject, "run", tokens, micro_batches or 1, int(peak * GIB), done / took)
 
 
-def note_sweep(session: Session, subject: Subject, tuning: Tuning) -> None:
+def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
     """Stores what a sweep measured for each size, or what was tried while training, which replaces what the
     job tried before."""
     earlier = delete(Measurement).where(

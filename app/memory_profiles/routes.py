@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from sqlalchemy import select
 
-from app.contract.base import Answer, Page
+from app.contract.base import Page, ResponseModel
 from app.contract.memory_profile import Profile, Recipe
 from app.errors import Forbidden
 from app.memory_profiles import profiles
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/profiles", tags=["profiles"], route_class=SessionRou
 ProfileId = Annotated[str, Path(max_length=100, description="profile-…")]
 
 
-class ProfileAnswer(Answer):
+class ProfileResponse(ResponseModel):
     """What is known of the memory of one model's training step."""
 
     id: str
@@ -35,14 +35,14 @@ class ProfileAnswer(Answer):
 @router.get("", summary="Profiles, newest first")
 def list_profiles(
     session: Reading, caller: CurrentCaller, limit: Limit = 20, after: After = None
-) -> Page[ProfileAnswer]:
+) -> Page[ProfileResponse]:
     """Lists the profiles of all keys' models. Requires the scope admin."""
     _check(caller)
     return page(session, select(StoredProfile), StoredProfile.id, limit, after, _answer)
 
 
 @router.get("/{profile_id}", summary="A profile")
-def get(session: Reading, caller: CurrentCaller, profile_id: ProfileId) -> ProfileAnswer:
+def get(session: Reading, caller: CurrentCaller, profile_id: ProfileId) -> ProfileResponse:
     """Requires the scope admin."""
     _check(caller)
     return _answer(profiles.get(session, profile_id))
@@ -65,9 +65,9 @@ def _check(caller: Caller) -> None:
         raise Forbidden("Profiles are shared by all keys: reading them requires the scope admin.")
 
 
-def _answer(stored: StoredProfile) -> ProfileAnswer:
+def _answer(stored: StoredProfile) -> ProfileResponse:
     fields: dict[str, Any] = {name: getattr(stored, name) for name in ("id", "model_name", "sequence")}
-    return ProfileAnswer(
+    return ProfileResponse(
         **fields,
         created_at=int(stored.created_at),
         recipe=Recipe.model_validate(stored.recipe),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture
-from app.contract.model_files import fingerprint_of_files
+from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import ModelReference, split_revision
 from app.contract.plain_files import read_plain
 from app.contract.text import path_to_unstorable, size_error

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from app.jobs.openai_schemas import ModelAnswer, ModelDeleted, ModelList
+from app.jobs.openai_schemas import ModelDeleted, ModelList, ModelResponse
 from app.models import base_models, trained_models
 from app.settings import Settings
 from app.storage.database import Database
@@ -30,7 +30,7 @@ def _all(database: Database, settings: Settings) -> ModelList:
 
 
 @router.get("/{model:path}", summary="A model")
-def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelAnswer:
+def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelResponse:
     if model in base_models.local_names(settings):
         return _base(model)
     return _trained(trained_models.find(session, settings, model))
@@ -43,11 +43,11 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, model: ModelPat
     return ModelDeleted(id=model)
 
 
-def _base(name: str) -> ModelAnswer:
-    return ModelAnswer(id=name, created=0, owned_by="base")
+def _base(name: str) -> ModelResponse:
+    return ModelResponse(id=name, created=0, owned_by="base")
 
 
-def _trained(job: Job) -> ModelAnswer:
+def _trained(job: Job) -> ModelResponse:
     created = int(job.finished_at or job.created_at)
     name = trained_models.name_of(job)
-    return ModelAnswer(id=name, created=created, owned_by="accrue", parent=job.model_name, job=job.id)
+    return ModelResponse(id=name, created=created, owned_by="accrue", parent=job.model_name, job=job.id)

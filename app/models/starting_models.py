@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from app.contract.model_files import fingerprint_of_files
+from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
 from app.contract.spec import Spec
 from app.contract.states import ENDED

@@ -13,7 +13,7 @@ from app.contract.states import JobStatus
 from app.devices import gpus
 from app.devices.gpus import DetectedGpu
 from app.devices.live_workers import SILENT_SECONDS
-from app.jobs.answer_schemas import Reason
+from app.jobs.response_schemas import Reason
 from app.jobs.waiting import WaitingReasons
 from app.statistics import counters
 from app.storage.database import Database, database_now

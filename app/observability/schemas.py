@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-from app.contract.base import Answer
+from app.contract.base import ResponseModel
 
 
-class Health(Answer):
+class Health(ResponseModel):
     status: Literal["ok"]
     version: str
 
 
-class AuditAnswer(Answer):
+class AuditResponse(ResponseModel):
     """One request in the audit log."""
 
     id: str
@@ -24,7 +24,7 @@ class AuditAnswer(Answer):
     request_id: str
 
 
-class Readiness(Answer):
+class Readiness(ResponseModel):
     status: Literal["ready", "not_ready"]
     database: str
     workers: int

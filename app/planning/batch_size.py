@@ -19,15 +19,15 @@ from app.errors import Unprocessable
 from app.memory_profiles import measurements, profiles
 from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models, starting_models
-from app.planning.answers import RawQuestion, answer, answer_raw, change_to_simulate
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.memory import OPTIMIZER_STATES
 from app.planning.planner import Question
 from app.planning.recipes import make_recipe, unsupported
+from app.planning.responses import RawQuestion, answer, answer_raw, change_to_simulate
 from app.planning.schemas import (
-    BatchSizeAnswer,
     BatchSizeRequest,
+    BatchSizeResponse,
 )
 from app.settings import Settings
 from app.storage.database import Database
@@ -44,7 +44,7 @@ _MANY_DEVICES = 16
 
 async def calculate(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
-) -> BatchSizeAnswer:
+) -> BatchSizeResponse:
     """Calculates in worker threads, and occupies none while it waits for a simulation."""
     if requested.model_name is None:
         return _from_figures(
@@ -58,7 +58,7 @@ async def calculate(
 
     is_slow = len(looked_up.question.devices) > _MANY_DEVICES
 
-    async def answered() -> BatchSizeAnswer:
+    async def answered() -> BatchSizeResponse:
         work = partial(_answered, looked_up, profile_warnings, database)
         return await (request.app.state.slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work))
 
@@ -114,7 +114,7 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
 
 def _answered(
     looked_up: _ResolvedRequest, profile_warnings: list[str], database: Database
-) -> BatchSizeAnswer:
+) -> BatchSizeResponse:
     question, base = looked_up.question, looked_up.base
     with database.reading() as session:
         known = profiles.known(session, base.architecture, common_name(question.devices))
@@ -149,7 +149,7 @@ def _sequence(requested: BatchSizeRequest, architecture: Architecture) -> int:
     return sequence
 
 
-def _from_figures(requested: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeAnswer:
+def _from_figures(requested: BatchSizeRequest, limits: MemoryLimits) -> BatchSizeResponse:
     weights_gb, sample_mb, available_gb = requested.raw_figures
     return answer_raw(
         RawQuestion(

@@ -13,11 +13,11 @@ from app.planning import learning_rate
 from app.planning.batch_size import calculate
 from app.planning.learning_rate import Rule
 from app.planning.schemas import (
-    AccumulationStepsAnswer,
-    BatchSizeAnswer,
+    AccumulationStepsResponse,
     BatchSizeRequest,
-    EffectiveBatchAnswer,
-    LearningRateAnswer,
+    BatchSizeResponse,
+    EffectiveBatchResponse,
+    LearningRateResponse,
 )
 from app.planning.split import split_over
 from app.web.dependencies import CurrentDatabase, CurrentSettings
@@ -33,7 +33,7 @@ Gpus = Annotated[int, Query(ge=1, le=1024)]
 @router.post("/calculate-batch-size", summary="The micro-batch that fits, and the accumulation steps")
 async def calculate_batch_size(
     request: Request, requested: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
-) -> BatchSizeAnswer:
+) -> BatchSizeResponse:
     """Calculates for a model by name, or from raw figures in GiB and MiB."""
     return await calculate(request, requested, settings, database)
 
@@ -60,7 +60,7 @@ async def get_batch_size(
     max_memory_usage: Annotated[float, Query()] = 0.9,
     memory_safety_margin: Annotated[float | None, Query()] = None,
     wait_seconds: Annotated[float, Query()] = 1.5,
-) -> BatchSizeAnswer:
+) -> BatchSizeResponse:
     if target_batch_size is not None and target_effective_batch_size is not None:
         raise Unprocessable(
             "target_batch_size and target_effective_batch_size are the same: leave one out.",
@@ -94,9 +94,9 @@ async def get_batch_size(
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")
 def effective_batch_size(
     actual_batch_size: Count, accumulation_steps: Steps, num_gpus: Gpus = 1
-) -> EffectiveBatchAnswer:
+) -> EffectiveBatchResponse:
     effective = actual_batch_size * accumulation_steps * num_gpus
-    return EffectiveBatchAnswer(
+    return EffectiveBatchResponse(
         actual_batch_size=actual_batch_size,
         accumulation_steps=accumulation_steps,
         num_gpus=num_gpus,
@@ -109,7 +109,7 @@ def effective_batch_size(
 @router.post("/calculate-accumulation-steps", summary="The accumulation steps for a target batch")
 def accumulation_steps(
     target_batch_size: Count, actual_batch_size: Count, num_gpus: Gpus = 1
-) -> AccumulationStepsAnswer:
+) -> AccumulationStepsResponse:
     steps = ceil(target_batch_size / (actual_batch_size * num_gpus))
     if steps > MAX_ACCUMULATION_STEPS:
         raise Unprocessable(
@@ -119,7 +119,7 @@ def accumulation_steps(
         )
     devices = split_over(target_batch_size, [actual_batch_size] * num_gpus)
     even = len({size for own in devices if own for size in (own.largest, own.smallest)}) == 1
-    return AccumulationStepsAnswer(
+    return AccumulationStepsResponse(
         target_batch_size=target_batch_size,
         actual_batch_size=actual_batch_size,
         num_gpus=num_gpus,
@@ -146,13 +146,13 @@ def adjust_learning_rate(
     rule: Annotated[Rule | None, Query()] = None,
     optimizer: Annotated[OptimizerName, Query()] = "adamw",
     actual_batch_size: Count = 8,
-) -> LearningRateAnswer:
+) -> LearningRateResponse:
     """`rule` defaults to linear for sgd and lars, and to sqrt for other optimizers."""
     growth = accumulation_steps * num_gpus
     chosen = rule or learning_rate.default_rule(optimizer)
     scale = learning_rate.scale(chosen, growth)
     warmup = learning_rate.warmup_steps(growth * actual_batch_size)
-    return LearningRateAnswer(
+    return LearningRateResponse(
         base_lr=base_lr,
         accumulation_steps=accumulation_steps,
         num_gpus=num_gpus,

@@ -5,7 +5,7 @@ from app.contract.spec import Spec
 from app.devices import gpus
 from app.planning.advice import Figures, advise
 from app.planning.devices import GIB
-from app.planning.evidence import samples_known
+from app.planning.recommendation_inputs import samples_known
 from app.statistics import performance
 from app.storage.session import Session
 from app.storage.tables import Job

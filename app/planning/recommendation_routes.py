@@ -15,8 +15,8 @@ from app.errors import Unprocessable
 from app.jobs import transitions
 from app.models import starting_models
 from app.planning.devices import MAX_DEVICE_LENGTH, Device, parse_declared
-from app.planning.evidence import Choices, architecture_of_size, situation, submission
 from app.planning.job_advice import advice_for
+from app.planning.recommendation_inputs import Choices, architecture_of_size, situation, submission
 from app.planning.recommendations import (
     ModelKind,
     recommend,

@@ -84,7 +84,7 @@ class Situation:
     noise: MeasuredNoise | None = None
     useful: int | None = None
     """The micro-batch beyond which throughput does not grow; None: unknown."""
-    swept: bool = False
+    useful_is_measured: bool = False
     """Whether `useful` was measured with this model on such a device; otherwise it is a rule of thumb."""
     kind: ModelKind = "transformer"
     steps_total: int | None = None
@@ -208,7 +208,7 @@ def _measured_batch(noise: MeasuredNoise, batch: int) -> Recommendation:
 
 
 def _micro_batch(situation: Situation, micro: int) -> Recommendation:
-    if micro == situation.useful and micro < situation.micro_batch and not situation.swept:
+    if micro == situation.useful and micro < situation.micro_batch and not situation.useful_is_measured:
         return _literature(
             micro,
             "a CPU is hardly faster with larger micro-batches of this model (rule of thumb); run accrue tune "

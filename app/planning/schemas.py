@@ -6,7 +6,7 @@ from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.contract.accumulation import MAX_MICRO_BATCH, Precision
 from app.contract.arguments import Method, OptimizerChoice
-from app.contract.base import Answer, Flag, Request
+from app.contract.base import Flag, Request, ResponseModel
 from app.contract.model_reference import StartingModel
 from app.contract.plan import Alternative, Source
 from app.planning.memory import Memory
@@ -93,7 +93,7 @@ class BatchSizeRequest(Request):
         return weights, sample, available
 
 
-class DeviceSplit(Answer):
+class DeviceSplit(ResponseModel):
     gpu_id: int | str
     name: str
     memory_bytes: int
@@ -105,7 +105,7 @@ class DeviceSplit(Answer):
     samples: int
 
 
-class BatchSizeAnswer(Answer):
+class BatchSizeResponse(ResponseModel):
     model_name: str | None
     parameters: int | None
     parameters_are_estimated: bool = Field(
@@ -132,7 +132,7 @@ class BatchSizeAnswer(Answer):
     warnings: list[str]
 
 
-class PlannedModel(Answer):
+class PlannedModel(ResponseModel):
     id: str
     object: Literal["accumulation.model"] = "accumulation.model"
     source: Literal["built_in", "local", "catalogue"]
@@ -140,7 +140,7 @@ class PlannedModel(Answer):
     positions: int
 
 
-class EffectiveBatchAnswer(Answer):
+class EffectiveBatchResponse(ResponseModel):
     actual_batch_size: int
     accumulation_steps: int
     num_gpus: int
@@ -148,7 +148,7 @@ class EffectiveBatchAnswer(Answer):
     explanation: str
 
 
-class AccumulationStepsAnswer(Answer):
+class AccumulationStepsResponse(ResponseModel):
     target_batch_size: int
     actual_batch_size: int
     num_gpus: int
@@ -160,7 +160,7 @@ class AccumulationStepsAnswer(Answer):
     explanation: str
 
 
-class LearningRateAnswer(Answer):
+class LearningRateResponse(ResponseModel):
     base_lr: float
     accumulation_steps: int
     num_gpus: int
@@ -172,7 +172,7 @@ class LearningRateAnswer(Answer):
     explanation: str
 
 
-class Recommendation(Answer):
+class Recommendation(ResponseModel):
     value: Any
     why: str
     evidence: Literal["measured", "simulated", "formula", "literature", "requested"]
@@ -180,7 +180,7 @@ class Recommendation(Answer):
     range: list[float] | None = None
 
 
-class Recommendations(Answer):
+class Recommendations(ResponseModel):
     model_name: str | None
     model_size: str | None
     parameters: int

@@ -15,7 +15,7 @@ from app.jobs import reads, transitions
 from app.jobs.parent_jobs import is_model_deleted
 from app.results import run_files
 from app.results.csv_export import csv_lines, csv_response
-from app.results.schemas import CompletionsAnswer, Metrics, Profile
+from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import last_step, pages_of, series, validation_losses
 from app.storage.database import Database
 from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, Slowly, StreamOf
@@ -74,11 +74,11 @@ def log(
     "/{training_id}/completions",
     summary="How the model completes held-out prompts, before and after training",
 )
-def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsAnswer:
+def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsResponse:
     """Completions of held-out prompts; empty if there are none, or none has been completed yet."""
     transitions.get(session, training_id)
     found = run_files.completions(settings, training_id)
-    return CompletionsAnswer(training_id=training_id, data=list(found.data))
+    return CompletionsResponse(training_id=training_id, data=list(found.data))
 
 
 @router.get("/{training_id}/profile", summary="Where the time of one window went, operator by operator")

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from app.contract.base import Answer
+from app.contract.base import ResponseModel
 from app.contract.reports import Completion, Operator
 from app.statistics.schemas import Statistics
 
 
-class ComparedJob(Answer):
+class ComparedJob(ResponseModel):
     training_id: str
     model_name: str
     effective_batch_size: int
@@ -21,7 +21,7 @@ class ComparedJob(Answer):
     stats: Statistics
 
 
-class Comparison(Answer):
+class Comparison(ResponseModel):
     """Jobs side by side, in the order of the request."""
 
     samples_seen: list[float]
@@ -32,20 +32,20 @@ class Comparison(Answer):
     jobs: list[ComparedJob]
 
 
-class Evaluation(Answer):
+class Evaluation(ResponseModel):
     step: int
     loss: float | None
     """Loss on the validation data; null if it was not a finite number."""
 
 
-class Metrics(Answer):
+class Metrics(ResponseModel):
     training_id: str
     steps: int
     data: list[dict[str, Any]]
     evaluations: list[Evaluation]
 
 
-class Profile(Answer):
+class Profile(ResponseModel):
     training_id: str
     operators: list[Operator]
     """The operators that took longest by themselves, the slowest first."""
@@ -54,6 +54,6 @@ class Profile(Answer):
     pytorch.org/memory_viz."""
 
 
-class CompletionsAnswer(Answer):
+class CompletionsResponse(ResponseModel):
     training_id: str
     data: list[Completion]

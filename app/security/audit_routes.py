@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from app.contract.base import Page
 from app.errors import Forbidden
-from app.observability.schemas import AuditAnswer
+from app.observability.schemas import AuditResponse
 from app.storage.tables import AuditEntry
 from app.web.dependencies import After, CurrentCaller, Limit, Reading
 from app.web.pagination import page
@@ -23,7 +23,7 @@ def list_audit(
     limit: Limit = 20,
     after: After = None,
     key_id: Annotated[str | None, Query(max_length=100, description="Only requests with this key")] = None,
-) -> Page[AuditAnswer]:
+) -> Page[AuditResponse]:
     """All requests except reads; with `ACCRUE_AUDIT_READS`, reads too. Requires the scope admin."""
     if not caller.may("admin"):
         raise Forbidden("The audit log is for keys with the scope admin.")
@@ -33,8 +33,8 @@ def list_audit(
     return page(session, query, AuditEntry.id, limit, after, _answer)
 
 
-def _answer(row: AuditEntry) -> AuditAnswer:
-    return AuditAnswer(
+def _answer(row: AuditEntry) -> AuditResponse:
+    return AuditResponse(
         id=row.id, at=row.at, key_id=row.key_id, method=row.method, path=row.path,
         status=row.status, address=row.address, request_id=row.request_id,
     )  # fmt: skip

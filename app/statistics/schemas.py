@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 from pydantic import Field, computed_field
 
-from app.contract.base import Answer
+from app.contract.base import ResponseModel
 from app.contract.states import JobStatus
 
 
-class RankFigures(Answer):
+class RankFigures(ResponseModel):
     """What one of several ranks has done since the start of a job."""
 
     rank: int
@@ -35,7 +35,7 @@ class RankFigures(Answer):
         return self.idle_seconds / together if together else None
 
 
-class Statistics(Answer):
+class Statistics(ResponseModel):
     """Figures measured by the trainer; null where nothing was measured."""
 
     accumulation_steps: float | None
@@ -67,20 +67,20 @@ class Statistics(Answer):
     """One job's figures by rank; null with one device."""
 
 
-class JobStatistics(Answer):
+class JobStatistics(ResponseModel):
     training_id: str
     status: JobStatus
     stats: Statistics
 
 
-class ConfigurationStatistics(Answer):
+class ConfigurationStatistics(ResponseModel):
     config_id: str
     status: Literal["unused", "active", "ended"]
     stats: Statistics
     jobs: list[JobStatistics]
 
 
-class Totals(Answer):
+class Totals(ResponseModel):
     """Totals of all jobs, or of those that the filters select."""
 
     jobs: int
@@ -104,7 +104,7 @@ class Totals(Answer):
     files: int
 
 
-class CostByAccumulationSteps(Answer):
+class CostByAccumulationSteps(ResponseModel):
     """Measured windows with the same number of micro-batches. Times are means of wall time."""
 
     accumulation_steps: int
@@ -118,7 +118,7 @@ class CostByAccumulationSteps(Answer):
     """The optimizer's share of a window's time."""
 
 
-class JobPerformance(Answer):
+class JobPerformance(ResponseModel):
     training_id: str
     status: JobStatus
     tokens_per_second: float | None
@@ -132,14 +132,14 @@ class JobPerformance(Answer):
     the same size, as a share; null unless both were measured."""
 
 
-class Latency(Answer):
+class Latency(ResponseModel):
     requests: int
     p50_ms: float | None
     p90_ms: float | None
     p99_ms: float | None
 
 
-class PerformanceMetrics(Answer):
+class PerformanceMetrics(ResponseModel):
     gpus: list[dict[str, Any]]
     jobs: list[JobPerformance]
     api_latency: Latency

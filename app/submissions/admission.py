@@ -29,9 +29,9 @@ from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.statistics.performance import Speed
 from app.storage.database import Database
+from app.submissions.build_spec import Data, build_spec
 from app.submissions.distribution import Distribution
 from app.submissions.durations import predict, with_duration
-from app.submissions.freeze import Data, freeze
 from app.submissions.methods import training_from
 from app.submissions.requested_devices import check_that_workers_can, devices_of
 from app.webhooks import addresses
@@ -93,7 +93,7 @@ def check(
     own_data, own_data_spec = _own_data(requested, settings)
     data = uploaded or own_data_spec
     config = _adjusted(config, requested)
-    spec = freeze(
+    spec = build_spec(
         model,
         data,
         validation,

@@ -50,7 +50,7 @@ def swept(database: Database, job_id: str) -> None:
     with database.writing() as session:
         job = session.get_one(Job, job_id)
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
-        measurements.note_sweep(session, subject, Tuning(token_budget=512, samples=30, tried=tried))
+        measurements.record_tuning(session, subject, Tuning(token_budget=512, samples=30, tried=tried))
 
 
 def test_measurements_yield_prediction_errors_and_a_safety_margin(database: Database) -> None:
@@ -126,8 +126,8 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
     with database.writing() as session:
         job = session.get_one(Job, submitted(database))
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
-        measurements.note_sweep(session, subject, Tuning(token_budget=256, samples=30, tried=tried[:1]))
-        measurements.note_sweep(session, subject, Tuning(token_budget=256, samples=30, tried=tried))
+        measurements.record_tuning(session, subject, Tuning(token_budget=256, samples=30, tried=tried[:1]))
+        measurements.record_tuning(session, subject, Tuning(token_budget=256, samples=30, tried=tried))
     with database.reading() as session:
         assert measurements.points(session, subject.architecture, subject.key, CPU.name) == []
         speeds = measurements.throughput(session, subject.key, CPU.name)

@@ -7,7 +7,7 @@ import pytest
 from app.contract.model_reference import ModelReference
 from app.contract.spec import Spec
 from app.errors import Conflict, NotFound, Unprocessable
-from app.jobs import answers, lifecycle, parent_jobs, transitions
+from app.jobs import lifecycle, parent_jobs, responses, transitions
 from app.models import trained_models
 from app.settings import Settings
 from app.storage.database import Database
@@ -43,7 +43,7 @@ def test_a_job_does_not_start_from_a_model_whose_files_are_being_deleted(
     with database.reading() as session:
         job = transitions.get(session, source)
         assert not trained_models.has_model(job, settings)
-        assert not answers.has_model(job)
+        assert not responses.has_model(job)
     monkeypatch.undo()
     trained_models.remove(database, settings, name_of(database, source))  # it was interrupted
     assert not folder.is_dir()

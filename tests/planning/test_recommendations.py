@@ -67,7 +67,9 @@ def test_without_a_measurement_the_evidence_is_literature_but_a_requested_batch_
 def test_a_sweep_caps_the_micro_batch_and_is_cited() -> None:
     gpt2 = named("gpt2")
     assert gpt2 is not None
-    situation = Situation(gpt2, 256, micro_batch=64, devices=1, device_kind="cuda", useful=16, swept=True)
+    situation = Situation(
+        gpt2, 256, micro_batch=64, devices=1, device_kind="cuda", useful=16, useful_is_measured=True
+    )
     found = recommend(situation)
     assert (found["micro_batch_size"].value, found["micro_batch_size"].evidence) == (16, "measured")
     assert found["accumulation_steps"].value == 16
@@ -75,7 +77,9 @@ def test_a_sweep_caps_the_micro_batch_and_is_cited() -> None:
     assert recommend(replace(situation, steps_total=60))["warmup_steps"].value == 6
     small = recommend(replace(situation, micro_batch=8))["micro_batch_size"]
     assert (small.value, small.evidence) == (8, "formula")
-    unmeasured = recommend(replace(situation, device_kind="cpu", swept=False))["micro_batch_size"]
+    unmeasured = recommend(replace(situation, device_kind="cpu", useful_is_measured=False))[
+        "micro_batch_size"
+    ]
     assert (unmeasured.value, unmeasured.evidence) == (16, "literature")
 
 

@@ -92,7 +92,7 @@ def test_implausible_measurements_do_not_affect_plans(
              "tokens_per_second": 1.0, "peak_bytes": peak}  # fmt: skip
     tuning = Tuning.model_validate({"token_budget": 64, "samples": 8, "tried": [tried]})
     with database.writing() as session:
-        measurements.note_sweep(session, subject(database, job_id), tuning)
+        measurements.record_tuning(session, subject(database, job_id), tuning)
     with database.reading() as session:
         assert session.query(Measurement).count() == int(is_kept)
 

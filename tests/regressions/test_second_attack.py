@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from app.contract.model_files import fingerprint_of_files
+from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.reports import Failure
 from app.errors import QuotaExceeded, Unprocessable
 from app.jobs import lifecycle, queue

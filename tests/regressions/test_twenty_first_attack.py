@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from app.contract.arguments import LoraConfig
 from app.contract.data_formats import parse_line
-from app.contract.model_files import TEMPLATES, fingerprint_of_files
+from app.contract.model_fingerprint import TEMPLATES, fingerprint_of_files
 from app.contract.model_reference import LoraSpec, ModelLayer
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from app.contract.spec import MethodSpec

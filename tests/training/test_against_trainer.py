@@ -172,7 +172,7 @@ def test_label_smoothing(tmp_path: Path) -> None:
 
 
 def test_mixture_of_experts(tmp_path: Path) -> None:
-    """Against an fp64 reference with eager experts; Trainer gives the balance loss the wrong weight."""
+    """Against an fp64 reference with eager experts; Trainer weighs the load-balancing loss wrongly."""
     double, single = both("mixtral")
     rows = make_rows(K * ROWS)
     true, _ = true_gradient(double, rows, aux=0.05)
@@ -183,7 +183,7 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     share = true - without
     strength = float((record.gradients[0] - without) @ share / (share @ share))
     compared(
-        "mixture of experts: gradient with its balance loss",
+        "mixture of experts: gradient with its load-balancing loss",
         error(ours, true),
         f"{error(record.gradients[0], true):.1e} (balance × {strength:.2f})",
     )

@@ -110,4 +110,4 @@ def test_a_model_that_sees_later_tokens_is_rejected(tmp_path: Path) -> None:
 def test_routers_that_report_nothing_are_trained_without_balance(tmp_path: Path) -> None:
     run = lay_any(tmp_path / "run", "flint", SPEC)
     run_to_end(run)
-    assert any("balance loss" in event["message"] for event in events_of_kind(run, "changed"))
+    assert any("load-balancing loss" in event["message"] for event in events_of_kind(run, "changed"))

@@ -51,7 +51,7 @@ def lay_family(folder: Path, family: str, spec: Spec, **plan: Any) -> RunDirecto
 
 @pytest.mark.parametrize("scope", ["window", "sequence"])
 def test_a_mixture_of_experts_trains_the_same_in_every_split(tmp_path: Path, scope: Any) -> None:
-    """The balance loss is logged separately from the loss, and the certificate holds."""
+    """The load-balancing loss is logged separately from the loss, and the certificate holds."""
     spec = make_spec(data=small_data(), max_steps=4, aux_scope=scope, certificate=True)
     spec = spec.model_copy(update={"gradient_checkpointing": scope == "sequence"})
     quiet = CONFIGS["mixtral"].to_dict() | {"router_jitter_noise": 0.0}

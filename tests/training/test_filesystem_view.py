@@ -21,7 +21,7 @@ import ctypes, json, os, resource, subprocess, sys, tempfile
 from pathlib import Path
 from workers.run_directory import RunDirectory
 from workers.training import filesystem_view
-from workers.training.process_tree import run_enclosed
+from workers.training.process_tree import run_sandboxed
 from workers.training.filesystem_view import isolate
 
 run, hidden = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
@@ -72,7 +72,7 @@ def look(apart):
     }), flush=True)
     return 0
 
-sys.exit(run_enclosed(look, isolated=bool(os.environ["ACCRUE_HIDDEN_FOLDER"])))
+sys.exit(run_sandboxed(look, isolated=bool(os.environ["ACCRUE_HIDDEN_FOLDER"])))
 """
 
 
@@ -235,7 +235,7 @@ def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
     monkeypatch.setattr(trainer, "InterruptSignal", lambda **_: lambda: False)
     monkeypatch.setattr(trainer, "fetch_in_child", lambda work: 0)
     monkeypatch.setattr(trainer, "attempt", lambda run, stop: 0)
-    monkeypatch.setattr(trainer, "run_enclosed", lambda work, **_: work(has_namespaces))
+    monkeypatch.setattr(trainer, "run_sandboxed", lambda work, **_: work(has_namespaces))
     monkeypatch.setenv("ACCRUE_HIDDEN_FOLDER", hidden)
     monkeypatch.setattr("sys.argv", ["trainer", str(create_run(tmp_path / "run").path)])
     assert trainer.main() == 0

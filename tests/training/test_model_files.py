@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.contract.model_files import fingerprint_of_files
+from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import ModelReference
 from app.contract.plan import FixedSize
 from tests.harness.runs import create_run, events_of, small_data, start_trainer

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, re, signal, sys, time
 from pathlib import Path
-from workers.training.process_tree import run_enclosed
+from workers.training.process_tree import run_sandboxed
 
 def work(apart):
     what, folder = sys.argv[1], Path(sys.argv[2])
@@ -58,7 +58,7 @@ def work(apart):
                 time.sleep(0.01)
             return 7
 
-sys.exit(run_enclosed(work, isolated=sys.argv[3] == "apart"))
+sys.exit(run_sandboxed(work, isolated=sys.argv[3] == "apart"))
 """
 
 
@@ -140,9 +140,9 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
     theirs, lifeline = os.pipe()
     patience = "0.5" if end == "silent" else "60"
     script = SCRIPT.replace(
-        "sys.exit(run_enclosed(",
+        "sys.exit(run_sandboxed(",
         f"from workers.training.lifeline import Lifeline\nlifeline = Lifeline({theirs}, {patience})\n"
-        "sys.exit(run_enclosed(",
+        "sys.exit(run_sandboxed(",
     ).replace('== "apart")', '== "apart", lifeline=lifeline)')
     process = subprocess.Popen(
         [sys.executable, "-c", script, "busy", str(tmp_path), how], cwd=ROOT, pass_fds=[theirs]
@@ -160,11 +160,11 @@ def test_the_work_ends_when_the_supervisor_closes_its_lifeline_or_falls_silent(
 def test_work_still_runs_if_namespaces_cannot_be_set_up(tmp_path: Path) -> None:
     """As on systems that let a user create namespaces, and then forbid setting them up."""
     script = SCRIPT.replace(
-        "sys.exit(run_enclosed(",
+        "sys.exit(run_sandboxed(",
         "from workers.training import process_tree\n"
         "def forbidden(): raise PermissionError(1, 'Operation not permitted')\n"
         "process_tree._enter_namespaces = forbidden\n"
-        "sys.exit(run_enclosed(",
+        "sys.exit(run_sandboxed(",
     )
     process = subprocess.Popen([sys.executable, "-c", script, "status", str(tmp_path), "apart"], cwd=ROOT)
     assert process.wait(30) == 75

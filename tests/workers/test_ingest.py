@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from app.contract.reports import RankLine, WindowProgress
 from app.jobs import queue, transitions
-from app.jobs.answers import job_answer
+from app.jobs.responses import job_answer
 from app.jobs.transitions import Fence, LostJob
 from app.jobs.waiting import WaitingReasons
 from app.results.series import series

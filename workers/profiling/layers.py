@@ -45,7 +45,7 @@ def follow(recorder: Recorder, model: Any, depth: Depth, *, routed: bool) -> lis
                 hidden.register_hook(_backward(recorder, phase, below))
             if last:
                 recorder.enter(phase, None, "logits")
-                recorder.by_origin = routed  # the balance loss uses the output of every layer's router
+                recorder.by_origin = routed  # the load-balancing loss uses the output of every layer's router
 
         return hook
 

@@ -32,7 +32,7 @@ from workers.training.filesystem_view import drop_capabilities, restrict_view
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
 from workers.training.preview import preview
-from workers.training.process_tree import run_enclosed
+from workers.training.process_tree import run_sandboxed
 
 log = structlog.get_logger("accrue.profiler")
 
@@ -200,7 +200,7 @@ def _child_main(
         _answer(make, order, model, data, folder)
         return 0
 
-    run_enclosed(look, isolated=True)
+    run_sandboxed(look, isolated=True)
 
 
 def _fetch(order: PreviewSpec, model: str) -> int:

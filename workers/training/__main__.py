@@ -36,7 +36,7 @@ from workers.training.fetching import fetch, fetch_in_child, first_line, is_tran
 from workers.training.filesystem_view import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
-from workers.training.process_tree import run_enclosed
+from workers.training.process_tree import run_sandboxed
 
 log = logging.getLogger("accrue.trainer")
 
@@ -116,7 +116,7 @@ def main() -> int:
                 raise
             return DISK_FULL
 
-    return run_enclosed(train, isolated=isolated, lifeline=inherited())
+    return run_sandboxed(train, isolated=isolated, lifeline=inherited())
 
 
 def _end_at_once(status: int) -> NoReturn:
@@ -133,21 +133,21 @@ def _as_rank(run: RunDirectory, interrupted: InterruptSignal) -> int:
     rank = int(os.environ["RANK"])
     launched = RENDEZVOUS_VARIABLE in os.environ
     if launched:
-        _enclose_again()
+        _sandbox_again()
     with contextlib.nullcontext() if launched or rank else run.locked():
         return attempt(run, interrupted, rank, int(os.environ["WORLD_SIZE"]))
 
 
 def _as_part(run: RunDirectory, interrupted: InterruptSignal, part: str) -> int:
     """Trains one of a job's independent replicas, or combines them."""
-    _enclose_again()
+    _sandbox_again()
     if part == "combine":
         return _report_end(run, interrupted, _combine)
     with run.locked():
         return attempt(run, interrupted)
 
 
-def _enclose_again() -> None:
+def _sandbox_again() -> None:
     """Drops the capabilities and sets the parent-death signal again: starting a program resets both."""
     if os.environ.get(HIDDEN_VARIABLE):
         drop_capabilities()

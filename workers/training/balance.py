@@ -1,4 +1,4 @@
-"""A mixture of experts' balance loss, exact however the window is split.
+"""A mixture of experts' load-balancing loss, exact however the window is split.
 
 The loss of Switch Transformers (Fedus et al. 2021, equations 4 to 6), as transformers implements it: with E
 experts, F_e the share of (token, layer) rows that chose expert e among their top k, and P_e the mean
@@ -27,7 +27,7 @@ _MOST_COEFFICIENT = 100.0
 
 @dataclass
 class Balance:
-    """Computes the balance loss, one window after another."""
+    """Computes the load-balancing loss, one window after another."""
 
     coefficient: float
     experts: int
@@ -111,7 +111,7 @@ class Balance:
 
 
 def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Balance | None:
-    """The balance loss of a model's config, or None if it has none or `scope` is \"none\".
+    """The load-balancing loss of a model's config, or None if it has none or `scope` is \"none\".
 
     Raises:
         CannotTrain: the coefficient or the number of active experts is not usable.

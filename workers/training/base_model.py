@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from app.contract.assignment import Assignment
-from app.contract.model_files import fingerprint_of_files
+from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import ModelReference
 from app.contract.plan import Plan
 from app.contract.spec import Spec

@@ -35,7 +35,7 @@ class Totals:
     grad_norm: float
     """Global norm of the whole window's gradient, before clipping."""
     extra_loss: float = 0.0
-    """The sum of the `extra_loss` arguments of `Window.add()`, such as the balance loss of the window."""
+    """The sum of the `extra_loss` arguments of `Window.add()`, such as a load-balancing loss."""
     first_norm: float | None = None
     """The gradient's norm when `record_first_norm()` was called."""
     micro_losses: tuple[float, ...] = ()

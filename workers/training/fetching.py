@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.contract.assignment import Assignment
-from app.contract.model_files import TEMPLATES
+from app.contract.model_fingerprint import TEMPLATES
 from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.hub_limits import DownloadLimits

@@ -18,9 +18,9 @@ from workers.training import (
     guards,
     memory,
     noise_scale,
-    profile,
     ramp,
     sweep,
+    torch_profile,
     trials,
 )
 from workers.training.accumulate import TrainedWindow, train_window
@@ -161,7 +161,7 @@ def advance(training: TrainingRun) -> None:
     set_rate(training.replica.optimizer, rate)
     if denominator == 0.0:
         trained = None
-    elif spec.profile and state.step == profile.AT_STEP - 1 and training.group.leads:
+    elif spec.profile and state.step == torch_profile.AT_STEP - 1 and training.group.leads:
         trained = _profiled(training, window, denominator)
     else:
         with training.run.on_trial() if training.tuner.is_on_trial else contextlib.nullcontext():
@@ -237,7 +237,7 @@ def save_checkpoint(training: TrainingRun) -> None:
 
 def _profiled(training: TrainingRun, window: Indices, denominator: float) -> TrainedWindow:
     folder = training.run.path / "profile"
-    trained, seconds = profile.profiled(
+    trained, seconds = torch_profile.profiled(
         folder, training.replica.device, lambda: train_window(training, window, denominator)
     )
     shares = ", ".join(f"{phase} {value:.4g} s" for phase, value in seconds.items())

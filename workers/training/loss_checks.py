@@ -160,7 +160,7 @@ _LEAST_CHECKED_TOKENS = 4
 
 
 def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
-    """Leaves the balance loss out if the model does not report the logits of its routers."""
+    """Leaves the load-balancing loss out if the model does not report the logits of its routers."""
     if replica.balance is None:
         return
     batch = loader.fetch(typical_samples(loader)[:1])
@@ -172,7 +172,8 @@ def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
     loader.layout = replace(loader.layout, routed=False)
     reporter.event(
         "changed",
-        "The model does not report the choices of its routers, so it is trained without their balance loss.",
+        "The model does not report the choices of its routers, so it is trained without their "
+        "load-balancing loss.",
         "warning",
     )
 

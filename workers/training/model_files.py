@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.contract.model_files import TEMPLATES
+from app.contract.model_fingerprint import TEMPLATES
 from workers.training.exceptions import CannotTrain
 
 MAX_CONFIG_BYTES = 2**20

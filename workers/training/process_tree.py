@@ -48,7 +48,7 @@ itself."""
 Work = Callable[[], int]
 
 
-def run_enclosed(work: Callable[[bool], int], *, isolated: bool, lifeline: Lifeline | None = None) -> int:
+def run_sandboxed(work: Callable[[bool], int], *, isolated: bool, lifeline: Lifeline | None = None) -> int:
     """Runs work in its own process tree. Call this before a second thread is started.
 
     If a signal ended the work, this process ends by the same signal.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from app.contract.assignment import Assignment
-from app.contract.model_files import fingerprint_of_files
+from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import ModelLayer
 from workers.training.adapters import check_mergeable, with_adapters
 from workers.training.exceptions import CannotTrain

@@ -99,8 +99,8 @@ class TrainingRun:
         return interrupted
 
     def check_interruption(self) -> None:
-        """Called between micro-batches. Discards the current window and raises if an interruption was requested.
-        Ranks that run each pass at the same time stop only between windows.
+        """Called between micro-batches. If an interruption was requested, discards the current window
+        and raises. Ranks that run each pass at the same time stop only between windows.
 
         Raises:
             InterruptionRequested: an interruption was requested.

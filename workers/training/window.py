@@ -210,7 +210,7 @@ class Window:
         Args:
             loss_sum: the sum of its token losses, a scalar.
             extra_loss: a further term of the window's loss that is not divided by the denominator, such as
-                this micro-batch's share of a balance loss; a scalar.
+                this micro-batch's share of a load-balancing loss; a scalar.
         """
         self._begin_pass()
         loss = loss_sum / self._denominator

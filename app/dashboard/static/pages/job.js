@@ -324,7 +324,7 @@ async function showOutcome(outcome, job, signal) {
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
       fact("Target tokens trained on", number(result.trained_tokens)),
-      fact("Certificate", certificate, "certificate"),
+      fact("Gradient check", certificate, "certificate"),
       noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),
       fact("Samples a second", number(stats.samples_per_second)),
       fact("Padding", percent(stats.padding_share)),

@@ -78,7 +78,7 @@ export async function show(main, { chosen, signal }) {
         "form",
         { class: "fields", onsubmit: (event) => event.preventDefault() },
         h("div", { class: "field" }, h("label", { for: "status" }, "Status"), status),
-        h("div", { class: "field" }, h("label", { for: "label" }, "Label (user_id)"), label),
+        h("div", { class: "field" }, h("label", { for: "label" }, "User (user_id)"), label),
       ),
       list.element,
       h("p", { class: "actions" }, compare, newest, older),

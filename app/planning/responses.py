@@ -13,7 +13,7 @@ from app.planning.devices import GIB, Device
 from app.planning.estimate import Estimate
 from app.planning.memory import Memory
 from app.planning.planner import PlannerEvidence, Question, Rank, Solution, alternatives, solve
-from app.planning.schemas import BatchSizeAnswer, DeviceSplit
+from app.planning.schemas import BatchSizeResponse, DeviceSplit
 
 _BY = {
     "formula": "By formula,",
@@ -24,7 +24,7 @@ _BY = {
 
 def answer(
     question: Question, known: PlannerEvidence, model_name: str, warnings: list[str]
-) -> BatchSizeAnswer:
+) -> BatchSizeResponse:
     """The planner's split, its predicted memory, and the alternatives to it."""
     solution = solve(question, known)
     others = alternatives(solution, known)
@@ -38,7 +38,7 @@ def answer(
     )
 
 
-def change_to_simulate(answered: BatchSizeAnswer, question: Question) -> Change | None:
+def change_to_simulate(answered: BatchSizeResponse, question: Question) -> Change | None:
     """The smallest change that makes the step fit, if the step does not fit and that change was only
     estimated by formula; otherwise None."""
     if answered.fits:
@@ -91,7 +91,7 @@ class RawQuestion:
 _NO_RECIPE = Recipe(device="cuda", precision="fp32")
 
 
-def answer_raw(raw: RawQuestion) -> BatchSizeAnswer:
+def answer_raw(raw: RawQuestion) -> BatchSizeResponse:
     """The answer for raw figures: weights, their gradients and states, and memory per sample."""
     estimate: Estimate = ByFigures(
         raw.weights_bytes, int(raw.weights_bytes * raw.optimizer_states), raw.sample_bytes
@@ -117,8 +117,8 @@ def _answer(
     *,
     model_name: str | None = None,
     architecture: Architecture | None = None,
-) -> BatchSizeAnswer:
-    return BatchSizeAnswer(
+) -> BatchSizeResponse:
+    return BatchSizeResponse(
         model_name=model_name,
         parameters=None if architecture is None else architecture.parameters,
         parameters_are_estimated=architecture is not None and architecture.is_estimated,

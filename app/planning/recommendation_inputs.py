@@ -152,7 +152,7 @@ def situation(
         measured_rate=learned,
         noise=noise,
         useful=min(rank.capacity.useful for rank in solution.ranks),
-        swept=solution.throughput is not None and solution.throughput.reached_plateau,
+        useful_is_measured=solution.throughput is not None and solution.throughput.reached_plateau,
         kind=requested.kind,
         steps_total=_steps_total(job, requested, batch),
     )

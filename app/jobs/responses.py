@@ -5,19 +5,19 @@ from typing import Any
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED
-from app.jobs.answer_schemas import (
-    AccumulationStatus,
-    DatasetAnswer,
-    DryRunAnswer,
-    ErrorAnswer,
-    JobAnswer,
-    Links,
-    Progress,
-    ReplicaAnswer,
-    ResultAnswer,
-)
 from app.jobs.lifecycle import Submission
 from app.jobs.parent_jobs import is_model_deleted
+from app.jobs.response_schemas import (
+    AccumulationStatus,
+    DatasetResponse,
+    DryRunResponse,
+    ErrorResponse,
+    JobResponse,
+    Links,
+    Progress,
+    ReplicaResponse,
+    ResultResponse,
+)
 from app.jobs.waiting import WaitingReasons
 from app.statistics.performance import Speed
 from app.storage.tables import Job
@@ -25,13 +25,13 @@ from app.storage.tables import Job
 PREFIX = "/gradient-accumulation"
 
 
-def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
+def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobResponse:
     """Everything about a job, in the native API's form."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_without_nulls(job.progress)})
     progress.within_window &= job.status == "running"  # an interrupted window starts over
     steps, micro_batch = _split(job, spec, plan, progress)
-    return JobAnswer(
+    return JobResponse(
         id=job.id,
         training_id=job.id,
         status=job.status,
@@ -52,7 +52,7 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
         plan=plan,
         progress=progress,
         result=_result(job),
-        error=ErrorAnswer.model_validate(job.error) if job.error else None,
+        error=ErrorResponse.model_validate(job.error) if job.error else None,
         waiting=waiting_reasons.of(job),
         tune=spec.tune,
         links=_links(job, spec),
@@ -65,7 +65,7 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobAnswer:
 
 def dry_run_answer(
     submission: Submission, speed: Speed | None, tokens: int | None, hour_cost: float | None = None
-) -> DryRunAnswer:
+) -> DryRunResponse:
     """What a job would do, in the fields of a job's answer.
 
     Args:
@@ -77,7 +77,7 @@ def dry_run_answer(
     hours = None
     if seconds is not None and plan.device == "cuda":
         hours = seconds * len(plan.ranks) / 3600
-    return DryRunAnswer(
+    return DryRunResponse(
         predicted_tokens=tokens,
         predicted_duration_seconds=seconds,
         predicted_duration_range=plan.predicted_duration_range,
@@ -96,9 +96,9 @@ def dry_run_answer(
     )
 
 
-def _dataset(spec: Spec) -> DatasetAnswer:
+def _dataset(spec: Spec) -> DatasetResponse:
     data = spec.data
-    return DatasetAnswer(
+    return DatasetResponse(
         file_id=data.file_id,
         format=data.format,
         examples=data.examples,
@@ -130,11 +130,11 @@ def _accumulation_status(job: Job, spec: Spec, steps: int, progress: Progress) -
     )
 
 
-def _result(job: Job) -> ResultAnswer | None:
+def _result(job: Job) -> ResultResponse | None:
     if not job.result:
         return None
     result = job.result
-    return ResultAnswer(
+    return ResultResponse(
         model_path=f"runs/{job.id}/model" if has_model(job) else None,
         files=result["files"],
         first_loss=result["first_loss"],
@@ -155,11 +155,11 @@ def has_model(job: Job) -> bool:
     return bool(job.result and job.result["files"]) and not is_model_deleted(job.result)
 
 
-def _replicas(job: Job, found: list[dict[str, Any]] | None) -> list[ReplicaAnswer] | None:
+def _replicas(job: Job, found: list[dict[str, Any]] | None) -> list[ReplicaResponse] | None:
     if not found:
         return None
     own = f"{PREFIX}/training/{job.id}/model?replica="
-    return [ReplicaAnswer(**{**each, "model": f"{own}{each['replica']}"}) for each in found]
+    return [ReplicaResponse(**{**each, "model": f"{own}{each['replica']}"}) for each in found]
 
 
 def _links(job: Job, spec: Spec) -> Links:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from app.contract.base import Answer
+from app.contract.base import ResponseModel
 from app.contract.data_formats import DataFormat
 from app.contract.plan import Plan
 from app.contract.reports import NoiseScale, Tuning
@@ -16,12 +16,12 @@ from app.contract.states import JobStatus, RequestedAction
 from app.statistics.schemas import RankFigures
 
 
-class ErrorAnswer(Answer):
+class ErrorResponse(ResponseModel):
     code: str
     message: str
 
 
-class DatasetAnswer(Answer):
+class DatasetResponse(ResponseModel):
     file_id: str
     format: DataFormat
     examples: int
@@ -29,7 +29,7 @@ class DatasetAnswer(Answer):
     overlength: Overlength
 
 
-class AccumulationStatus(Answer):
+class AccumulationStatus(ResponseModel):
     enabled: bool
     steps: int
     effective_batch_size: int
@@ -39,7 +39,7 @@ class AccumulationStatus(Answer):
     accumulation_step: int
 
 
-class Progress(Answer):
+class Progress(ResponseModel):
     step: int = 0
     steps_total: int | None = None
     micro_step: int = 0
@@ -65,7 +65,7 @@ class Progress(Answer):
     """What each of several devices has done; null with one device."""
 
 
-class ReplicaAnswer(Answer):
+class ReplicaResponse(ResponseModel):
     """The result of an independent replica."""
 
     replica: int
@@ -77,7 +77,7 @@ class ReplicaAnswer(Answer):
     """Where its model can be downloaded."""
 
 
-class ResultAnswer(Answer):
+class ResultResponse(ResponseModel):
     model_path: str | None = Field(
         description="Relative to the service's data folder; null: deleted, or the job only measured"
     )
@@ -91,20 +91,20 @@ class ResultAnswer(Answer):
     noise_scale: NoiseScale | None = None
     tuning: Tuning | None = None
     effective_batch_size: int
-    replicas: list[ReplicaAnswer] | None = None
+    replicas: list[ReplicaResponse] | None = None
     """The results of independent replicas; null: the devices trained one model."""
 
 
 Reason = Literal["no_worker", "no_free_gpu", "retry_delay", "starting"]
 
 
-class Waiting(Answer):
+class Waiting(ResponseModel):
     reason: Reason
     queue_position: int
     predicted_start: int | None
 
 
-class Links(Answer):
+class Links(ResponseModel):
     self: str
     metrics: str
     log: str
@@ -114,7 +114,7 @@ class Links(Answer):
     profile: str | None
 
 
-class JobAnswer(Answer):
+class JobResponse(ResponseModel):
     """The current state of a job."""
 
     id: str
@@ -134,13 +134,13 @@ class JobAnswer(Answer):
     attempt: int
     config: dict[str, Any]
     training_config: dict[str, Any]
-    dataset: DatasetAnswer
+    dataset: DatasetResponse
     device: str | None
     accumulation_status: AccumulationStatus
     plan: Plan
     progress: Progress
-    result: ResultAnswer | None
-    error: ErrorAnswer | None
+    result: ResultResponse | None
+    error: ErrorResponse | None
     waiting: Waiting | None
     tune: Tune | None = Field(
         None,
@@ -155,14 +155,14 @@ class JobAnswer(Answer):
     actual_batch_size_per_gpu: int
 
 
-class DryRunAnswer(Answer):
+class DryRunResponse(ResponseModel):
     """What a job would do: nothing was queued or stored."""
 
     object: Literal["accumulation.dry_run"] = "accumulation.dry_run"
     model_name: str
     config: dict[str, Any]
     training_config: dict[str, Any]
-    dataset: DatasetAnswer
+    dataset: DatasetResponse
     plan: Plan
     learning_rate: float = Field(description="The peak, scaled where base_batch_size was given")
     effective_batch_size: int
@@ -187,7 +187,7 @@ class DryRunAnswer(Answer):
     )
 
 
-class EventAnswer(Answer):
+class EventResponse(ResponseModel):
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
     created_at: int

@@ -4,8 +4,8 @@ import pytest
 from sqlalchemy import update
 
 from app.contract.spec import Strategy
-from app.jobs.answers import dry_run_answer, job_answer
 from app.jobs.lifecycle import Submission
+from app.jobs.responses import dry_run_answer, job_answer
 from app.jobs.waiting import WaitingReasons
 from app.statistics.performance import Speed
 from app.storage.database import Database

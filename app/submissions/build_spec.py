@@ -129,7 +129,7 @@ def _check_evaluations(spec: Spec) -> None:
         )
 
 
-def freeze(
+def build_spec(
     model: ModelReference,
     data: Data,
     validation: Data | None,
