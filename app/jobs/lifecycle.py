@@ -179,12 +179,13 @@ def resume(session: Session, job_id: str) -> Job:
         parent_jobs.lock(session, Spec.model_validate(job.spec))
         parent_jobs.check_unneeded(session, job_id)  # its checkpoints would be replaced
         with optional_part(session, "the counters of a job"):
-            counters.add_to_stored(session, job_id)
+            counters.add_to_stored(session, job_id, "job_seconds")  # it starts anew; its events remain
         change(
             session,
             job,
             "queued",
             error=None,
+            started_at=None,
             finished_at=None,
             not_before=_now(session),
             failures=0,

@@ -26,9 +26,12 @@ def count(session: Session) -> dict[tuple[Name, str], float]:
     return found
 
 
-def add_to_stored(session: Session, job_id: str) -> None:
-    """Adds a job's share to the stored counters, before the job is deleted or runs again."""
+def add_to_stored(session: Session, job_id: str, *names: Name) -> None:
+    """Adds a job's share to the stored counters, before the job no longer shows it: all of it, or that of the
+    counters named."""
     for name, label, value in _of_jobs(session, Job.id == job_id):
+        if names and name not in names:
+            continue
         statement = insert_for(session, Counter).values(name=name, label=label, value=value)
         more = Counter.__table__.c.value + statement.excluded.value
         session.execute(

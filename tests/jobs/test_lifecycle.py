@@ -13,9 +13,11 @@ from app.contract.reports import Failure
 from app.contract.states import ENDED, JobStatus
 from app.errors import Conflict, NotFound
 from app.jobs import lifecycle, queue, transitions
+from app.jobs.events import record_event
 from app.jobs.lifecycle import AGEING_SECONDS
 from app.jobs.queue import MAX_FAILURES, Offer
 from app.jobs.transitions import EDGES, Fence, LostJob, change
+from app.statistics import counters
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
 from app.storage.tables import Attempt, File, Job, JobEvent
 from tests.harness.claims import claim, expire, in_transaction
@@ -394,3 +396,27 @@ def test_a_job_changes_state_only_along_edges(database: Database, start: JobStat
         change(session, transitions.get(session, job_id, lock=True), to)
     with database.reading() as session:
         assert transitions.get(session, job_id).status == start
+
+
+def test_a_resumed_job_counts_each_of_its_runs_once(database: Database) -> None:
+    """In the counters of Prometheus, which never decrease: 20 s until the first timeout, then 5 s."""
+    job_id = submitted(database)
+    counted = []
+    for seconds in (20.0, 5.0):
+        fence = claim(database)
+        assert fence is not None
+        failure = Failure(code=lifecycle.TIMEOUT, message="too long", permanent=True)
+        with database.writing() as session:
+            record_event(session, transitions.get(session, job_id), "out_of_memory", "less memory")
+        in_transaction(database, queue.fail, fence, failure)
+        with database.writing() as session:
+            job = session.get_one(Job, job_id)
+            assert job.finished_at is not None
+            job.started_at = job.finished_at - seconds
+        for act in (None, lifecycle.resume):
+            if act is not None:
+                in_transaction(database, act, job_id)
+            with database.reading() as session:
+                found = counters.count(session)
+            counted.append((round(found["job_seconds", "failed"], 3), found["oom_recoveries", ""]))
+    assert counted == [(20.0, 1), (20.0, 1), (25.0, 2), (25.0, 2)]
