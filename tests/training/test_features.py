@@ -212,7 +212,8 @@ def test_a_validation_share_is_kept_out_of_training(tmp_path: Path) -> None:
     assert outcome.eval_loss < 5.6
 
 
-def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path, smoothing: float) -> None:
     """The loss is the token-weighted mean of the saved model over the file, however it is cut."""
     import hashlib
 
@@ -221,7 +222,9 @@ def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "validation.jsonl", 12, seed=9)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     own = ValidationSpec(file_id="file-2", sha256=digest, format="text", share=None)
-    run = create_run(tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4))
+    run = create_run(
+        tmp_path / "run", make_spec(data=small_data(validation=own), max_steps=4, label_smoothing=smoothing)
+    )
     assignment = run.assignment().model_copy(update={"validation_file": str(path)})
     run.write_assignment(assignment)
     outcome = run_to_end(run)

@@ -25,7 +25,8 @@ def loss_sum(
     between: Callable[[], None],
     group: Group = ALONE,
 ) -> float:
-    """This rank's part of the sum of weighted token losses over the set. Reads the device only once.
+    """This rank's part of the sum of weighted token losses over the set, without label smoothing. Reads the
+    device only once.
 
     Args:
         tokens: the maximum number of tokens in a micro-batch.
@@ -37,7 +38,7 @@ def loss_sum(
     was_training = replica.model.training
     replica.model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), replica.token_loss.without_smoothing():
             groups = cut_window(
                 samples.lengths[counted],
                 TokenBudget(tokens=tokens),

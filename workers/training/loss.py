@@ -7,6 +7,8 @@ the model's own logits are used.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +97,15 @@ class TokenLoss(nn.Module):
                 else _of_each_state(hidden, batch.targets, self.head)
             )
         return Forward(loss, tuple(output.router_logits) if self._arguments else ())
+
+    @contextmanager
+    def without_smoothing(self) -> Iterator[None]:
+        """Within the block, the loss is the plain cross-entropy."""
+        smoothing, self._smoothing = self._smoothing, 0.0
+        try:
+            yield
+        finally:
+            self._smoothing = smoothing
 
     def stop_routing(self) -> None:
         """Returns no router logits from now on."""
