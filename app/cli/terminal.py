@@ -21,9 +21,9 @@ _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by me
 
 _REASONS = {
     "no_worker": "no worker is running",
-    "no_free_gpu": "every device is busy",
+    "no_free_gpu": "not enough free devices",
     "retry_delay": "waiting to retry",
-    "starting": "about to start",
+    "starting": "waiting for a worker to claim it",
 }
 """Why a job waits, by the service's `waiting.reason`."""
 

@@ -150,6 +150,7 @@ class LogLine(Frozen):
     padded_tokens: TokenCount
     """Rows × longest row, summed over the micro-batches: what the device worked on."""
     tokens_per_second: Number
+    """Of `input_tokens`."""
     memory_gb: Number | None
     """Memory at the end of the window in GiB: resident on a CPU, allocated on a GPU."""
     peak_gb: Number | None

@@ -143,8 +143,9 @@ class JobOptions(AccumulationConfig):
     )
     num_gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = Field(
         None,
-        description="Number of devices; they must belong to one worker. auto: the fewest on which the job "
-        "fits; on GPUs, up to one device per full micro-batch of a step. null: 1",
+        description="Number of devices; they must belong to one worker. auto: on CPUs, the fewest on "
+        "which the job fits; on GPUs, one per full micro-batch of a step, as far as a worker has them. "
+        "null: 1",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,
@@ -211,7 +212,7 @@ class JobOptions(AccumulationConfig):
         if isinstance(given, dict) and isinstance(given.get("accumulation_steps"), list):
             if "accumulation_steps_by_device" in given:
                 raise ValueError(
-                    "accumulation_steps and accumulation_steps_by_device are the same: leave one out"
+                    "accumulation_steps and accumulation_steps_by_device set the same thing: leave one out"
                 )
             own = {name: value for name, value in given.items() if name != "accumulation_steps"}
             return {**own, "accumulation_steps_by_device": given["accumulation_steps"]}
@@ -227,7 +228,7 @@ class JobOptions(AccumulationConfig):
         if by_device is not None:
             if self.accumulation_steps is not None:
                 raise ValueError(
-                    "accumulation_steps and accumulation_steps_by_device are the same: leave one out"
+                    "accumulation_steps and accumulation_steps_by_device set the same thing: leave one out"
                 )
             named = len(self.gpu_ids) if self.gpu_ids else self.num_gpus
             if named not in (None, len(by_device)):
@@ -243,7 +244,7 @@ class JobOptions(AccumulationConfig):
         if self.use_multi_gpu is False and several:
             raise ValueError("use_multi_gpu is false, but several devices are requested")
         if None not in (self.distributed, self.multi_gpu_strategy):
-            raise ValueError("distributed and multi_gpu_strategy are the same: leave one out")
+            raise ValueError("distributed and multi_gpu_strategy set the same thing: leave one out")
         within = self.distributed or self.multi_gpu_strategy
         for name in _BESIDE if isinstance(within, DistributedConfig) else ():
             if None not in (getattr(self, name), getattr(within, name)):

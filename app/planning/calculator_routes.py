@@ -63,7 +63,7 @@ async def get_batch_size(
 ) -> BatchSizeResponse:
     if target_batch_size is not None and target_effective_batch_size is not None:
         raise Unprocessable(
-            "target_batch_size and target_effective_batch_size are the same: leave one out.",
+            "target_batch_size and target_effective_batch_size set the same thing: leave one out.",
             field="target_batch_size",
         )
     given = {

@@ -66,7 +66,7 @@ async def recommendations(
     """Recommends values for a model, for a model size, or for a job from its own measurements."""
     if target_batch_size is not None and target_effective_batch_size is not None:
         raise Unprocessable(
-            "target_batch_size and target_effective_batch_size are the same: leave one out.",
+            "target_batch_size and target_effective_batch_size set the same thing: leave one out.",
             field="target_batch_size",
         )
     target = target_effective_batch_size if target_batch_size is None else target_batch_size

@@ -57,6 +57,7 @@ class Statistics(ResponseModel):
     avg_accumulation_time: float | None
     """Seconds of a window's forward and backward passes."""
     tokens_per_second: float | None
+    """Tokens of the samples, prompts included, per second; `tokens` are those that the loss counts."""
     samples_per_second: float | None
     padding_share: float | None
     """1 - (tokens of the samples / padded tokens)."""

@@ -274,7 +274,7 @@ def _config(database: Database, requested: TrainingRequest) -> tuple[Accumulatio
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise Unprocessable(
-            f"With the fields of {requested.config_id}: {first}.", field="config_id"
+            f"Together with the stored configuration {requested.config_id}: {first}.", field="config_id"
         ) from None
     scaling = sorted({"gradient_scaling", "lr_scaling"} & given.keys())
     scales = config.gradient_scaling and config.lr_scaling != "none"

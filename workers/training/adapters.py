@@ -140,7 +140,9 @@ def _freeze_what_is_not_loaded_again(adapted: Any) -> None:
     if lost:
         layers = sorted({_plain(name.partition(".lora_")[0]) for name in lost})
         some = ", ".join(layers[:_SHOWN]) + (", …" if len(layers) > _SHOWN else "")
-        warnings.warn(f"not adapted, since peft would not load their adapters again: {some}", stacklevel=2)
+        warnings.warn(
+            f"these layers get no adapters, because peft could not load them again: {some}", stacklevel=2
+        )
 
 
 _SHOWN = 4

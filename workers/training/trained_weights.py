@@ -125,5 +125,7 @@ def _check_alike(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], layer: 
     shapes = {name: tuple(weight.shape) for name, weight in saved.items()}
     if not shapes or shapes != {name: tuple(weight.shape) for name, weight in own.items()}:
         raise CannotTrain(
-            "model_not_loaded", f"the weights of {layer.name} do not belong to the model below them"
+            "model_not_loaded",
+            f"the weights of {layer.name} do not match the model that it was trained on: names or shapes "
+            "differ, so files have been replaced. Start from another model",
         )

@@ -27,13 +27,13 @@ const TERMS = {
   rate: "How far each step moves the weights. Use 5e-5 for full fine-tuning and 2e-4 for lora. With adamw, doubling the batch allows 1.4 times the rate.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
-  loss: "Each window's loss in nats per token, averaged over its tokens, not over its micro-batches; the thick line is its moving average. It should fall quickly, then slowly.",
+  loss: "Each window's loss in nats per token, averaged over its tokens, not over its micro-batches. It should fall quickly, then slowly.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
-    "The training process's highest memory so far, by step, and the plan's prediction. The prediction assumes full-length samples, so it can be higher than the measured peak.",
+    "The highest memory so far, by step (of the process; on a GPU, of its tensors), and the plan's prediction. The prediction assumes full-length samples and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
   prediction:
     "The relative difference between predicted and measured peak memory, at the largest micro-batch that occurred. A positive value means that the job needed less than predicted.",
   noise_scale:

@@ -11,9 +11,9 @@ export const TITLE = "Jobs";
 const EVERY = 2000;
 const REASONS = {
   no_worker: "no worker is running: start one with accrue worker",
-  no_free_gpu: "every device is busy",
+  no_free_gpu: "not enough free devices",
   retry_delay: "waiting to retry",
-  starting: "about to start",
+  starting: "waiting for a worker to claim it",
 };
 const COLUMNS = [
   { title: "" },
