@@ -1,9 +1,9 @@
-"""Limits on requests that take long: slow transfers, and work that takes seconds."""
+"""Limits on requests that take long or much memory: slow transfers, large bodies, work that takes seconds."""
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -65,6 +65,29 @@ class ConcurrencyLimit:
             yield
         finally:
             end()
+
+
+class Turns:
+    """Lets a few requests at a time continue, and of each key fewer; others wait for their turn."""
+
+    def __init__(self, *, per_key: int, total: int) -> None:
+        self._per_key = per_key
+        self._all = Semaphore(total)
+        self._of_keys: dict[str | None, Semaphore] = {}
+        self._requests: Counter[str | None] = Counter()
+
+    @asynccontextmanager
+    async def turn(self, key_id: str | None) -> AsyncIterator[None]:
+        """Waits for the turn of a request, which lasts until the end of the block."""
+        own = self._of_keys.setdefault(key_id, Semaphore(self._per_key))
+        self._requests[key_id] += 1
+        try:
+            async with own, self._all:
+                yield
+        finally:
+            self._requests[key_id] -= 1
+            if not self._requests[key_id]:
+                del self._requests[key_id], self._of_keys[key_id]
 
 
 @dataclass

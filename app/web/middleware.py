@@ -1,10 +1,10 @@
 """Middleware for every request: an id, a size limit, the check of its origin, one log line."""
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from functools import partial
 from http import HTTPStatus
 
 import structlog
@@ -25,7 +25,7 @@ from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
-from app.web.concurrency import ConcurrencyLimit
+from app.web.concurrency import ConcurrencyLimit, Turns
 from app.web.content_type import has_other_charset, is_multipart
 from app.web.error_bodies import accrue_error, database_unavailable, problem_response, unexpected
 from app.web.latency import LatencyGauge
@@ -51,6 +51,10 @@ _MAX_VALUES = 150_000
 time."""
 _VALUES_OF_A_REQUEST = 1500
 """Toward the rate limit, a large body counts as one further request for each 1,500 values."""
+_MANY_VALUES, _MANY_BYTES = 5000, 2**20
+"""Only a few bodies that are larger are validated at a time: one may take a hundred times its size in memory,
+until it is answered."""
+_LARGE_PER_KEY, _LARGE_AT_ONCE = 2, 4
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
 _WITH_DATA = f"{NATIVE}/training/"
@@ -92,6 +96,7 @@ class RequestMiddleware:
         self.is_mounted = is_mounted
         self.settings = settings
         self.latency = latency
+        self.large_bodies = Turns(per_key=_LARGE_PER_KEY, total=_LARGE_AT_ONCE)
         self.transfers = ConcurrencyLimit("uploads", per_key=MAX_UPLOADS_PER_KEY, total=MAX_UPLOADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,21 +159,34 @@ class RequestMiddleware:
         if response is not None:
             await response(scope, receive, send)
             return
-        charge = partial(_charge, scope)
-        limited = _limited(receive, self._limit(scope), charge, whole=not self._is_upload(scope))
-        if not self._is_transfer(scope, headers):
-            await self.app(scope, limited, send)
-            return
         caller: Caller | None = scope.get("state", {}).get("caller")
+        key_id = caller.key_id if caller is not None else None
+        async with contextlib.AsyncExitStack() as until_answered:
+
+            async def admit_body(values: int, size: int) -> None:
+                await _charge(scope, values)
+                if values > _MANY_VALUES or size > _MANY_BYTES:
+                    await until_answered.enter_async_context(self.large_bodies.turn(key_id))
+
+            limited = _limited(receive, self._limit(scope), admit_body, whole=not self._is_upload(scope))
+            await self._answer_counted(scope, limited, send, headers, key_id)
+
+    async def _answer_counted(
+        self, scope: Scope, receive: Receive, send: Send, headers: Headers, key_id: str | None
+    ) -> None:
+        """Passes the request on, unless too many large bodies of its key are arriving."""
+        if not self._is_transfer(scope, headers):
+            await self.app(scope, receive, send)
+            return
         try:
-            end = self.transfers.acquire(caller.key_id if caller is not None else None)
+            end = self.transfers.acquire(key_id)
         except TooManyRequests as error:
             response = accrue_error(Request(scope), error)
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
         try:
-            await self.app(scope, limited, send)
+            await self.app(scope, receive, send)
         finally:
             end()
 
@@ -317,12 +335,12 @@ async def _charge(scope: Scope, values: int) -> None:
 
 
 def _limited(
-    receive: Receive, limit: int, charge: Callable[[int], Awaitable[None]], *, whole: bool
+    receive: Receive, limit: int, admit_body: Callable[[int, int], Awaitable[None]], *, whole: bool
 ) -> Receive:
     """Limits the size of a body, even without a content-length, and the time in which it must arrive.
 
     Args:
-        charge: called with the number of values in a whole body.
+        admit_body: called with the number of values in a whole body and its size in bytes.
         whole: whether the time limit is for the whole body; otherwise it is for each part.
     """
     taken, values, arrived = 0, 0, False
@@ -348,7 +366,7 @@ def _limited(
         if values > _MAX_VALUES:
             raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)
         if arrived and values:
-            await charge(values)
+            await admit_body(values, taken)
             values = 0
         return message
 

@@ -5,15 +5,18 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from sqlalchemy import update
 
 from app.errors import BadSetting, TooManyRequests
+from app.jobs import routes as job_routes
 from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
 from app.storage.tables import Job
@@ -231,3 +234,29 @@ def test_figures_over_all_steps_of_a_job_are_slow_requests(
     answer = client.get(path.format(job=job, number=job.removeprefix("ftjob-")))
     assert answer.status_code == (409 if "compare" in path else 200)  # the job has no steps to compare
     assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("texts", "at_once"), [(6000, {2}), (10, {8})])
+def test_few_large_bodies_are_in_memory_at_a_time(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, texts: int, at_once: set[int]
+) -> None:
+    """Validated, a body may take a hundred times its size, until its request is answered."""
+    running: list[int] = []
+    most: list[int] = []
+
+    async def submitted(*of: Any, **named: Any) -> JSONResponse:
+        running.append(1)
+        most.append(len(running))
+        async with asyncio.timeout(10):
+            while texts == 10 and len(most) < 8:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        running.pop()
+        return JSONResponse({})
+
+    monkeypatch.setattr(job_routes, "_submitted", submitted)
+    body = {**JOB, "dataset_config": {"texts": ["a"] * texts}}
+    with ThreadPoolExecutor(8) as threads:
+        sent = [threads.submit(client.post, f"{PATH}/with-accumulation", json=body) for _ in range(8)]
+        assert {each.result().status_code for each in sent} <= {200, 202}
+    assert {max(most)} == at_once
