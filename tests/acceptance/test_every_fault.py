@@ -408,6 +408,7 @@ def test_postgresql_restarted_under_a_running_job(
     assert worker.poll() is None
 
 
+@pytest.mark.timeout(1800)  # its twenty jobs start a trainer each
 @pytest.mark.postgresql
 @pytest.mark.parametrize("cut", ["before", "after"])
 def test_connections_lost_around_commits(
