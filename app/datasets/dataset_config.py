@@ -121,10 +121,14 @@ class DatasetConfig(DatasetOptions):
             raise ValueError(f"{given[0]} is empty: give at least one sample")
         if self.format not in (None, form):
             raise ValueError(f"{given[0]} are of format {form}, not {self.format}: leave format out")
-        self._check_chats()
         return self
 
-    def _check_chats(self) -> None:
+    def check_chats(self) -> None:
+        """Checks the inline chats. Apart from validation, which the event loop waits for: it takes as long.
+
+        Raises:
+            ValueError: a chat cannot be trained on.
+        """
         for number, chat in enumerate(self.messages or []):
             if not any(message.role == "assistant" and message.weight for message in chat):
                 raise ValueError(f"messages.{number} needs a message of the role assistant with weight 1")

@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request
-from sqlalchemy import ColumnElement, Select, String, cast, literal, or_
+from sqlalchemy import ColumnElement, String, cast, literal, or_
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
@@ -21,21 +21,25 @@ def is_metadata_filter(name: str) -> bool:
     return name.startswith("metadata[") and name.endswith("]")
 
 
-def with_metadata(query: Select[Any], request: Request) -> Select[Any]:
-    """The jobs that carry every `metadata[key]=value` of the request's query.
+async def metadata_filters(request: Request) -> list[ColumnElement[bool]]:
+    """The conditions that jobs carry every `metadata[key]=value` of the request's query. Only routes that
+    depend on this accept such parameters.
 
     Raises:
         Unprocessable: more such filters than metadata entries that a job can have.
     """
-    if sum(is_metadata_filter(name) for name in request.query_params) > MOST_LABELS:
+    given = [(name, value) for name, value in request.query_params.items() if is_metadata_filter(name)]
+    if len(given) > MOST_LABELS:
         raise Unprocessable(f"A job has at most {MOST_LABELS} metadata keys: give fewer.", field="metadata")
-    for name, value in request.query_params.items():
-        if is_metadata_filter(name):
-            query = query.where(_label(Job.labels, literal(name[9:-1])) == value)
-    return query
+    return [_label(Job.labels, literal(name[9:-1])) == value for name, value in given]
 
 
-def _filters(
+MetadataFilters = Annotated[list[ColumnElement[bool]], Depends(metadata_filters)]
+"""Conditions on jobs, by the query's `metadata[key]=value`."""
+
+
+async def _filters(
+    metadata: MetadataFilters,
     status: Annotated[JobStatus | None, Query()] = None,
     user_id: Annotated[str | None, Query(max_length=200)] = None,
     model: Annotated[str | None, Query(max_length=200, description="model_name")] = None,
@@ -44,7 +48,7 @@ def _filters(
         float | None, Query(ge=0, le=2**33, description="Submitted before; Unix seconds")
     ] = None,
 ) -> list[ColumnElement[bool]]:
-    filters: list[ColumnElement[bool]] = []
+    filters = [*metadata]
     if status is not None:
         filters.append(Job.status == status)
     if user_id is not None:
@@ -61,7 +65,7 @@ def _filters(
 
 
 Filters = Annotated[list[ColumnElement[bool]], Depends(_filters)]
-"""Conditions on jobs, by the query's `status`, `user_id`, `model`, `since` and `until`."""
+"""Conditions on jobs, by the query: `status`, `user_id`, `model`, `since`, `until`, `metadata[key]=value`."""
 
 
 class _label(FunctionElement[str]):  # noqa: N801

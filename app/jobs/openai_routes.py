@@ -11,7 +11,7 @@ from app.contract.base import Page
 from app.contract.spec import Spec
 from app.jobs import lifecycle, reads, transitions
 from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
-from app.jobs.filters import with_metadata
+from app.jobs.filters import MetadataFilters
 from app.jobs.openai_schemas import (
     CheckpointMetrics,
     FineTuningCheckpoint,
@@ -90,12 +90,16 @@ class _Handler(SubmissionHandler):
 
 @router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])
 def list_jobs(
-    request: Request, database: CurrentDatabase, limit: Limit = 20, after: After = None
+    request: Request,
+    database: CurrentDatabase,
+    filters: MetadataFilters,
+    limit: Limit = 20,
+    after: After = None,
 ) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
     answer_cache: AnswerCache = request.app.state.answer_cache
     with database.connecting() as connection:
-        rows = reads.page(connection, with_metadata(reads.JOBS, request), database.viewer.owner, limit, after)
+        rows = reads.page(connection, reads.JOBS.where(*filters), database.viewer.owner, limit, after)
         return answer_cache.page_response("openai", rows, limit, answer)
 
 

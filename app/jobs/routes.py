@@ -17,7 +17,7 @@ from app.datasets import lengths
 from app.errors import AccrueError
 from app.jobs import lifecycle, reads, transitions
 from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
-from app.jobs.filters import Filters, with_metadata
+from app.jobs.filters import Filters
 from app.jobs.request_schemas import TrainingRequest
 from app.jobs.response_schemas import DryRunResponse, EventResponse, JobResponse
 from app.jobs.responses import dry_run_answer, job_answer
@@ -101,7 +101,7 @@ def list_jobs(
     after: After = None,
 ) -> Response:
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
-    query = with_metadata(reads.JOBS, request).where(*filters)
+    query = reads.JOBS.where(*filters)
     answer_cache: AnswerCache = request.app.state.answer_cache
     with database.connecting() as connection:
         waiting_reasons = WaitingReasons(connection)

@@ -40,6 +40,11 @@ class RateLimiter:
         return parse(self._limit_text)
 
     @cached_property
+    def _seconds(self) -> float | None:
+        """How long the storage may take. Memory always answers, unless the event loop itself is busy."""
+        return None if self._storage.startswith("memory:") else _STORAGE_SECONDS
+
+    @cached_property
     def _limiter(self) -> "MovingWindowRateLimiter":
         from limits.aio.strategies import MovingWindowRateLimiter
         from limits.storage import storage_from_string
@@ -58,7 +63,7 @@ class RateLimiter:
         if not self._limit_text:
             return
         try:
-            async with asyncio.timeout(_STORAGE_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 cost = max(1, min(requests, self._limit.amount // 10))
                 if await self._limiter.hit(self._limit, key_id, cost=cost):
                     return
@@ -77,7 +82,7 @@ class RateLimiter:
         if not self._limit_text:
             return
         try:
-            async with asyncio.timeout(_STORAGE_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 await self._limiter.test(self._limit, "")
         except Exception as error:
             self._warned_at = time.monotonic()

@@ -192,6 +192,10 @@ def _own_data(
     requested: TrainingRequest, settings: Settings
 ) -> tuple[DataFiles | list[dict[str, Any]] | None, Data]:
     """The samples that a request contains or names as a dataset, with their description."""
+    try:
+        requested.dataset_config.check_chats()
+    except ValueError as error:
+        raise Unprocessable(f"dataset_config: {error}.", field="dataset_config") from None
     inline, name = requested.dataset_config.inline(), requested.dataset_config.dataset
     if inline is not None:
         form, lines = inline

@@ -8,10 +8,13 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from app.errors import Unprocessable
-from app.jobs.filters import is_metadata_filter
+from app.jobs.filters import is_metadata_filter, metadata_filters
 
 _PARAMETERS: dict[Callable[..., Any], dict[str, bool]] = {}
 """A route's parameters and whether each may be repeated, by the route's function."""
+
+
+_METADATA = "metadata[key]"
 
 
 def check_names(request: Request) -> None:
@@ -26,10 +29,11 @@ def check_names(request: Request) -> None:
     if route.endpoint not in _PARAMETERS:
         _PARAMETERS[route.endpoint] = _parameters_of(route.dependant)
     known = _PARAMETERS[route.endpoint]
+    by_metadata = _METADATA in known
     seen = set()
     for name, _ in request.query_params.multi_items():
         shown = name[:100] or "query"
-        if name not in known and not is_metadata_filter(name):
+        if name not in known and not (by_metadata and is_metadata_filter(name)):
             accepted = ", ".join(sorted(known)) or "none"
             raise Unprocessable(
                 f"Unknown query parameter {name[:100]!r}; this request accepts: {accepted}.", field=shown
@@ -41,6 +45,8 @@ def check_names(request: Request) -> None:
 
 def _parameters_of(dependant: Dependant) -> dict[str, bool]:
     found = {field.alias: _is_list(field.field_info.annotation) for field in dependant.query_params}
+    if dependant.call is metadata_filters:
+        found[_METADATA] = False
     for each in dependant.dependencies:
         found |= _parameters_of(each)
     return found

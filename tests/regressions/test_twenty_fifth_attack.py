@@ -1,0 +1,86 @@
+"""Regression tests for the twenty-fifth attack."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.errors import TooManyRequests
+from app.jobs.request_schemas import TrainingRequest
+from app.security.rates import RateLimiter
+from tests.harness.requests import JOB, PATH, submit
+
+METADATA = {"metadata[team]": "a"}
+CHATS = {"messages": [[{"role": "assistant", "content": [{"text": "b"}]}]] * 3}
+
+
+def test_totals_are_filtered_by_metadata(client: TestClient) -> None:
+    """The filter was ignored: the totals of all jobs came back."""
+    for team in ("a", "a", "b"):
+        submit(client, metadata={"team": team})
+    submit(client)
+    totals = client.get("/gradient-accumulation/stats", params=METADATA)
+    assert (totals.status_code, totals.json()["jobs"]) == (200, 2)
+    for path in (PATH, "/v1/fine_tuning/jobs"):
+        assert len(client.get(path, params=METADATA).json()["data"]) == 2
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/v1/models", "/gradient-accumulation/gpus", "/gradient-accumulation/config"]
+)
+def test_other_routes_refuse_a_metadata_filter(client: TestClient, path: str) -> None:
+    refused = client.get(path, params=METADATA)
+    assert refused.status_code in (400, 422)  # OpenAI's clients expect 400
+    assert "Unknown query parameter 'metadata[team]'" in refused.text
+
+
+def test_chats_are_checked_apart_from_the_validation_of_the_body(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop validates bodies, and all requests wait for it."""
+    called: list[Any] = []
+    monkeypatch.setattr("app.datasets.dataset_config.parse_row", called.append)
+    TrainingRequest.model_validate({**JOB, "dataset_config": CHATS})
+    assert called == []
+    submit(client, dataset_config=CHATS)
+    assert called
+
+
+@pytest.mark.parametrize(
+    ("chat", "why"),
+    [
+        ([{"role": "user", "content": "a"}], "messages.1 needs a message of the role assistant"),
+        ([{"role": "assistant", "content": None}], "messages.1: "),
+    ],
+)
+def test_a_chat_that_cannot_be_trained_on_is_refused(client: TestClient, chat: Any, why: str) -> None:
+    good = [{"role": "assistant", "content": "b"}]
+    for path, body in (
+        (f"{PATH}/with-accumulation", {**JOB, "dataset_config": {"messages": [good, chat]}}),
+        (
+            f"{PATH}/with-accumulation",
+            {**JOB, "dataset_config": {"messages": [good, chat]}, "dry_run": True},
+        ),
+    ):
+        refused = client.post(path, json=body)
+        assert refused.status_code == 422
+        assert refused.json()["error"]["param"] == "dataset_config"
+        assert why in refused.json()["error"]["message"], json.dumps(refused.json())
+
+
+def test_a_busy_event_loop_does_not_turn_off_the_rate_limit_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.security.rates._STORAGE_SECONDS", 0.0)
+
+    async def exceed() -> None:
+        limiter = RateLimiter("2/hour", "memory://")
+        for _ in range(3):
+            time.sleep(0.01)
+            await limiter.count("key-1")
+
+    with pytest.raises(TooManyRequests):
+        asyncio.run(exceed())
