@@ -1,6 +1,7 @@
 """Downloads a trained model, and unpacks its tar while it arrives."""
 
 import re
+import secrets
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -33,8 +34,7 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
             f"{folder} already exists: run accrue download {job_id} FOLDER with a folder that does not "
             "exist yet"
         )
-    unfinished = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     unfinished.mkdir(parents=True)
     columns = (
         TextColumn("{task.description}", markup=False),

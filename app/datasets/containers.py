@@ -274,8 +274,20 @@ def _with_times_as_text(batch: Any) -> Any:
     for number, column in enumerate(batch.columns):
         kind = _without_times(column.type)
         if kind != column.type:
-            batch = batch.set_column(number, batch.schema.names[number], column.cast(kind))
+            batch = batch.set_column(number, batch.schema.names[number], _cast(column, kind))
     return batch
+
+
+def _cast(column: Any, kind: Any) -> Any:
+    """The column as another type. Times of an unknown time zone are taken to be in UTC."""
+    import pyarrow as pa
+
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid:
+        if not pa.types.is_timestamp(column.type):
+            raise
+        return column.cast(pa.timestamp(column.type.unit, "UTC")).cast(kind)
 
 
 def _without_times(kind: Any) -> Any:

@@ -156,7 +156,14 @@ def _below_layers(reference: ModelReference, settings: Settings) -> PlannableMod
     """
     if reference.source == "job":
         assert reference.job_id is not None
-        return base_models.read_folder(reference.base_name, model_dir(settings, reference.job_id))
+        folder = model_dir(settings, reference.job_id)
+        if not folder.is_dir():
+            raise Unprocessable(
+                f"{reference.name} needs the model of the job {reference.job_id}, which has been deleted: "
+                "choose another model.",
+                field=_FIELD,
+            )
+        return base_models.read_folder(reference.base_name, folder)
     return base_models.find_for_training(reference.base_name, settings)[1]
 
 

@@ -78,11 +78,14 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
 
     assert "No prompt was held out" in run(shared, "sample", job_id)
 
-    folder = tmp_path / "model"
+    folder, mine = tmp_path / "model", tmp_path / "model.part" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
     assert "model.safetensors" in run(shared, "download", job_id, str(folder))
     assert (folder / "config.json").is_file()
     assert "already exists" in run(shared, "download", job_id, str(folder), status=1)
-    assert not list(tmp_path.glob("*.part"))
+    assert [path for path in tmp_path.iterdir() if path.name.endswith(".part")] == [mine.parent]
+    assert mine.exists()
 
 
 def test_a_rejected_submission_leaves_no_file(shared: Accrue, data: Path) -> None:

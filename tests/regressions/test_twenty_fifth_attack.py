@@ -1,17 +1,26 @@
 """Regression tests for the twenty-fifth attack."""
 
 import asyncio
+import io
 import json
 import time
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
-from app.errors import TooManyRequests
+from app.contract.spec import Spec
+from app.errors import TooManyRequests, Unprocessable
+from app.jobs import transitions
 from app.jobs.request_schemas import TrainingRequest
+from app.models import starting_models
 from app.security.rates import RateLimiter
+from app.settings import Settings
+from app.storage.database import Database
 from tests.harness.requests import JOB, PATH, submit
+from tests.harness.submissions import started_from
 
 METADATA = {"metadata[team]": "a"}
 CHATS = {"messages": [[{"role": "assistant", "content": [{"text": "b"}]}]] * 3}
@@ -84,3 +93,25 @@ def test_a_busy_event_loop_does_not_turn_off_the_rate_limit_in_memory(
 
     with pytest.raises(TooManyRequests):
         asyncio.run(exceed())
+
+
+def test_times_of_an_unknown_time_zone_are_read_as_utc(client: TestClient) -> None:
+    table = pa.table({"text": ["a"], "at": pa.array([10**15], pa.timestamp("us", "Mars/Base"))})
+    content = io.BytesIO()
+    pq.write_table(table, content)
+    uploaded = client.post(
+        "/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.parquet", content.getvalue())}
+    )
+    assert uploaded.status_code == 200, uploaded.text
+
+
+def test_adapters_whose_base_was_deleted_say_so(database: Database, settings: Settings) -> None:
+    spec = Spec.model_validate(spec_of(database, started_from(database, "ftjob-gone")))
+    with pytest.raises(Unprocessable, match="needs the model of the job ftjob-gone, which has been deleted"):
+        starting_models._below_layers(spec.model, settings)
+
+
+def spec_of(database: Database, job_id: str) -> Any:
+    """The spec of a job."""
+    with database.reading() as session:
+        return transitions.get(session, job_id).spec
