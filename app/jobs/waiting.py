@@ -18,7 +18,9 @@ class _Workers(NamedTuple):
     now: float
     alive: int
     free: int
-    """Idle devices of live workers; negative if more jobs run than devices were seen."""
+    """Idle devices of the live worker that has most of them."""
+    most: int
+    """Devices of the largest live worker. A job that requests more trains on these."""
 
 
 class _Position(NamedTuple):
@@ -49,8 +51,8 @@ class WaitingReasons:
 
     @cached_property
     def _workers(self) -> _Workers:
-        ((now, alive, free),) = _WORKERS.run(self._where, {})
-        return _Workers(float(now), alive, free or 0)
+        ((now, alive, free, most),) = _WORKERS.run(self._where, {})
+        return _Workers(float(now), alive, free or 0, most or 0)
 
     def of(self, job: Job) -> Waiting | None:
         """Why a job waits and its queue position; None if it does not wait."""
@@ -88,7 +90,8 @@ class WaitingReasons:
             return "no_worker"
         if later:
             return "retry_delay"
-        return "starting" if self._workers.free >= devices else "no_free_gpu"
+        needed = max(1, min(devices, self._workers.most))
+        return "starting" if self._workers.free >= needed else "no_free_gpu"
 
 
 def _ahead(dialect: str) -> object:
@@ -120,12 +123,14 @@ def _between(dialect: str) -> object:
 
 def _workers(dialect: str) -> object:
     length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
-    most = select(func.coalesce(func.max(length(Worker.devices)), 1)).scalar_subquery()
-    got = case((Job.device_count > most, most), else_=Job.device_count)  # others train on fewer
-    used = select(func.coalesce(func.sum(got), 0)).where(Job.status == "running")
-    return select(
-        database_now(), func.count(), func.sum(length(Worker.devices)) - used.scalar_subquery()
-    ).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+    own = length(Worker.devices)
+    used = select(func.coalesce(func.sum(Job.device_count), 0)).where(
+        Job.status == "running", Job.worker_id == Worker.id
+    )
+    free = own - used.correlate(Worker).scalar_subquery()
+    return select(database_now(), func.count(), func.max(free), func.max(own)).where(
+        Worker.heartbeat_at > database_now() - SILENT_SECONDS
+    )
 
 
 def _by_time(dialect: str) -> object:

@@ -41,9 +41,21 @@ def test_a_job_waits_for_as_many_devices_as_it_needs(database: Database) -> None
     assert {1: reason_of(database, third), 2: reason_of(database, two)} == {1: "starting", 2: "no_free_gpu"}
 
 
-def worker_with(devices: int) -> Worker:
+def test_devices_of_different_workers_do_not_add_up(database: Database) -> None:
+    for _ in range(2):
+        submitted(database)
+    with database.writing() as session:
+        for name in ("worker-1", "worker-2"):
+            live_workers.beat(session, worker_with(2, name))
+    for name in ("worker-1", "worker-2"):
+        assert claim(database, name) is not None
+    found = {count: reason_of(database, submitted(database, device_count=count)) for count in (1, 2, 3)}
+    assert found == {1: "starting", 2: "no_free_gpu", 3: "no_free_gpu"}
+
+
+def worker_with(devices: int, name: str = "worker-1") -> Worker:
     found = [vars(device) for device in cpu_devices(devices)]
-    return Worker(id="worker-1", hostname="here", devices=found, running=[])
+    return Worker(id=name, hostname="here", devices=found, running=[])
 
 
 def reason_of(database: Database, job_id: str) -> str:
