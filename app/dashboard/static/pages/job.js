@@ -250,7 +250,7 @@ function makeState() {
       batch: split(job),
       loss: fixed(progress.loss_ema),
       speed: number(progress.tokens_per_second),
-      memory: `${bytes(progress.memory_peak_bytes)} (predicted: at most ${bytes(plan.ranks[0].predicted_peak_bytes)})`,
+      memory: `${bytes(progress.memory_peak_bytes)} (predicted: ${bytes(plan.ranks[0].predicted_peak_bytes)})`,
       samples: number(progress.samples_seen),
       device: `${job.device ?? plan.device}${plan.predicted ? " (predicted)" : `, ${plan.precision}`}`,
       begun: dateTime(job.started_at),
