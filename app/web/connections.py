@@ -2,8 +2,8 @@
 
 import resource
 
+from app.web.body_limits import MAX_UPLOADS
 from app.web.downloads import MAX_OPEN_FILES
-from app.web.middleware import MAX_UPLOADS
 
 MAX_CONNECTIONS = 4000
 _DATABASE_AND_LOGS = 256

@@ -1,17 +1,14 @@
 """Middleware for every request: an id, a size limit, the check of its origin, one log line."""
 
-import asyncio
-import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from http import HTTPStatus
 
 import structlog
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +22,7 @@ from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
-from app.web.concurrency import ConcurrencyLimit, Turns
+from app.web.body_limits import BodyLimits, is_file_upload, too_large
 from app.web.content_type import has_other_charset, is_multipart
 from app.web.error_bodies import accrue_error, database_unavailable, problem_response, unexpected
 from app.web.latency import LatencyGauge
@@ -36,35 +33,12 @@ NATIVE = "/gradient-accumulation"
 _ALTERNATIVE_PREFIX = "/api/v1"
 
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
-_FORM_OVERHEAD = 2**16
-_BODY_WITHOUT_DATA = 2**18
-"""The maximum body of routes that take no samples, in bytes: a configuration has a few thousand."""
-_LARGE_BODY = 2**16
-"""Bodies of more bytes count as uploads, like those of unknown size."""
-MAX_UPLOADS_PER_KEY = 20
-"""The maximum number of concurrent uploads of one key: a slow sender keeps a file or memory occupied."""
-MAX_UPLOADS = 200
 _SENT_AT_ONCE = 2**15
 """Responses are sent in parts of this many bytes, so that a slow reader keeps only one part in memory."""
-_MAX_VALUES = 150_000
-"""The maximum number of values in a body with samples, counted by commas and brackets: validation takes
-time."""
-_VALUES_OF_A_REQUEST = 1500
-"""Toward the rate limit, a large body counts as one further request for each 1,500 values."""
-_MANY_VALUES, _MANY_BYTES = 5000, 2**20
-"""Only a few bodies that are larger are validated at a time: one may take a hundred times its size in memory,
-until it is answered."""
-_LARGE_PER_KEY, _LARGE_AT_ONCE = 2, 4
-_UPLOADS = ("/v1/files",)
-"""The routes whose body is a file."""
-_WITH_DATA = f"{NATIVE}/training/"
-"""The prefix of the routes whose body may contain samples."""
 CALCULATORS = "calculators"
 """The tag of routes that change nothing, although their method is POST."""
 _PAGES = ("/", "/docs")
 _PUBLIC_PATHS = ("/healthz", "/readyz")
-_BODY_SECONDS = 60.0
-"""Seconds in which a body must arrive; for an upload, in which its next part must arrive."""
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _MAX_PATH_CHARS = 500
 _MAX_LENGTH_DIGITS = 15
@@ -96,8 +70,7 @@ class RequestMiddleware:
         self.is_mounted = is_mounted
         self.settings = settings
         self.latency = latency
-        self.large_bodies = Turns(per_key=_LARGE_PER_KEY, total=_LARGE_AT_ONCE)
-        self.transfers = ConcurrencyLimit("uploads", per_key=MAX_UPLOADS_PER_KEY, total=MAX_UPLOADS)
+        self.bodies = BodyLimits(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,32 +134,16 @@ class RequestMiddleware:
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
         key_id = caller.key_id if caller is not None else None
-        async with contextlib.AsyncExitStack() as until_answered:
-
-            async def admit_body(values: int, size: int) -> None:
-                await _charge(scope, values)
-                if values > _MANY_VALUES or size > _MANY_BYTES:
-                    await until_answered.enter_async_context(self.large_bodies.turn(key_id))
-
-            limited = _limited(receive, self._limit(scope), admit_body, whole=not self._is_upload(scope))
-            await self._answer_counted(scope, limited, send, headers, key_id)
-
-    async def _answer_counted(
-        self, scope: Scope, receive: Receive, send: Send, headers: Headers, key_id: str | None
-    ) -> None:
-        """Passes the request on, unless too many large bodies of its key are arriving."""
-        if not self._is_transfer(scope, headers):
-            await self.app(scope, receive, send)
-            return
         try:
-            end = self.transfers.acquire(key_id)
+            end = self.bodies.begin(scope, headers, key_id)
         except TooManyRequests as error:
             response = accrue_error(Request(scope), error)
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
         try:
-            await self.app(scope, receive, send)
+            async with self.bodies.limited(scope, receive, key_id) as limited:
+                await self.app(scope, limited, send)
         finally:
             end()
 
@@ -203,15 +160,15 @@ class RequestMiddleware:
             why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
             if why is not None:
                 return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
-        limit, length = self._limit(scope), headers.get("content-length", "0")
+        limit, length = self.bodies.most_bytes(scope), headers.get("content-length", "0")
         if length.isdigit() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
             return problem_response(
-                request, TooLarge.status, TooLarge.code, TooLarge.title, _too_large(limit), param="body",
+                request, TooLarge.status, TooLarge.code, TooLarge.title, too_large(limit), param="body",
                 headers={"Connection": "close"},
             )  # fmt: skip
         if scope["method"] in _READ_METHODS or path in _PUBLIC_PATHS:
             return None  # without a body, the route's own check of the key is early enough
-        is_upload = self._is_upload(scope)
+        is_upload = is_file_upload(scope)
         try:
             caller = await admit(request)
             if is_upload and not caller.may("write"):  # before the upload is received
@@ -240,27 +197,6 @@ class RequestMiddleware:
         service is not limited to loopback."""
         on_loopback = self.settings.host in LOOPBACK and not self.is_mounted
         return not on_loopback or is_well_formed(bearer(headers) or "")
-
-    def _is_upload(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return scope["method"] == "POST" and path.rstrip("/") in _UPLOADS
-
-    def _is_transfer(self, scope: Scope, headers: Headers) -> bool:
-        """Whether the request's body occupies a file or much memory until the client has sent all of it."""
-        if scope["method"] in _READ_METHODS:
-            return False
-        length = headers.get("content-length", "0")
-        large = length.isdigit() and int(length) > _LARGE_BODY
-        return large or "transfer-encoding" in headers or self._is_upload(scope)
-
-    def _limit(self, scope: Scope) -> int:
-        """The maximum size of the body in bytes: large for file uploads, medium for routes that take
-        samples, and small for all others."""
-        if self._is_upload(scope):
-            return self.settings.max_file_bytes + _FORM_OVERHEAD
-        most = self.settings.max_body_bytes
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return most if path.startswith(_WITH_DATA) else min(most, _BODY_WITHOUT_DATA)
 
 
 def _strip_api_prefix(scope: Scope) -> None:
@@ -302,75 +238,6 @@ def _add_headers(headers: MutableHeaders, identifier: str) -> None:
     headers["X-Frame-Options"] = "DENY"
     if not headers.get("content-type", "").startswith("text/html"):
         headers["Content-Security-Policy"] = "default-src 'none'; frame-ancestors 'none'"
-
-
-def _too_large(limit: int) -> str:
-    return (
-        f"The body is larger than {limit} bytes: upload the data with POST /v1/files and name it by its "
-        "file_id, or raise ACCRUE_MAX_BODY_BYTES or ACCRUE_MAX_FILE_BYTES."
-    )
-
-
-_TOO_MANY_VALUES = (
-    "The body contains more values than this route accepts: upload the data with POST /v1/files and "
-    "name it by "
-    "its file_id."
-)
-
-
-async def _charge(scope: Scope, values: int) -> None:
-    """Counts a request with a large body as several ones of its key, since its validation takes as long.
-
-    Raises:
-        HTTPException: the key has reached its rate limit.
-    """
-    caller: Caller | None = scope.get("state", {}).get("caller")
-    if caller is None or caller.key_id is None or values < _VALUES_OF_A_REQUEST:
-        return
-    try:
-        await scope["app"].state.rates.count(caller.key_id, values // _VALUES_OF_A_REQUEST)
-    except TooManyRequests as error:
-        headers = {"Retry-After": str(error.retry_after_seconds)}
-        raise HTTPException(HTTPStatus.TOO_MANY_REQUESTS, error.message, headers) from None
-
-
-def _limited(
-    receive: Receive, limit: int, admit_body: Callable[[int, int], Awaitable[None]], *, whole: bool
-) -> Receive:
-    """Limits the size of a body, even without a content-length, and the time in which it must arrive.
-
-    Args:
-        admit_body: called with the number of values in a whole body and its size in bytes.
-        whole: whether the time limit is for the whole body; otherwise it is for each part.
-    """
-    taken, values, arrived = 0, 0, False
-    until = time.monotonic() + _BODY_SECONDS
-
-    async def receive_limited() -> Message:
-        nonlocal taken, values, arrived, until
-        if arrived:
-            message = await receive()
-        else:
-            try:
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "The body arrives too slowly.") from None
-        arrived = not message.get("more_body", False)
-        until = until if whole else time.monotonic() + _BODY_SECONDS
-        body = message.get("body", b"")
-        taken += len(body)
-        if taken > limit:
-            raise HTTPException(TooLarge.status, _too_large(limit))
-        values += sum(map(body.count, (b",", b"[", b"{"))) if whole else 0
-        if values > _MAX_VALUES:
-            raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)
-        if arrived and values:
-            await admit_body(values, taken)
-            values = 0
-        return message
-
-    return receive_limited
 
 
 def _address(host: str) -> str:

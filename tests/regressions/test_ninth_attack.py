@@ -19,8 +19,8 @@ from app.statistics import performance
 from app.storage.database import Database
 from app.storage.tables import Job, Key, StepMetric
 from app.web import connections
+from app.web.body_limits import MAX_UPLOADS_PER_KEY
 from app.web.downloads import MAX_PER_KEY
-from app.web.middleware import MAX_UPLOADS_PER_KEY
 from tests.harness.log_lines import line
 from tests.harness.requests import JOB, PATH, key_for, service
 from tests.harness.runs import create_run, small_data

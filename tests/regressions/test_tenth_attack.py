@@ -26,9 +26,9 @@ from app.storage.database import Database
 from app.storage.session import Viewer
 from app.storage.tables import Key, ProfileRequest, StepMetric
 from app.web import supervised_protocol
+from app.web.body_limits import MAX_UPLOADS_PER_KEY
 from app.web.downloads import Downloads
 from app.web.event_stream import EventStream, in_turns
-from app.web.middleware import MAX_UPLOADS_PER_KEY
 from tests.harness.connections import REQUEST, Connections
 from tests.harness.log_lines import line
 from tests.harness.requests import JOB, PATH, key_for, service
