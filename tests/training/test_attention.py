@@ -50,8 +50,9 @@ def test_a_compiled_model_attends_without_a_mask(known: bool) -> None:
     assert [mask is None for mask in masks] == [known]
 
 
-def test_the_samples_of_a_packed_row_are_told_apart_as_transformers_does() -> None:
-    positions = batch_of([5, 1, 7], packed=True).position_ids
+@pytest.mark.parametrize("offset", [0, 2])
+def test_the_samples_of_a_packed_row_are_told_apart_as_transformers_does(offset: int) -> None:
+    positions = batch_of([5, 1, 7], packed=True).position_ids + offset
     searched = masking_utils.find_packed_sequence_indices(positions)
     assert searched is not None
     with rows_known(packed=True):

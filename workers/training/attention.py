@@ -86,7 +86,10 @@ def _unless_known(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
     def find(position_ids: Tensor) -> Tensor | None:
         if _packed is None:
             return search(position_ids)
-        return (position_ids == 0).cumsum(-1) if _packed else None
+        if not _packed:
+            return None
+        before = torch.cat([position_ids[:, :1] - 1, position_ids[:, :-1]], dim=-1)
+        return (position_ids != before + 1).cumsum(-1)  # a sample begins where positions do not go on
 
     find.searches = search  # type: ignore[attr-defined]
     return find
