@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import TooLarge, TooManyRequests
 from app.settings import Settings
@@ -67,8 +67,11 @@ class BodyLimits:
         return self._transfers.acquire(key_id) if _is_transfer(scope, headers) else _nothing
 
     @asynccontextmanager
-    async def limited(self, scope: Scope, receive: Receive, key_id: str | None) -> AsyncIterator[Receive]:
-        """What receives the body within its limits. A large one waits for its turn once it has arrived."""
+    async def limited(
+        self, scope: Scope, receive: Receive, send: Send, key_id: str | None
+    ) -> AsyncIterator[tuple[Receive, Send]]:
+        """What receives the body within its limits, and what sends the response. A large body waits for its
+        turn once it has arrived; the turn ends with the response, however slowly that is read."""
         async with AsyncExitStack() as until_answered:
 
             async def admit(values: int, size: int) -> None:
@@ -76,7 +79,13 @@ class BodyLimits:
                 if values > _MANY_VALUES or size > _MANY_BYTES:
                     await until_answered.enter_async_context(self._large.turn(key_id))
 
-            yield _limited(receive, self.most_bytes(scope), admit, whole=not is_file_upload(scope))
+            async def send_after_turn(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    await until_answered.aclose()
+                await send(message)
+
+            whole = not is_file_upload(scope)
+            yield _limited(receive, self.most_bytes(scope), admit, whole=whole), send_after_turn
 
 
 def is_file_upload(scope: Scope) -> bool:

@@ -142,8 +142,8 @@ class RequestMiddleware:
             await response(scope, receive, send)
             return
         try:
-            async with self.bodies.limited(scope, receive, key_id) as limited:
-                await self.app(scope, limited, send)
+            async with self.bodies.limited(scope, receive, send, key_id) as (limited, answering):
+                await self.app(scope, limited, answering)
         finally:
             end()
 

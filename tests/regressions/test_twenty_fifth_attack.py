@@ -19,6 +19,7 @@ from app.models import starting_models
 from app.security.rates import RateLimiter
 from app.settings import Settings
 from app.storage.database import Database
+from app.web.body_limits import BodyLimits
 from tests.harness.requests import JOB, PATH, submit
 from tests.harness.submissions import started_from
 
@@ -115,3 +116,42 @@ def spec_of(database: Database, job_id: str) -> Any:
     """The spec of a job."""
     with database.reading() as session:
         return transitions.get(session, job_id).spec
+
+
+def test_a_large_body_s_turn_ends_when_its_response_begins(settings: Settings) -> None:
+    """Clients that did not read their responses kept all turns."""
+    bodies = BodyLimits(settings)
+    scope = {"type": "http", "method": "POST", "path": f"{PATH}/with-accumulation"}
+    content = b'{"x": [' + b"1," * 6000 + b"1]}"
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": content}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600)  # nobody reads it
+
+    async def request(answers: bool, begun: asyncio.Event) -> None:
+        async with bodies.limited(scope, receive, send, None) as (limited, answering):
+            await limited()
+            begun.set()
+            if not answers:
+                await asyncio.sleep(3600)
+            await answering({"type": "http.response.start", "status": 200, "headers": []})
+            await answering({"type": "http.response.body", "body": b""})
+
+    async def others_wait(answers: bool) -> bool:
+        begun = [asyncio.Event() for _ in range(5)]
+        tasks = [asyncio.create_task(request(answers, each)) for each in begun]
+        try:
+            await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), 1)
+        except TimeoutError:
+            return True
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return False
+
+    assert asyncio.run(others_wait(answers=False))
+    assert not asyncio.run(others_wait(answers=True))
