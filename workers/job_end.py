@@ -8,7 +8,7 @@ from app.settings import Settings
 from app.storage.session import Session
 from workers import job_measurements
 from workers.leases import Running
-from workers.run_directory import DISK_FULL, DISK_FULL_FAILURE, INTERRUPTED
+from workers.run_directory import DISK_FULL, DISK_FULL_FAILURE, IN_USE, INTERRUPTED
 from workers.trainer_process import failure_of
 
 log = structlog.get_logger("accrue.worker")
@@ -16,6 +16,8 @@ log = structlog.get_logger("accrue.worker")
 DEVICE_LOST = "device_lost"
 RETRY_SECONDS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
 """The delay before a job is retried after its machine failed, by the failure's code."""
+_IN_USE_SECONDS = 5.0
+"""The delay before a job is retried whose trainer waited in vain for the end of an earlier one."""
 
 
 def end_job(
@@ -39,6 +41,8 @@ def end_job(
         queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
     elif running.stopping or (status == INTERRUPTED and interrupted):
         queue.release(session, fence, running.stopping or "interrupted")
+    elif status == IN_USE:
+        queue.postpone(session, fence, "an earlier trainer of the job has not ended yet", _IN_USE_SECONDS)
     elif failure is not None and _is_machine_failure(running, failure):
         queue.postpone(session, fence, failure.message, RETRY_SECONDS[failure.code])
     elif running.stuck:

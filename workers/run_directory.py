@@ -67,6 +67,9 @@ from app.contract.reports import (
 INTERRUPTED = 75
 """Exit status of a trainer that was stopped and has written a checkpoint (EX_TEMPFAIL)."""
 
+IN_USE = 73
+"""Exit status of a trainer that another one of the same job kept waiting for too long (EX_CANTCREAT)."""
+
 DISK_FULL = 74
 """Exit status of a trainer that could not write, perhaps not even failure.json (EX_IOERR)."""
 

@@ -263,6 +263,17 @@ def test_a_full_disk_postpones_the_job_without_counting_a_crash(
     assert (job(database, job_id).attempt, job(database, job_id).failures) == (2, 0)
 
 
+def test_waiting_in_vain_for_an_earlier_trainer_is_no_crash(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "exit 73")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    ended(supervisor)
+    assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+    assert "an earlier trainer of the job has not ended yet" in told(database, job_id)
+
+
 def test_a_gpu_that_fails_is_set_aside_and_its_job_goes_to_another(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """`python -m workers.training RUN_DIR`: one attempt at one job, in this process.
 
-Exit status: 0 with outcome.json; 75 if stopped by a signal (a checkpoint is written), or if another trainer
+Exit status: 0 with outcome.json; 75 if stopped by a signal (a checkpoint is written); 73 if another trainer
 still holds the directory; 74 if the disk is full; 1 otherwise, with failure.json if the trainer could say
 why.
 """
@@ -23,6 +23,7 @@ from workers.run_directory import (
     DISK_FULL,
     DISK_FULL_FAILURE,
     HIDDEN_VARIABLE,
+    IN_USE,
     INTERRUPTED,
     LOST_RANK,
     RANKS_MUST_RESTART,
@@ -110,7 +111,7 @@ def main() -> int:
                 return attempt(run, interrupted)
         except RunDirectoryInUse as error:
             log.error("%s", error)
-            return INTERRUPTED  # no fault of the job's: another attempt is about to end
+            return IN_USE  # no fault of the job's: another attempt is about to end
         except OSError as error:  # of the process that watches over ranks or replicas
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
