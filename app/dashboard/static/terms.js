@@ -13,7 +13,7 @@ const TERMS = {
   length:
     "Maximum tokens per sample; longer samples are truncated, and plain text is split. Memory grows with this length: choose one that fits nine in ten of your samples.",
   optimizer:
-    "adamw stores two numbers per weight; adamw_8bit stores them in 8 bits. sgd without momentum and adafactor store almost nothing. Choose adamw unless memory is short.",
+    "adamw stores two numbers per weight; adamw_8bit stores them in 8 bits. adafactor, and sgd without momentum, store almost nothing. Choose adamw unless memory is short.",
   precision: "auto selects bf16 if the GPU supports it, otherwise fp16; on a CPU, it selects fp32.",
   checkpointing:
     "Keeps fewer activations and recomputes them when they are needed: about a third more time, much less memory for long samples.",
@@ -33,7 +33,7 @@ const TERMS = {
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
-    "The highest memory so far, by step (of the process; on a GPU, of its tensors), and the plan's prediction. The prediction assumes full-length samples and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
+    "At each step, the highest memory so far (on a CPU, of the process; on a GPU, of its tensors), with the plan's prediction. The prediction assumes full-length samples and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
   prediction:
     "The relative difference between predicted and measured peak memory, at the largest micro-batch that occurred. A positive value means that the job needed less than predicted.",
   noise_scale:
