@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -13,7 +14,8 @@ from tests.harness.runs import create_run, small_data
 from tests.harness.small_models import Window64, make_model
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
-from workers.training.batches import MicroBatch
+from workers.training.batches import BatchLayout, MicroBatch, collate
+from workers.training.direct_sums import DirectSums
 from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, Window
 
@@ -80,3 +82,28 @@ def test_a_chunked_loss_takes_a_third_of_the_memory_with_a_vocabulary_of_128k() 
     print({name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})
     assert peaks["full"] >= 3 * peaks["torch's"]
     assert peaks["full"] >= 3 * peaks["ours"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_logits_of_one_chunk_at_a_time_are_in_memory(smoothing: float) -> None:
+    """Names of the chunk before kept its buffer beside the next one."""
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=8192, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    loss = TokenLoss(model, smoothing=smoothing)
+    head, direct = loss.head, DirectSums(model)
+    assert head is not None
+    loss.direct, direct.loss_factor = direct, 1.0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    chunk = head.rows * 8192 * 4
+
+    def peak(chunks: int) -> int:
+        tokens = chunks * head.rows + 1
+        batch = collate([(np.ones(tokens, np.int32), np.ones(tokens, np.bool_))], BatchLayout(pad_id=0))
+        hidden = torch.zeros(tokens - 1, 16, requires_grad=True)
+        return peak_of(lambda: loss._of_hidden(hidden, batch, head))
+
+    assert peak(3) - peak(1) < chunk / 2

@@ -228,6 +228,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 losses = losses * token_weights[part].unsqueeze(1)
             total += losses.sum()
             if not (wants_hidden or wants_weight or wants_bias):
+                del logits, error, slope
                 continue
             error /= total_of_row
             if smoothing:
@@ -241,6 +242,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if to_hidden is not None:
                 narrow = (error * up if up != 1.0 else error).to(dtype)
                 to_hidden[part] = (narrow @ matrix).to(wide) / up if up != 1.0 else narrow @ matrix
+                del narrow
             if sums is not None:
                 assert factor is not None
                 if dtype == wide:
@@ -255,6 +257,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     to_weight += ((error * share).to(dtype).t() @ states).to(wide) / share
             if to_bias is not None:
                 to_bias += error.sum(0)
+            del logits, error, slope  # else they would still be there beside the next chunk's logits
         if heaviest is not None:
             total = total * heaviest
             for gradient in (to_hidden, to_weight, to_bias):
